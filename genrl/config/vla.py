@@ -94,6 +94,9 @@ class Environment(Section):
     workers: Whole | Literal["ray", "ray_simulators"] = 0
     """Processes that the simulators run in; 0 = this one; ray = Ray actors, which act with copies of the policy;
     ray_simulators = Ray actors, and the policy stays here."""
+    staleness: Whole = 0
+    """Act by the weights of so many iterations before: 0 = by the newest; 1 or more = with workers: ray, actors act
+    while the policy is trained. PPO, GRPO (docs/ray.md)."""
     timeout_s: Positive = 60.0
     """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
     reward: Literal["success", "environment"] = "success"

@@ -27,6 +27,8 @@ class VLAMethod(Method):
     """What its policy needs beside itself to act, so that it cannot be evaluated alone; empty = nothing."""
     acts_on_actors: ClassVar[bool] = False
     """With `environment.workers: ray` it acts by copies of the policy on Ray actors."""
+    takes_older_samples: ClassVar[bool] = False
+    """Whether a rollout may be of the weights of earlier iterations (`environment.staleness`)."""
     whole_chain: ClassVar[bool] = False
     """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
     first steps of DPPO's chain."""

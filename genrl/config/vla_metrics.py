@@ -40,7 +40,7 @@ SIMULATION = {
     ),
     "rollout/log_prob_off": MetricDoc(
         "largest difference between log-probabilities of the first decisions as they were drawn and as the trainer "
-        "scores them before any update",
+        "scores them before any update, by the weights that acted",
         "0 on the CPU. More than 1e-6 of the largest one ends the run.",
         "nats",
     ),
@@ -55,7 +55,8 @@ SIMULATION = {
         "share 0..1",
     ),
     "kl/updates": MetricDoc(
-        "mean of r - 1 - ln r over the ratios of an update, r = pi / pi of the rollout; mean over updates",
+        "mean of r - 1 - ln r over the ratios of an update, r = pi / pi of the rollout (with `environment.staleness`: "
+        "before the first update); mean over updates",
         "How far an iteration moves the policy. `trainer.kl_stop` ends its updates.",
         "nats",
     ),

@@ -24,6 +24,7 @@ def refuse_impossible(config: VLAConfig) -> None:
         *_layers(config),
         *_shards(config),
         *_rest(config),
+        *_staleness(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
         *optimizer_problems(config),
@@ -97,6 +98,16 @@ def _shards(config: VLAConfig) -> Iterator[Finding]:
     if config.environment.workers == "ray":
         text = "Ray actors act with copies of the policy, and no process has all of it; write ray_simulators"
         yield ("environment.workers", key), text
+
+
+def _staleness(config: VLAConfig) -> Iterator[Finding]:
+    at, trainer, staleness = "environment.staleness", config.trainer, config.environment.staleness
+    if staleness and not trainer.takes_older_samples:
+        yield (at, "trainer.algorithm"), f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
+    if staleness and config.distributed.fsdp:
+        yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
+    if staleness >= config.iterations:
+        yield (at, "iterations"), f"all {config.iterations} iterations would act by the first weights; write less"
 
 
 def _rest(config: VLAConfig) -> Iterator[Finding]:

@@ -137,6 +137,9 @@ class Generation(Section):
     """Of sampling and of the log-probabilities that are trained."""
     batch_size: Count | None = None
     """Answers sampled side by side, whole groups; null = all of a process."""
+    staleness: Whole = 0
+    """Draw answers by the weights of so many iterations before: 0 = by the newest; 1 or more = a vLLM server (vllm.url)
+    draws while the model is trained. Methods over groups of answers with clipped ratios (docs/ray.md)."""
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
     """vlm.output image: scale of classifier-free guidance, in sampling and in the log-probabilities that are trained; 1
     = none, null = the model's own."""

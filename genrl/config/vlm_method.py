@@ -28,6 +28,9 @@ class VLMMethod(Method):
     with_heads: ClassVar[bool] = False
     """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
 
+    takes_older_samples: ClassVar[bool] = False
+    """Whether answers may have been drawn by the weights of earlier iterations (`generation.staleness`)."""
+
     fit_batch: Flag = False
     """Where memory runs out in training, do the iteration again with half the micro_batch."""
 

@@ -50,7 +50,8 @@ LANGUAGE = {
     ),
     "sampler/gap_mean": MetricDoc(
         "mean of |log-prob of the trainer - log-prob of the sampler| over tokens, before the update",
-        "About 1e-7 in float32, 1e-3 in bfloat16. More: the two see different inputs.",
+        "About 1e-7 in float32, 1e-3 in bfloat16. More: the two see different inputs. With `generation.staleness`: "
+        "how far the model has moved since then.",
         "nats",
     ),
     "tokens_per_s": MetricDoc(

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     asked = _questions(config) if config.environment is None else _episodes(config)
-    shared = [*asked, *_outputs(config), *_generation(config), *_strategies(config), *_shards(config)]
+    shared = [
+        *asked,
+        *_outputs(config),
+        *_generation(config),
+        *_strategies(config),
+        *_shards(config),
+        *_staleness(config),
+    ]
     found = [*shared, *config.trainer.problems(config), *optimizer_problems(config)]
     watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
     found += monitor_problems(config, watchable, "held-out figure")
@@ -128,6 +135,28 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
         yield (key, "generation.engine"), "vLLM samples for one process, shards are of several; write transformers"
     if config.synthesis is not None:
         yield (key, "synthesis"), "descriptions are kept by one process, shards are of several; write null"
+
+
+def _staleness(config: VLMConfig) -> Iterator[Finding]:
+    at, trainer, staleness = "generation.staleness", config.trainer, config.generation.staleness
+    if not staleness:
+        return
+    if not trainer.takes_older_samples:
+        yield (at, "trainer.algorithm"), f"{trainer.algorithm} learns from samples of the present weights; write 0"
+    for name in ("stages", "synthesis"):
+        if getattr(config, name):
+            yield (name, at), "was not tried with it; leave it out, or write 0"
+    if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+        there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
+        for key in [key for key, asked in there.items() if asked]:
+            text = (
+                "the server draws before it is known what this asks of the iterations before; leave it out, or write 0"
+            )
+            yield (key, at), text
+    if config.distributed.fsdp:
+        yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
+    if staleness >= config.iterations:
+        yield (at, "iterations"), f"all {config.iterations} iterations would be drawn before training; write less"
 
 
 def _strategies(config: VLMConfig) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.ahead import Ahead, Versions
+from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
@@ -53,6 +53,7 @@ from genrl.runtime.pictures import before_after, save_png
 from genrl.runtime.process import Process
 from genrl.runtime.recorded import Recorded
 from genrl.runtime.run import read_metrics
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from rewards.compose import Running
 
@@ -123,7 +124,7 @@ class DiffusionRun:
 
     def drawing(self) -> AbstractContextManager[None]:
         """Context with the weights that drew the running iteration, where these are older than the present ones."""
-        return self.weights.lent(self.versions.of(self.iteration)) if self.versions and self.age else nullcontext()
+        return nullcontext() if self.versions is None else self.versions.drawing(self.weights, self.iteration)
 
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""

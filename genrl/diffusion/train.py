@@ -33,7 +33,7 @@ from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.rollout.ahead import Ahead, Versions
+from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
@@ -49,6 +49,7 @@ from genrl.runtime.process import Process
 from genrl.runtime.ray_cluster import cluster, place_of
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import REFERENCE, Weights
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]

@@ -218,21 +218,21 @@ _WORKERS = {
 _OLDER = {
     "staleness": MetricDoc(
         "iterations by which the weights that drew this one were behind",
-        "`sampling.staleness`, but for the first iterations.",
+        "`sampling.staleness` (`generation.staleness`, `environment.staleness`), but for the first iterations.",
         "iterations",
     ),
     "importance/mean": MetricDoc(
-        "mean over samples and trained steps of w = exp(log-prob before the first update - log-prob when sampled); 0 "
-        "where it is above 5. Policy gradients only",
+        "mean of w = exp(log-prob before the first update - log-prob when sampled) over samples and trained steps, "
+        "tokens of the answers, or ratios of the rollout; 0 where it is above 5. Policy gradients only",
         "About 1. Far from it, samples are too old for the learning rate. Of log-probabilities that are means over D "
-        "numbers it is a D-th root, so small deviations say much.",
+        "numbers (or tokens: GSPO) it is a D-th root, so small deviations say much.",
     ),
     "importance/left_out": MetricDoc(
-        "share of samples and trained steps whose w was above 5: 0, not learned from",
+        "share of these whose w was above 5: 0, not learned from",
         "Above 0: samples are too old.",
         "share 0..1",
     ),
-    "importance/max_abs_dev": MetricDoc("max of |w - 1| over samples and trained steps", "As `importance/mean`."),
+    "importance/max_abs_dev": MetricDoc("max of |w - 1| over these", "As `importance/mean`."),
 }
 
 SECTIONS: dict[str, dict[str, MetricDoc]] = {

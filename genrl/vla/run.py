@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +20,18 @@ from torch import Tensor
 
 from genrl.config.vla import Diffusion, VLAConfig
 from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.runtime.ahead import Advance, Ahead
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_png
 from genrl.runtime.process import Process
 from genrl.runtime.run import Run, read_metrics
 from genrl.runtime.sharding import unsharded
+from genrl.runtime.versions import Versions
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.methods.minibatches import Minibatch, minibatches
+from genrl.vla.methods.older import importance_figures, weighed
 from genrl.vla.methods.scores import context_of
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
@@ -58,6 +62,10 @@ class VLARun:
     env: Environment | RayRollouts
     stack: ExitStack
     first_slot: int = 0
+    versions: Versions | None = None
+    """The weights that act, where they are not the newest."""
+    ahead: Ahead[Acted] | None = None
+    """The rollouts that are collected while an iteration is trained."""
     frames: Any = None
     """What supervised training imitates; None where it imitates nothing."""
     begun: str | None = None
@@ -70,6 +78,7 @@ class VLARun:
     told: dict[str, float] = field(default_factory=dict)
     """Figures of a method's preparation, logged with every iteration."""
     _dropped: int = 0
+    _seconds: float = 0.0
     _off: float = 0.0
 
     @property
@@ -91,6 +100,11 @@ class VLARun:
     def accelerator(self) -> Accelerator:
         return self.process.accelerator
 
+    @property
+    def age(self) -> int:
+        """How many iterations the weights are behind that act in the running one."""
+        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
+
     def begin(self, found: Path | None) -> None:
         """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
         if found:
@@ -105,6 +119,8 @@ class VLARun:
                 self.save_policy()
             self.stack.push(self._remove_policy_of_failed_start)
         self.loop.memory["untrained"] = self.begun
+        if self.versions is not None:
+            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 
     def _remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
         """Else the command, put right, would be refused because of the folder."""
@@ -124,7 +140,6 @@ class VLARun:
         if decisions is None and not whole:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
-        waited, dropped = self.env.waited_s, self.env.dropped
         plan = RolloutPlan(
             decisions=decisions or 1_000_000,
             seed=config.seed,
@@ -133,20 +148,40 @@ class VLARun:
             first_slot=self.first_slot,
             keep_contexts=self.keeps_features,
         )
+        if self.versions is not None:
+            self.versions.note(loop.iteration, loop.weights.named)
         with loop.timed("rollout"):
-            rollout = self.acted(
-                self.policy,
-                sampler_of(config, self.policy, loop.iteration),
-                plan,
-                frozen=self.frozen,
-                advance=partial(loop.advance_or_leave, 1),
-            )
-        loop.timings["simulator"] = self.env.waited_s - waited
-        self._dropped = self.env.dropped - dropped
+            found = self._here(plan) if self.ahead is None else self._ahead(self.ahead, plan)
+        loop.timings["simulator"] = found.waited_s
+        self._dropped, self._seconds = found.dropped, found.seconds
         loop.check_stop()
-        parts = self.env.parts if isinstance(self.env, RayRollouts) else [torch.arange(len(rollout.group))]
-        self._off = max(check_on_policy(self.policy, rollout, slots) for slots in parts)
-        return rollout
+        rollout = found.rollout
+        with self.drawing():
+            self._off = max(check_on_policy(self.policy, rollout, slots) for slots in found.parts)
+        return weighed(self.policy, rollout, settings, loop.fitting) if self.age else rollout
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Context with the weights that act in the running iteration, where these are older than the present ones."""
+        versions = self.versions
+        return nullcontext() if versions is None else versions.drawing(self.loop.weights, self.loop.iteration)
+
+    def _here(self, plan: RolloutPlan) -> Acted:
+        """The rollout, collected now."""
+        acting = Acting(self.policy, sampler_of(self.config, self.policy, plan.iteration), self.frozen)
+        with self.drawing():
+            return measured(self.env, self.acted, acting, plan, self.loop.advance_or_leave)
+
+    def _ahead(self, ahead: Ahead[Acted], plan: RolloutPlan) -> Acted:
+        """The rollout, collected by weights of before; those begin whose weights are there now."""
+        assert self.versions is not None
+        last = min(plan.iteration + self.versions.staleness, self.config.iterations - 1)
+        for iteration in range(plan.iteration, last + 1):
+            if iteration not in ahead.underway:  # actors are made for the first one, which is waited for: nothing moves
+                acting = Acting(self.policy, sampler_of(self.config, self.policy, iteration), self.frozen)
+                by_older = partial(self.acted, weights=self.versions.of(iteration))
+                its_own = replace(plan, iteration=iteration)
+                ahead.begin(iteration, partial(measured, self.env, by_older, acting, its_own))
+        return ahead.take(plan.iteration, self.loop.advance_or_leave)
 
     @property
     def acted(self) -> Callable[..., ChunkRollout]:
@@ -194,7 +229,7 @@ class VLARun:
             "ended": (rollout.done & first).any(0)[whole].tolist(),
             "steps": int(rollout.n_executed.sum()),
             "dropped": self._dropped,
-            "seconds": loop.timings["rollout"],
+            "seconds": self._seconds,
         }
         every = gather_object([mine])
         steps = sum(one["steps"] for one in every)
@@ -216,6 +251,10 @@ class VLARun:
             "env_steps_per_s": steps / max(one["seconds"] for one in every),
             "lr": loop.lr,
         }
+        if self.versions is not None:
+            row["staleness"] = float(self.age)
+        if rollout.importance is not None:
+            row |= importance_figures(rollout)
         loop.finish(row)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -288,6 +327,28 @@ class VLARun:
         rows = read_metrics(self.process.run.metrics)
         result = f"the policy, in LeRobot's layout: {folder}"
         say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
+
+
+class Acted(NamedTuple):
+    """A rollout; parts: the slots that were sampled in one batch; waited_s: of the simulators; dropped: episodes;
+    seconds: that it took."""
+
+    rollout: ChunkRollout
+    parts: list[Tensor]
+    waited_s: float
+    dropped: int
+    seconds: float
+
+
+def measured(
+    env: Any, collect: Callable[..., ChunkRollout], acting: Acting, plan: RolloutPlan, advance: Advance
+) -> Acted:
+    """What `collect` collects in an environment, and what it took."""
+    started, waited, dropped = time.perf_counter(), env.waited_s, env.dropped
+    rollout = collect(acting.policy, acting.sampler, plan, frozen=acting.frozen, advance=partial(advance, 1))
+    parts = env.parts if isinstance(env, RayRollouts) else [torch.arange(len(rollout.group))]
+    seconds = time.perf_counter() - started
+    return Acted(rollout, parts, env.waited_s - waited, env.dropped - dropped, seconds)
 
 
 def show(found: Judged, run: Run, iteration: int) -> None:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from genrl.config.plugins import beside
 from genrl.config.vla import Diffusion, VLAConfig
 from genrl.runtime import checkpoint, frame
+from genrl.runtime.ahead import Ahead
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
@@ -21,11 +22,13 @@ from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding, in_step
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, require_layers
 from genrl.vla.policies.shards import hold
+from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
@@ -115,12 +118,17 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
         rates["critic"] = settings.critic_lr
     frozen = frozen_of(config, policy)
     begun = untrained(policy, frozen) if config.policy.path else None
-    run = VLARun(process, policy, frozen, env, stack, process.rank * own, frames, begun)
+    run = VLARun(process, policy, frozen, env, stack, process.rank * own, frames=frames, begun=begun)
     if config.distributed.fsdp:
         sharding = Sharding.over(config.distributed.shard, process.accelerator.device)
         if process.is_main and checkpoint.latest(process.run.checkpoints) is None:
             save_policy(policy, process.run.folder / "policy")
         hold(policy, sharding, adapters=config.policy.lora is not None)
+    if config.environment.staleness:
+        run.versions = Versions(config.environment.staleness)
+        if isinstance(env, RayRollouts):
+            run.ahead = Ahead()
+            stack.callback(run.ahead.close)
     named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     weights = Weights(named, is_lora=config.policy.lora is not None, in_step=in_step(policy))
     optimizer = make_optimizer(parameter_groups(policy, rates), settings)

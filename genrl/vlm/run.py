@@ -3,7 +3,9 @@ processes, and what is measured of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -19,6 +21,7 @@ from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics
+from genrl.runtime.versions import Versions
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
@@ -26,8 +29,10 @@ from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
+from genrl.vlm.policies.weights import checkpoint_weights
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.passes import leave_out
@@ -77,6 +82,10 @@ class AnswersRun:
     heads: Mapping[str, nn.Module] = field(default_factory=dict)
     """What the method trains beside the policy."""
     synthesis: Synthesis | None = None
+    versions: Versions | None = None
+    """The weights that draw, where they are not the newest."""
+    server: Server | None = None
+    """Where the answers of coming iterations are drawn while one is trained."""
     stage: int = -1
     """Whose questions and method these are; -1: none was entered."""
     loop: Loop = field(init=False, repr=False)
@@ -94,6 +103,24 @@ class AnswersRun:
         """Average and stage go into checkpoints."""
         if self.average is not None:
             self.loop.keep("average", self.average)
+        if self.versions is not None:
+            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
+
+    @property
+    def age(self) -> int:
+        """How many iterations the weights are behind that draw the running one."""
+        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Context with the weights that draw the running iteration, where these are older than the present ones."""
+        if self.versions is None or self.server is not None or not self.age:
+            yield
+            return
+        with self.versions.drawing(self.loop.weights, self.loop.iteration):
+            self.weights_changed()
+            yield
+        self.weights_changed()
 
     @property
     def bounds(self) -> bool:
@@ -126,16 +153,20 @@ class AnswersRun:
         mine: list[int] = [0] * processes
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
+        spent = 0.0
         first = loop.memory.get("questions", 0)
+        if self.versions is not None:
+            self.versions.note(loop.iteration, loop.weights.named)
         for _ in range(config.trainer.rounds):
             loop.phase("answering", own * config.generation.group_size)
             numbers = self.questions.asked(loop.iteration, first, wanted)[rank * own : (rank + 1) * own]
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
-            with loop.timed("rollout"), gathered(self.policy):
-                found = self._ask(rows, "answers", loop.iteration, first)
+            with loop.timed("rollout"), self.drawing(), gathered(self.policy):
+                found, seconds = self._answers(rows, first)
                 drawn.append(found)
+                spent += seconds
                 if config.augmentation is not None:
                     gap, memory = gaps(config, loop, found)
                     if gap is not None:
@@ -156,12 +187,32 @@ class AnswersRun:
         before, room = sum(mine[:rank]), wanted
         answers = joined(kept).chosen(list(range(max(0, min(mine[rank], room - before)))))
         share = min(sum(mine), wanted) / (wanted * len(drawn))
-        row = sampled_figures(config, joined(drawn), len(drawn), share, loop.timings["rollout"])
+        row = sampled_figures(config, joined(drawn), len(drawn), share, spent)
         if self.synthesis is not None and described is not None:
             paid, figures = self.synthesis.paid(drawn[0])
             self.synthesis.park(chosen, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
+
+    def _answers(self, rows: Sequence[Row], first: int) -> tuple[Answers, float]:
+        """The answers to this iteration's questions, drawn now, or by the server before; and the seconds they took."""
+        config, loop, server = self.config, self.loop, self.server
+        if server is None:
+            started = time.perf_counter()
+            return self._ask(rows, "answers", loop.iteration, first), time.perf_counter() - started
+        assert self.versions is not None
+        last = min(loop.iteration + self.versions.staleness, config.iterations - 1)
+        for iteration in range(loop.iteration, last + 1):
+            if iteration in server.ahead.underway:
+                continue
+            start = first + (iteration - loop.iteration) * len(rows)
+            asked = [self.questions[number] for number in self.questions.asked(iteration, start, len(rows))]
+            with self.versions.drawing(loop.weights, iteration):
+                found = checkpoint_weights(self.policy)
+                weights = {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
+            version = f"after {iteration - self.versions.age(iteration)} iterations"
+            server.begin(iteration, config, asked, (config.seed, "answers", iteration, start), weights, version)
+        return server.ahead.take(loop.iteration, loop.advance_or_leave)
 
     def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
         """Groups of answers to these questions. key: of which kind, part of the samples' keys."""
@@ -186,6 +237,8 @@ class AnswersRun:
             whole_groups=preset.group_loss is not None,
         )
         parts = [part for update in updates for part in update.parts]
+        if self.age and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
+            raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting():
             mine: dict[str, Any] = computed(
@@ -234,7 +287,7 @@ class AnswersRun:
         mine = share_of(self.process, len(self.held_out))
         asked, watch = (self.policy, whole, self.opened, self.held_out, mine), self.loop.advance_or_leave
         self.shown = Shown()
-        with gathered(self.policy):
+        with gathered(self.policy), nullcontext() if self.server is None else self.server.alone():
             own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)

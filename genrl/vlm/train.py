@@ -20,6 +20,7 @@ from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import in_step
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.episodes import opening as episodes
@@ -28,6 +29,7 @@ from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import hold
+from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
@@ -106,6 +108,11 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     if config.generation.engine == "vllm":
         policy.sampler = open_sampler(config, policy, process.run.folder / "weights")
         optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())
+    if config.generation.staleness:
+        run.versions = Versions(config.generation.staleness)
+        if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+            run.server = Server(policy.sampler, opened)
+            stack.callback(run.server.ahead.close)
     if config.synthesis is not None:
         run.synthesis = Synthesis(config, questions, policy, run.loop)
         stack.callback(run.synthesis.close)

@@ -1,9 +1,5 @@
-"""Samples of earlier weights: iterations that are drawn and scored while an earlier one is trained.
-
-Iteration i is drawn by the weights after i - staleness iterations, the first ones by those before training: always by
-these and by no others, whoever is slow. So a run is reproducible to the bit, wherever it was stopped; a checkpoint
-holds the weights of the iterations that were on their way, and a resumed run draws these anew.
-"""
+"""Samples of earlier weights (`runtime.versions`): iterations that are drawn and scored while an earlier one is
+trained."""
 
 from __future__ import annotations
 
@@ -12,10 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from genrl.config import Config
 from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, unpacked
@@ -42,35 +36,6 @@ class Underway:
     calls: int = 0
     """Model calls of what was drawn."""
     work: Future[None] | None = None
-
-
-class Versions:
-    """The weights that draw, after each of the last iterations; on the CPU."""
-
-    def __init__(self, staleness: int) -> None:
-        self.staleness = staleness
-        self.weights: dict[int, dict[str, Tensor]] = {}
-        """Number of finished iterations -> weights by name."""
-
-    def age(self, iteration: int) -> int:
-        """How many iterations the weights were behind that drew this one."""
-        return min(iteration, self.staleness)
-
-    def of(self, iteration: int) -> dict[str, Tensor]:
-        """The weights that draw this iteration."""
-        return self.weights[iteration - self.age(iteration)]
-
-    def note(self, iteration: int, weights: Mapping[str, Tensor]) -> None:
-        """These are the weights after so many iterations."""
-        self.weights[iteration] = {name: value.detach().cpu().clone() for name, value in weights.items()}
-        for old in [number for number in self.weights if number < iteration - self.staleness]:
-            del self.weights[old]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(number): named for number, named in self.weights.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights = {int(number): dict(named) for number, named in state.items()}
 
 
 class Ahead:

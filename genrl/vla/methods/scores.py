@@ -81,6 +81,8 @@ def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, 
     tensors |= {"states": states, "next_states": following, "step_index": index, "old_log_prob": old}
     tensors |= {"step": chosen.step, "advantage": chosen.advantage, "weight": chosen.weight}
     tensors |= {"executed": rollout.n_executed.flatten()[chosen.row]}
+    if rollout.importance is not None:
+        tensors["importance"] = rollout.importance.flatten(0, 1)[chosen.row, chosen.step]
     numbers = {"total": total, "ratios": ratios, "size": size, "action_dim": rollout.action_dim}
     numbers |= {"trains_policy": policy, "trains_critic": critic}
     tensors |= {name: torch.tensor(value) for name, value in numbers.items()}
@@ -162,6 +164,8 @@ def actor_loss(
     decisions' own and of `clip_range`, in the shape of the log-probabilities."""
     if advantage is None:
         advantage = spread_out(given["advantage"], scored.log_prob)
+    if "importance" in given:  # the surrogate is linear in it where it is not clipped
+        advantage = advantage * spread_out(given["importance"], scored.log_prob)
     below: Tensor | float = settings.clip_range if low is None else low
     above = below
     if settings.clip_range_high is not None:

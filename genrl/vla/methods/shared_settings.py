@@ -19,6 +19,7 @@ class Update(VLAMethod):
     """The clipped surrogate on the log-probabilities of chunks, after rollouts of the policy."""
 
     acts_on_actors: ClassVar[bool] = True
+    takes_older_samples: ClassVar[bool] = True
 
     level: Literal["chunk", "action", "element"] = "chunk"
     """What has a ratio of its own: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""

@@ -142,15 +142,18 @@ class RayRollouts:
         plan: RolloutPlan,
         *,
         frozen: Any = None,
+        weights: Mapping[str, Tensor] | None = None,
         advance: Callable[[], None] = lambda: None,
     ) -> ChunkRollout:
-        """As `collect.collect`, always with the same policy, whose weights may have moved.
+        """As `collect.collect`, always with the same policy, whose weights may have moved. weights: of what is trained,
+        None = as it is.
 
         `advance` is called for as many messages as there are actors: about once per decision.
         """
         crew = self.crew = self.crew or self._crew(policy, frozen)
         self.version += 1
-        work = Assignment(connected().put(trained_weights(policy)), self.version, sampler, plan)
+        sent = connected().put(trained_weights(policy) if weights is None else dict(weights))
+        work = Assignment(sent, self.version, sampler, plan)
         parts: dict[int, Part] = {}
         try:
             crew.start()

@@ -17,10 +17,10 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from PIL import Image
@@ -64,12 +64,16 @@ class Reply(NamedTuple):
     answers: list[Drawn]
 
 
+Version = int | str
+"""What an engine knows its weights by, as text."""
+
+
 class Engine(Protocol):
     """forgets: the weights are gone after `answer`, and have to be loaded again."""
 
     forgets: bool
 
-    def load(self, weights: dict[str, Tensor], version: int) -> None:
+    def load(self, weights: dict[str, Tensor], version: Version) -> None:
         """Take these weights, and drop everything cached under others."""
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
@@ -101,7 +105,7 @@ class InProcess:
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
         )
 
-    def load(self, weights: dict[str, Tensor], version: int) -> None:
+    def load(self, weights: dict[str, Tensor], version: Version) -> None:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
         names = self.llm.apply_model(lambda model: _names_for(model, weights))[0]
@@ -181,7 +185,7 @@ class Server:
         self.start = f"; start one with: {SERVE.format(path=path)}"
         self.model = self._call("/v1/models")["data"][0]["id"]
 
-    def load(self, weights: dict[str, Tensor], version: int) -> None:
+    def load(self, weights: dict[str, Tensor], version: Version) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {name: value.cpu().contiguous() for name, value in weights.items()}
         save_file(own, self.folder / "model.safetensors")
@@ -241,14 +245,21 @@ class Sampler:
     """
 
     def __init__(self, engine: Engine, policy: Policy) -> None:
-        self.engine, self.policy, self.version = engine, policy, 0
-        self.loaded: int | None = None
+        self.engine, self.policy = engine, policy
+        self.steps, self.version = 0, cast(Version, 0)
+        self.loaded: Version | None = None
         tokens = policy.tokenizer.convert_ids_to_tokens(policy.forbidden.tolist())
         self.never = [token for token in tokens if token is not None]
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that draw."""
+        return checkpoint_weights(self.policy)
+
     def stepped(self) -> None:
         """The weights have changed."""
-        self.version += 1
+        self.steps += 1
+        self.version = self.steps
 
     def generate(
         self, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
@@ -259,7 +270,7 @@ class Sampler:
         another number of answers or one without an end.
         """
         if self.loaded != self.version:
-            self.engine.load(checkpoint_weights(self.policy), self.version)
+            self.engine.load(self.weights, self.version)
         replies = self.engine.answer([self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)])
         self.loaded = None if self.engine.forgets else self.version
         stop = {*self.policy.stop_ids, *sampling.stop_ids}
@@ -309,6 +320,20 @@ class Sampler:
                     f"{prompt.where}: vLLM drew with the weights of version {sorted(one.versions)}, the trainer is at "
                     f"{self.version}: does another run use the same server?"
                 )
+
+
+class Given(Sampler):
+    """Draws with weights that it is given, whatever the model has."""
+
+    given: Mapping[str, Tensor]
+
+    def give(self, weights: Mapping[str, Tensor], version: str) -> None:
+        """With these from now on, as a checkpoint has them."""
+        self.given, self.version = weights, version
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.given)
 
 
 def open_sampler(config: VLMConfig, policy: Policy, folder: Path) -> Sampler:

@@ -104,6 +104,12 @@ def estimate(
                 unlimited = choice.model_copy(update={"low": 0.0, "high": math.inf})
                 changed = _mismatch(choice, batch) != _mismatch(unlimited, batch)
                 metrics["sampler_corrected"] = float(token_mean(changed.expand(batch.mask.shape).double(), batch.mask))
+                weights = _mismatch(choice, batch).double().expand(batch.mask.shape)
+                metrics |= {
+                    "importance_mean": float(token_mean(weights, batch.mask)),
+                    "importance_left_out": float(token_mean((weights == 0).double(), batch.mask)),
+                    "importance_max_abs_dev": float(masked((weights - 1.0).abs(), batch.mask).max()),
+                }
     return Estimate(ready, after, metrics)
 
 

@@ -27,7 +27,7 @@ from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_forwards
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
-from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, Regression, Surrogate
+from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, Regression, SequenceClip, SequenceTokenClip, Surrogate
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
 
 if TYPE_CHECKING:
@@ -108,13 +108,16 @@ class RecipeMethod(VLMMethod):
 
     def recipe(self, config: VLMConfig) -> Preset:
         """`composed`, with what other sections decide: the weights of GDPO's rewards, the longest answer, and the
-        correction of an engine that samples."""
+        correction of an engine that samples, or of older weights."""
         made = self.composed
         if isinstance(made.advantage, NormaliseThenSum):
             made = replace(made, reward_weights=tuple(reward.weight for reward in config.rewards))
         if made.aggregation == "const":
             made = replace(made, length=config.generation.max_new_tokens)
-        corrected = self.weights is not None or any(isinstance(one, EngineMismatch) for one in made.weights)
+        there = any(isinstance(one, EngineMismatch) for one in made.weights)
+        corrected = self.weights is not None or there
+        if config.generation.staleness and not there and made.group_loss is None:
+            return replace(made, weights=(*made.weights, decoupling(made)))
         if config.generation.engine == "vllm" and not corrected and made.group_loss is None:
             made = replace(made, weights=(*made.weights, EngineMismatch()))  # TRL's default
         return made
@@ -196,6 +199,14 @@ class RecipeMethod(VLMMethod):
         if isinstance(preset.surrogate, LinearBound) and output != "masked_text" and output in OUTPUTS.built_in:
             text = "its columns are bounds of a masked diffusion model; write output: masked_text, or surrogate: clip"
             yield (self.key("surrogate"), "vlm.output"), text
+
+
+def decoupling(preset: Preset) -> EngineMismatch:
+    """The weight of answers that older weights drew, which makes PPO a decoupled one, as in AReaL (arXiv 2505.24298):
+    of every token, or where the ratio is that of an answer, with its length taken out as there; 0 above 5, as
+    `staleness_weight`."""
+    of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip)
+    return EngineMismatch(level="sequence_geo" if of_rows else "token", mode="mask", high=5.0)
 
 
 def _completed(written: Any, known: Sequence[Choice]) -> Any:

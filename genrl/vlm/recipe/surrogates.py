@@ -126,6 +126,10 @@ Surrogate = (
 # --- losses of whole groups, in place of weights, surrogate and aggregation
 
 
+CLIPPED = (Clip, ElasticClip, SequenceClip, SequenceTokenClip, DynamicClip, LogClamp, Cispo, Sapo)
+"""Those that keep near the policy before the update by its ratio, hard or softly."""
+
+
 class Regression(Choice):
     """Log-ratios regressed on advantages: Reg-GRPO (`group_losses.regression_loss`)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,16 +17,19 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from genrl.config import ConfigError
+from genrl.config import ConfigError, load
 from genrl.config.files import check_files
+from genrl.runtime.run import Run
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
+from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.weights import checkpoint_weights
 from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
+from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
@@ -296,3 +300,78 @@ def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) 
     para = weights(generation=VLLM, trainer={"preset": "para_grpo"})
     assert para == (EngineMismatch(level="token", high=5.0),)
     assert weights(generation=VLLM, trainer={"weights": []}) == ()
+
+
+# --- staleness
+
+
+def older(server: str | None, staleness: int = 1, **further: Any) -> dict[str, Any]:
+    generation = {**VLLM, "staleness": staleness} | ({} if server is None else {"vllm": {"url": server}})
+    evaluation = {"every": 2, "questions": 8, "blind": False}
+    every = {"iterations": 4, "checkpoint": {"keep": 4}, "optimizer": {"lr": 1e-3}, "evaluation": evaluation}
+    return {**every, **further, "generation": generation}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_server_that_draws_ahead_draws_the_same(
+    server: str, tmp_path: Path, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it is asked at the time; of an adapter; with evaluations in between; resumed after any iteration."""
+    own = {"vlm": {"lora": {"rank": 4}}, "trainer": {"preset": "dapo", "updates": 2}}
+    ahead = train(vlm_runs.config(tmp_path, output=str(tmp_path / "ahead"), **older(server, staleness, **own)))
+    with monkeypatch.context() as patched:
+        begin = AnswersRun.begin
+
+        def alone(run: AnswersRun, found: Path | None) -> None:
+            run.server = None
+            begin(run, found)
+
+        patched.setattr(AnswersRun, "begin", alone)
+        train(vlm_runs.config(tmp_path, output=str(tmp_path / "then"), **older(server, staleness, **own)))
+    assert differences(ahead, tmp_path / "then") == []
+    found = rows(ahead)
+    assert [row["staleness"] for row in found if "staleness" in row] == [float(min(k, staleness)) for k in range(4)]
+    for done in (1, 2, 3):
+        again = tmp_path / f"again-{done}"
+        shutil.copytree(ahead, again)
+        for step in range(done + 1, 5):
+            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+        train(load(Run(again).config).model_copy(update={"output": str(again)}), again)  # type: ignore[arg-type]
+        assert differences(ahead, again) == []
+
+
+@pytest.mark.slow
+def test_a_server_draws_while_the_model_is_trained(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of the last iteration are asked for while the one before is trained, not afterwards."""
+    training, seen = threading.Event(), threading.Event()
+    learn, begun = answers.learn, []
+
+    def learned(run: Any, *arguments: Any) -> Any:
+        if run.loop.iteration == 1:
+            training.set()
+            assert seen.wait(30)
+        return learn(run, *arguments)
+
+    generated = Handler._generated
+
+    def watched(self: Handler, given: dict[str, Any]) -> Any:
+        begun.append(self.llm.version)
+        if self.llm.version == "after 1 iterations":
+            assert training.wait(30)
+            seen.set()
+        return generated(self, given)
+
+    monkeypatch.setattr(answers, "learn", learned)
+    monkeypatch.setattr(Handler, "_generated", watched)
+    train(vlm_runs.config(tmp_path, **older(server, iterations=3) | {"evaluation": {"every": 0}}))
+    assert sorted(set(begun)) == ["after 0 iterations", "after 1 iterations"]
+
+
+@pytest.mark.parametrize("change", [{"trainer": {"filter": "spread", "resample": 1}}, {"augmentation": {}}])
+def test_what_a_server_cannot_know_ahead_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    vlm_runs.config(tmp_path, **older(None, **change))
+    with pytest.raises(ConfigError, match="draws before it is known"):
+        vlm_runs.config(tmp_path, **older("http://localhost:1", **change))

@@ -46,6 +46,7 @@ class DiWA(PPO):
     makes_policy: ClassVar[bool] = True
     acts_through: ClassVar[str] = "its world model, in whose latents it sees"
     acts_on_actors: ClassVar[bool] = False
+    takes_older_samples: ClassVar[bool] = False
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "world/reconstruction": MetricDoc(
             "half the squared error of an observation decoded from its latent, summed over normalised numbers",

@@ -38,8 +38,12 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
             row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
             gaps = {name.replace("_", "/", 1): value for name, value in found.items() if name.startswith("sampler_")}
             row |= {} if run.bounds else gaps
+            if run.age:
+                row |= {n.replace("_", "/", 1): value for n, value in found.items() if n.startswith("importance_")}
             row |= learn(run, answers, ready)
         row["lr"] = run.loop.lr
+        if run.versions is not None:
+            row["staleness"] = float(run.age)
         run.loop.finish(row)
 
 

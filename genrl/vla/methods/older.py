@@ -1,0 +1,63 @@
+"""Rollouts of earlier weights as policy gradients learn from them: decoupled PPO (arXiv 2110.00641, eq. 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.objectives.advantages.gae import executed_mask
+from genrl.objectives.surrogates.policy_losses import staleness_weight
+from genrl.vla.methods.scores import at_level, context_of
+from genrl.vla.methods.shared_settings import Update
+from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.sampling import replay
+
+
+@torch.no_grad()
+def weighed(
+    policy: Any, rollout: ChunkRollout, settings: Update, fitting: Callable[[], AbstractContextManager[None]]
+) -> ChunkRollout:
+    """The rollout with the log-probabilities that the policy, as it is before the first update, assigns to the valid
+    decisions, in the place of those under the weights that acted; and the importance weights of the one to the other.
+    fitting: around every pass of the policy."""
+    index = rollout.valid.flatten().nonzero()[:, 0]
+    size, ratios = rollout.rewards.shape[-1], rollout.log_prob.shape[2]
+    near, executed = rollout.log_prob.flatten(0, 1).clone(), rollout.n_executed.flatten()
+    for part in index.split(settings.microbatch or settings.minibatch):
+        rows = training_rows(rollout, part)
+        with fitting():
+            context = context_of(policy, rows.observation, rows.context)
+            again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
+        near[part] = again.log_prob.cpu()
+
+    def leveled(log_prob: Tensor) -> Tensor:
+        each = [at_level(log_prob[:, n], executed, size, rollout.action_dim, settings) for n in range(ratios)]
+        return torch.stack(each, 1)
+
+    importance = staleness_weight(leveled(near), leveled(rollout.log_prob.flatten(0, 1)))
+    return rollout._replace(
+        log_prob=near.view(rollout.log_prob.shape),
+        importance=importance.view(*rollout.valid.shape, *importance.shape[1:]),
+    )
+
+
+def importance_figures(rollout: ChunkRollout) -> dict[str, float]:
+    """What the weights of the valid decisions are like, in all processes."""
+    assert rollout.importance is not None
+    weights = rollout.importance[rollout.valid]
+    if weights.dim() > 2:  # of actions, or their numbers: those that were executed
+        weights = weights.transpose(1, 2)[executed_mask(rollout.n_executed[rollout.valid], weights.shape[2])]
+    every: list[Tensor] = gather_object([weights.flatten().double()])
+    weights = torch.cat(every)
+    if not len(weights):
+        return {}
+    return {
+        "importance/mean": float(weights.mean()),
+        "importance/left_out": float((weights == 0).double().mean()),
+        "importance/max_abs_dev": float((weights - 1.0).abs().max()),
+    }

@@ -1,0 +1,186 @@
+"""Rollouts of earlier weights: which, what is learned from them; and that it is one run, whoever acts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.config import ConfigError, load
+from genrl.runtime import ahead, checkpoint
+from genrl.runtime.run import Run
+from genrl.vla.methods.ppo.settings import PPO
+from genrl.vla.methods.scores import actor_loss, context_of, decisions, recorded_decisions, score
+from genrl.vla.rollout.collect import RolloutPlan
+from genrl.vla.rollout.rollout import training_rows
+from genrl.vla.rollout.sampling import Acting, replay
+from genrl.vla.run import VLARun
+from genrl.vla.train import train
+from tests.vla import vla_runs
+from tests.vla.rollout import far_here
+from tests.vla.test_resume import straight_and_stopped
+
+pytestmark = pytest.mark.slow
+METHODS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "ppo of actions": {"trainer": {"values": "action", "level": "action", "discount": "smdp"}},
+    "dppo": {"sampler": "diffusion", "optimizer": {"lr": 1e-4}},
+    "flow_noise": {"sampler": "flow_noise", "policy": {"freeze": "nothing"}},
+    "grpo": vla_runs.GRPO,
+}
+
+
+def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
+    own = METHODS[name]
+    where = own.get("environment", {}) | environment | {"staleness": staleness}
+    return {"iterations": 4, "checkpoint": {"keep": 4}, **own, "environment": where}
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_run_whoever_acts_and_wherever_it_stops(
+    tmp_path: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acted here when it is needed, and there ahead of time; in one go, and resumed after any iteration."""
+    here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
+    far_here.install(monkeypatch)
+    far = train(vla_runs.config(tmp_path, output=str(tmp_path / "far"), **changes(name, staleness, workers="ray")))
+    assert vla_runs.differences(here, far) == []
+    rows = vla_runs.rows(far)
+    assert [row["staleness"] for row in rows] == [float(min(k, staleness)) for k in range(4)]
+    assert "importance/mean" not in rows[0]  # acted by the present weights
+    assert all(row["importance/max_abs_dev"] > 1e-4 and row["rollout/log_prob_off"] == 0 for row in rows[1:])
+    for done in (1, 2, 3):
+        again = tmp_path / f"again-{done}"
+        shutil.copytree(far, again)
+        for step in range(done + 1, 5):
+            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+        found = load(Run(again).config)
+        train(found.model_copy(update={"output": str(again)}), again)  # type: ignore[arg-type]
+        assert vla_runs.differences(far, again) == []
+    kept = checkpoint.load(checkpoint.latest(Run(far).checkpoints) or far).tensors["kept-drawing"]
+    assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
+
+
+def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after i - 2 iterations; what is kept of log-probabilities is of those before the first update."""
+    before: list[dict[str, Tensor]] = []
+    acting: list[dict[str, Tensor]] = []
+    here, collect = VLARun._here, VLARun.collect
+
+    def noted(run: VLARun, plan: RolloutPlan) -> Any:
+        before.append(vla_runs.weights(run.policy))
+        with run.drawing():
+            acting.append(vla_runs.weights(run.policy))
+        return here(run, plan)
+
+    def watched(run: VLARun, settings: Any) -> Any:
+        rollout = collect(run, settings)
+        rows = training_rows(rollout, rollout.valid.flatten().nonzero()[:, 0])
+        context = context_of(run.policy, rows.observation, rows.context)
+        near = replay(run.policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index).log_prob
+        torch.testing.assert_close(near.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
+        return rollout
+
+    monkeypatch.setattr(VLARun, "_here", noted)
+    monkeypatch.setattr(VLARun, "collect", watched)
+    train(vla_runs.config(tmp_path, **changes("ppo", 2)))
+    assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
+    for iteration, used in enumerate(acting):
+        assert all(torch.equal(value, used[name]) for name, value in before[max(0, iteration - 2)].items())
+
+
+def test_staleness_0_is_the_run_without(tmp_path: Path) -> None:
+    """And a run whose weights stand still is, up to rounding, the one whose weights are all older ones."""
+    plain = train(vla_runs.config(tmp_path, iterations=2, output=str(tmp_path / "plain")))
+    none = train(vla_runs.config(tmp_path, output=str(tmp_path / "none"), **changes("ppo", 0) | {"iterations": 2}))
+    assert vla_runs.differences(plain, none) == [] and "staleness" not in vla_runs.rows(none)[0]
+    still = {"optimizer": {"lr": 1e-30, "critic_lr": 1e-30}, "idle_iterations": None}
+    new, old = (
+        vla_runs.rows(train(vla_runs.config(tmp_path, output=str(tmp_path / str(k)), **changes("ppo", k), **still)))
+        for k in (0, 1)
+    )
+    for ours, theirs in zip(new, old, strict=True):
+        same = [name for name in ours if name.startswith(("rollout", "loss", "critic"))]
+        assert [theirs[name] for name in same] == pytest.approx([ours[name] for name in same], abs=1e-4)
+    assert [row["importance/max_abs_dev"] for row in old[1:]] == pytest.approx([0.0] * 3, abs=1e-3)
+
+
+def test_a_loss_by_hand(tmp_path: Path) -> None:
+    """Two decisions: the surrogate is that of w A; a w above 5 was made 0, and teaches nothing."""
+    with vla_runs.opened(vla_runs.config(tmp_path)) as run:
+        settings = run.settings
+        assert isinstance(settings, PPO)
+        run.begin(None)
+        next(iter(run.loop.iterations()))
+        rollout = run.collect(settings)
+        ones = torch.ones(rollout.valid.shape)
+        chosen = decisions(rollout, ones, ones, ones).chosen(torch.arange(2))
+        importance = torch.ones(*rollout.valid.shape, 1)
+        importance.view(-1)[chosen.row] = torch.tensor([0.5, 0.0])
+        given = recorded_decisions(rollout._replace(importance=importance), chosen, total=2, policy=True, critic=False)
+        found = actor_loss(settings, score(settings, Acting(run.policy, rollout.sampler), given), given)
+        assert float(found.loss) == pytest.approx(-(0.5 + 0.0) / 2, abs=1e-5)  # -w A r, r = 1
+
+
+def test_importance_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What acted had log-probabilities lower by ln 2, and lower by ln 6: weights of 2, and of 0."""
+    from genrl.vla.methods.older import importance_figures, weighed
+
+    with vla_runs.opened(vla_runs.config(tmp_path)) as run:
+        run.begin(None)
+        next(iter(run.loop.iterations()))
+        rollout = run.collect(run.settings)
+        shifted, first = rollout.log_prob.clone(), rollout.valid.flatten().nonzero()[:2, 0]
+        flat = shifted.flatten(0, 1)
+        flat[first[0], 0, 0, 0] -= math.log(2)
+        flat[first[1], 0, 0, 0] -= math.log(6)
+        found = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), run.settings, run.loop.fitting)
+        torch.testing.assert_close(found.log_prob, rollout.log_prob, rtol=1e-5, atol=1e-5)
+        assert found.importance is not None
+        weights = found.importance.flatten()
+        assert weights[first].tolist() == pytest.approx([2.0, 0.0], abs=1e-3)
+        number = int(rollout.valid.sum())
+        figures = importance_figures(found)
+        assert figures["importance/left_out"] == pytest.approx(1 / number)
+        assert figures["importance/mean"] == pytest.approx((number - 2 + 2.0) / number, abs=1e-3)
+        assert figures["importance/max_abs_dev"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was on its way is acted anew."""
+    far_here.install(monkeypatch)
+    monkeypatch.setattr(ahead, "POLL_S", 0.001)
+    places = [("acting", 0), ("training", 1), ("training", 2)]
+    runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes("ppo", 1, workers="ray"))
+    assert vla_runs.differences(*runs) == []
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (vla_runs.SFT, "sft does not learn from rollouts of earlier weights; write 0"),
+        ({"iterations": 2}, "all 2 iterations would act by the first weights; write less"),
+    ],
+)
+def test_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        vla_runs.config(tmp_path, **({"iterations": 4, "environment": {"staleness": 2}} | change))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl[ray]'")
+def test_on_ray(tmp_path: Path) -> None:
+    """Two real actors, twice, to the bit."""
+    one, two = (
+        train(vla_runs.config(tmp_path, output=str(tmp_path / name), **changes("ppo", 1, workers="ray")))
+        for name in ("one", "two")
+    )
+    assert vla_runs.differences(one, two) == []

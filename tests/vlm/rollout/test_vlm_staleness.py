@@ -1,0 +1,185 @@
+"""Answers that earlier weights drew: which, what is learned from them, and that it is one run wherever it stops."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.config import ConfigError, load
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run
+from genrl.vlm.methods.estimate import estimate
+from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.recipe.weights import EngineMismatch
+from genrl.vlm.rollout.token_batch import TokenBatch
+from genrl.vlm.run import AnswersRun
+from genrl.vlm.train import train
+from tests.run_folders import differences, rows
+from tests.vlm import fake_vllm, vlm_runs
+
+pytestmark = pytest.mark.slow
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {"trainer": {"preset": "grpo", "updates": 2}},
+    "gspo of an adapter": {"trainer": {"preset": "gspo", "updates": 2}, "vlm": {"lora": {"rank": 4}}},
+    "dapo, sampled again": {"trainer": {"preset": "dapo", "filter": "spread", "resample": 1}},
+}
+
+
+def changes(staleness: int, **further: Any) -> dict[str, Any]:
+    return {"iterations": 4, "checkpoint": {"keep": 4}, **further, "generation": {"staleness": staleness}}
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_run_wherever_it_stops(tmp_path: Path, name: str, staleness: int) -> None:
+    """In one go, and resumed after any iteration."""
+    run = train(vlm_runs.config(tmp_path, **changes(staleness, **METHODS[name])))
+    found = rows(run)
+    assert [row["staleness"] for row in found] == [float(min(k, staleness)) for k in range(4)]
+    assert "importance/mean" not in found[0]  # drawn by the present weights
+    assert all(row["importance/max_abs_dev"] > 1e-5 for row in found[1:])
+    for done in (1, 2, 3):
+        again = tmp_path / f"again-{done}"
+        shutil.copytree(run, again)
+        for step in range(done + 1, 5):
+            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+        train(load(Run(again).config).model_copy(update={"output": str(again)}), again)  # type: ignore[arg-type]
+        assert differences(run, again) == []
+    kept = checkpoint.load(checkpoint.latest(Run(run).checkpoints) or run).tensors["kept-drawing"]
+    assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_which_weights_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """Those after i - 2 iterations, which give the recorded log-probabilities; the trainer's are the present ones'."""
+    fake_vllm.install(monkeypatch)
+    before: list[dict[str, Tensor]] = []
+    used: list[dict[str, Tensor]] = []
+    gaps: list[float] = []
+    ask, draw, estimated = AnswersRun._ask, AnswersRun.draw, AnswersRun.estimate
+
+    def weights(run: AnswersRun) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in run.loop.weights.named.items()}
+
+    def asked(run: AnswersRun, *arguments: Any, **named: Any) -> Any:
+        used.append(weights(run))
+        return ask(run, *arguments, **named)
+
+    def drawn(run: AnswersRun) -> Any:
+        before.append(weights(run))
+        answers, row = draw(run)
+        now = weights(run)
+        assert all(torch.equal(value, now[name]) for name, value in before[-1].items())
+        with run.drawing():
+            ready = estimated(run, answers)
+        assert ready is not None
+        gaps.append(ready.found.metrics["sampler_gap_max"])
+        return answers, row
+
+    for name, replacement in (("_ask", asked), ("draw", drawn)):
+        monkeypatch.setattr(AnswersRun, name, replacement)
+    own = {"generation": {"staleness": 2, "engine": engine}, "iterations": 4, "optimizer": {"lr": 1e-3}}
+    run = train(vlm_runs.config(tmp_path, **own))
+    assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
+    for iteration, those in enumerate(used):
+        assert all(torch.equal(value, those[name]) for name, value in before[max(0, iteration - 2)].items())
+    assert max(gaps) < 1e-4  # by the weights that drew; by the present ones:
+    assert all(row["sampler/gap_max"] > 1e-3 for row in rows(run)[1:])
+
+
+def test_staleness_0_is_the_run_without(tmp_path: Path) -> None:
+    """And a run whose weights stand still is, but for what is logged of it, the one whose weights are all older."""
+    plain = train(vlm_runs.config(tmp_path, iterations=2, output=str(tmp_path / "plain")))
+    none = train(vlm_runs.config(tmp_path, **changes(0) | {"iterations": 2}, output=str(tmp_path / "none")))
+    assert differences(plain, none) == [] and "staleness" not in rows(none)[0]
+    still = {"optimizer": {"lr": 1e-30}, "idle_iterations": None}
+    new, old = (
+        rows(train(vlm_runs.config(tmp_path, output=str(tmp_path / str(k)), **changes(k), **still))) for k in (0, 1)
+    )
+    for ours, theirs in zip(new, old, strict=True):
+        same = [name for name in ours if name.startswith(("rollout", "reward", "grad", "entropy"))]
+        assert [theirs[name] for name in same] == pytest.approx([ours[name] for name in same], rel=1e-4)
+    assert [row["importance/max_abs_dev"] for row in old[1:]] == pytest.approx([0.0] * 3, abs=1e-4)
+
+
+def test_a_loss_by_hand(tmp_path: Path) -> None:
+    """Two answers of two tokens: w = p_old / p_drawn of each, 0 above 5, times the surrogate."""
+    preset = vlm_runs.config(tmp_path, **changes(1, trainer={"preset": "dapo"})).trainer.recipe(
+        vlm_runs.config(tmp_path, **changes(1, trainer={"preset": "dapo"}))
+    )
+    old = torch.full((2, 2), -1.0)
+    drawn = old - torch.tensor([[math.log(2.0), math.log(6.0)], [0.0, -math.log(4.0)]])
+    batch = TokenBatch(
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        group=torch.zeros(2, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        old_log_prob=old,
+        sampler_log_prob=drawn,
+    )
+    found = estimate(preset, batch)
+    assert found.batch.weight is not None and found.batch.advantage is not None
+    weights = [2.0, 0.0, 1.0, 0.25]
+    assert found.batch.weight.flatten().tolist() == pytest.approx(weights)
+    high, low = found.batch.advantage.tolist()
+    loss = policy_loss(preset, found.batch.with_log_prob(old)).metrics["loss/policy"]
+    assert float(loss) == pytest.approx(-(2.0 * high + 0.0 * high + 1.0 * low + 0.25 * low) / 4)
+    assert found.metrics["importance_mean"] == pytest.approx(sum(weights) / 4)
+    assert found.metrics["importance_left_out"] == 0.25
+    assert found.metrics["importance_max_abs_dev"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"preset": "dapo"}, EngineMismatch(level="token", mode="mask", high=5.0)),
+        ({"preset": "gspo"}, EngineMismatch(level="sequence_geo", mode="mask", high=5.0)),
+        ({"preset": "dapo", "weights": ["top_entropy"]}, EngineMismatch(level="token", mode="mask", high=5.0)),
+        ({"weights": [{"name": "engine_mismatch", "high": 2.0}]}, EngineMismatch(high=2.0)),
+    ],
+)
+def test_the_weight_is_there_once(tmp_path: Path, trainer: dict[str, Any], expected: EngineMismatch) -> None:
+    """That of an engine's rounding serves both; one that is written stays as it is."""
+    for engine in ("transformers", "vllm"):
+        made = changes(1, trainer=trainer)
+        config = vlm_runs.config(tmp_path, **made | {"generation": {"staleness": 1, "engine": engine}})
+        found = [one for one in config.trainer.recipe(config).weights if isinstance(one, EngineMismatch)]
+        assert found == [expected]
+
+
+def test_a_policy_without_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples cannot be weighed."""
+    draw: Callable[[AnswersRun], Any] = AnswersRun.draw
+
+    def silent(run: AnswersRun) -> Any:
+        answers, row = draw(run)
+        answers.sampler_log_prob.fill_(torch.nan)
+        return answers, row
+
+    monkeypatch.setattr(AnswersRun, "draw", silent)
+    monkeypatch.setattr("genrl.vlm.run.check_gap", lambda gap: None)
+    with pytest.raises(ValueError, match="does not say how likely its samples were"):
+        train(vlm_runs.config(tmp_path, **changes(1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"trainer": {"preset": "rloo"}}, "losses of clipped ratios, 'reinforce' is none"),
+        ({"trainer": {"preset": "dpo"}}, "losses of clipped ratios, 'preference' is none"),
+        ({"trainer": {"preset": "vespo"}}, "losses of clipped ratios, 'vespo' is none"),
+        ({"stages": [{"iterations": 4}]}, "stages.*was not tried with it"),
+        ({"distributed": {"fsdp": True}}, "in shards are not kept"),
+        ({"iterations": 1}, "all 1 iterations would be drawn before training"),
+        ({"task": None, "rewards": None, "environment": {"name": "grid"}, "trainer": {}}, "of the present weights"),
+    ],
+)
+def test_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        vlm_runs.config(tmp_path, **(changes(1) | change))
