@@ -36,10 +36,14 @@ import torch
 from benchmarks.common import clock, opened, parser, save, train
 from genrl.config import Config, load
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier")
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_object", "all_gather_single", "reduce_scatter_single"),
+    *("gather_object", "broadcast", "barrier"),
+)
 Iteration = dict[str, Any]
 """Of one process: `work`, CPU seconds before each collective and after the last; `collectives`, wall seconds of each;
-`wall`, seconds of the iteration, barriers included."""
+`bytes`, of the tensors that this process gave to each kind of them; `wall`, seconds of the iteration, barriers
+included."""
 
 
 class Meter:
@@ -51,26 +55,28 @@ class Meter:
         self._inside = False
         self.begin()
         for name in COLLECTIVES:
-            setattr(torch.distributed, name, self._measured(getattr(torch.distributed, name)))
+            setattr(torch.distributed, name, self._measured(name, getattr(torch.distributed, name)))
 
     def begin(self) -> None:
         self._work: list[float] = []
         self._collectives: list[float] = []
+        self._bytes: dict[str, int] = {}
         self._started = self._since = clock()
 
     def end(self) -> None:
         now = clock()
         work = [*self._work, (now - self._since).cpu]
         wall = (now - self._started).wall
-        self.iterations.append({"work": work, "collectives": self._collectives, "wall": wall})
+        self.iterations.append({"work": work, "collectives": self._collectives, "bytes": self._bytes, "wall": wall})
         self.begin()
 
-    def _measured(self, collective: Any) -> Any:
+    def _measured(self, name: str, collective: Any) -> Any:
         @functools.wraps(collective)
         def measured(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return collective(*args, **kwargs)
             self._inside = True
+            self._bytes[name] = self._bytes.get(name, 0) + _given(name, args, kwargs)
             self._work.append((clock() - self._since).cpu)
             self.barrier()
             began = clock()
@@ -82,6 +88,14 @@ class Meter:
                 self._inside = False
 
         return measured
+
+
+def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of the tensor that a process gives to a collective; 0 of objects."""
+    takes_output_first = name in ("all_gather", "all_gather_single", "reduce_scatter_single")
+    given = [*args, *kwargs.values()][1 if takes_output_first else 0 :]
+    tensor = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def worker(path: str, changes: Sequence[str]) -> list[Iteration]:
@@ -136,7 +150,7 @@ def measure(
     return summary(ranks_found) | {"pictures": sampling.images_per_iteration * times, "ranks": ranks_found}
 
 
-def summary(ranks: list[list[Iteration]]) -> dict[str, float]:
+def summary(ranks: list[list[Iteration]]) -> dict[str, Any]:
     """Medians over the iterations, from those of every process. Seconds of an iteration: `work`, a process's mean;
     `waiting`, for the slowest; `collectives`; `iteration`, their sum; `wall`, as it was here."""
     rows = []
@@ -147,7 +161,8 @@ def summary(ranks: list[list[Iteration]]) -> dict[str, float]:
         wall = max(one["wall"] for one in processes)
         rows.append((own, sum(work) - own, sum(talk), sum(work) + sum(talk), wall, float(len(talk))))
     names = ("work", "waiting", "collectives", "iteration", "wall", "number_of_collectives")
-    return {name: median(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    found: dict[str, Any] = {name: median(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    return found | {"bytes": ranks[0][-1]["bytes"]}
 
 
 def main() -> None:
@@ -179,9 +194,10 @@ def main() -> None:
         row["efficiency"] = share * found[1]["iteration"] / row["iteration"]
         row["wall_efficiency"] = share * found[1]["wall"] / row["wall"]
         says = f"{row['wall_efficiency']:.2f}" if count <= cores else "nothing: too few cores"
+        sent = f"{row['number_of_collectives']:.0f}, {sum(row['bytes'].values()) / 1e6:.3g} MB"
         print(
-            f"| {count} | {row['work']:.2f} | {row['waiting']:.2f} | {row['collectives']:.3f} "
-            f"({row['number_of_collectives']:.0f}) | {row['iteration']:.2f} | {row['efficiency']:.2f} | {says} |"
+            f"| {count} | {row['work']:.2f} | {row['waiting']:.2f} | {row['collectives']:.3f} ({sent}) | "
+            f"{row['iteration']:.2f} | {row['efficiency']:.2f} | {says} |"
         )
     save(given.out, "scaling", found)
 

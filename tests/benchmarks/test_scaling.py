@@ -9,8 +9,8 @@ from benchmarks import scaling
 
 def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     """Work 3 and 1, then 1 and 2: mean 3.5, critical path 5; collectives .1 and .2 by whoever came last."""
-    one = {"work": [3.0, 1.0], "collectives": [0.4], "wall": 9.0}
-    other = {"work": [1.0, 2.0], "collectives": [0.1], "wall": 8.0}
+    one = {"work": [3.0, 1.0], "collectives": [0.4], "bytes": {"all_reduce": 12}, "wall": 9.0}
+    other = {"work": [1.0, 2.0], "collectives": [0.1], "bytes": {"all_reduce": 12}, "wall": 8.0}
     found = scaling.summary([[one], [other]])
     assert found == {
         "work": 3.5,
@@ -19,6 +19,7 @@ def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
         "iteration": pytest.approx(5.1),
         "wall": 9.0,
         "number_of_collectives": 1.0,
+        "bytes": {"all_reduce": 12},
     }
 
 
