@@ -348,6 +348,11 @@ class Config(Section):
         return self.distributed.fsdp or self.model.offload.denoiser is not None
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether weights that are trained are rounded where they are no shards."""
+        return False
+
+    @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
         return self.shards and self.model.lora is None

@@ -313,6 +313,11 @@ class VLAConfig(Section):
     """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether weights that are trained are rounded where they are no shards."""
+        return False
+
+    @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
         return self.distributed.fsdp and self.policy.lora is None

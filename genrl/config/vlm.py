@@ -296,6 +296,11 @@ class VLMConfig(Section):
         return 0, self
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether weights that are trained are rounded where they are no shards."""
+        return self.vlm.lora is None and self.vlm.dtype != "float32"
+
+    @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
         return self.distributed.fsdp and self.vlm.lora is None

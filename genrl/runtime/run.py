@@ -135,7 +135,8 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
     kept = found / "config.yaml" if found is not None else run.config
     before = kept if kept.is_file() else run.config
     try:
-        edits = config_edits(dump(load(before)), config)
+        was = load(before)
+        edits = config_edits(dump(was), config)
     except ConfigError as error:
         raise ValueError(
             f"{before} is no configuration of this version of genrl: it was damaged, or another version wrote it "
@@ -147,6 +148,11 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
             f"cannot resume {folder} with another value of {', '.join(forbidden)}: "
             + "; ".join(edits[key] for key in forbidden)
             + f". Only {', '.join(EDITABLE)} may change; start a new run for anything else (output=FOLDER)."
+        )
+    if "distributed.fsdp" in edits and was.rounds_weights and step:
+        raise ValueError(
+            f"cannot resume {folder} with another value of distributed.fsdp: weights in shards are float32, those that "
+            "a process holds whole are rounded to bfloat16, and what was trained last would be lost; keep it"
         )
     info = _info(run)
     if step == 0:

@@ -114,6 +114,20 @@ def test_edits_that_a_resume_refuses(tmp_path: Path, override: str) -> None:
     assert run.config.read_text() == CONFIG
 
 
+@pytest.mark.parametrize(("changes", "refused"), [(["vlm.dtype=bfloat16"], True), ([], False)])
+def test_shards_whose_weights_would_be_rounded_stay_shards(tmp_path: Path, changes: list[str], refused: bool) -> None:
+    def saved(*more: str) -> str:
+        return dump(load("configs/vlm/quickstart.yaml", [*changes, *more]))
+
+    run = Run(tmp_path)
+    run.config.write_text(saved("distributed.fsdp=true"))
+    if refused:
+        with pytest.raises(ValueError, match=r"another value of distributed\.fsdp: weights in shards are float32"):
+            runs.resume(tmp_path, saved(), step=1, command=[])
+    else:
+        assert runs.resume(tmp_path, saved(), step=1, command=[]) == ["distributed.fsdp: true -> false"]
+
+
 def test_keys_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
     run = start(tmp_path)
     old = yaml.safe_load(CONFIG)
