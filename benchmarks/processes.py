@@ -107,7 +107,7 @@ def apart(one: Path, other: Path) -> dict[str, float]:
 def on_policy(path: Path) -> float:
     """Largest deviation of the ratio, or of its logarithm, from what it is where nothing was trained."""
     row = next(row for row in read_metrics(Run(path).metrics) if "grad_norm" in row)
-    return max(row[key] for key in ("ratio/max_abs_dev", "rollout/log_prob_off", "sampler/gap") if key in row)
+    return max(row[key] for key in ("ratio/max_abs_dev", "rollout/log_prob_off", "sampler/gap_mean") if key in row)
 
 
 def measure(kind: Kind, changes: list[str], folder: Path, iterations: int) -> dict[str, dict[str, Any]]:

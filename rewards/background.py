@@ -7,7 +7,7 @@ the same with the background on or off.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -45,13 +45,15 @@ class Background(Generic[T]):
         done.set_result(call())
         self._results.append(done)
 
-    def results(self, each: Callable[[], None] = lambda: None) -> list[T]:
+    def results(self, each: Callable[[], None] = lambda: None, waiting: Callable[[], None] | None = None) -> list[T]:
         """Wait for all calls; their results in the order of `submit`. Raises what the first failed one raised.
 
-        `each` is called, in this thread, after every call that is done.
+        `each` is called, in this thread, after every call that is done; `waiting`, every second until it is.
         """
         results: list[T] = []
         for future in self._results:
+            while waiting is not None and not wait([future], timeout=1.0).done:
+                waiting()
             results.append(future.result())
             each()
         self._results.clear()

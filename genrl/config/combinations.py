@@ -260,14 +260,16 @@ def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
         yield (f"{at}.offload", f"{at}.isolate"), text
     if reward.remote is None and not reward.isolate:
         return
-    outage, limit = reward.outage, config.distributed.timeout_s
+    outage, limit, ended = reward.outage, config.distributed.timeout_s, "a run without progress is ended"
+    if reward.remote is None and config.engine is not None and config.engine.reward_workers:
+        limit, ended = limit / 2, "a reward worker that is silent is replaced"
     if outage.timeout_s > outage.deadline_s:
         text = f"one attempt may take longer ({outage.timeout_s:g} s) than the whole call; use {outage.deadline_s:g}"
         yield (f"{at}.outage.timeout_s", f"{at}.outage.deadline_s"), f"{text} or less"
     waits = outage.deadline_s + (outage.pause_s if outage.policy == "pause" else 0)
     if waits >= limit:
         keys = (f"{at}.outage.deadline_s", f"{at}.outage.pause_s", "distributed.timeout_s")
-        text = f"up to {waits:g} s are waited for the reward, but a run without progress is ended after {limit:g} s"
+        text = f"up to {waits:g} s are waited for the reward, but {ended} after {limit:g} s"
         yield keys[:1] + keys[2:] if outage.policy != "pause" else keys, f"{text}; wait less, or raise the timeout"
 
 

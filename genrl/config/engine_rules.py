@@ -58,6 +58,8 @@ def _reward_workers(config: Config, workers: int, pieces: int) -> Iterator[Findi
     for number, reward in enumerate(config.rewards):
         if reward.offload:
             yield (f"rewards.{number}.offload", at), "the model is in another process, which keeps it; write false"
+        if "device" in reward.args and reward.remote is None:
+            yield (f"rewards.{number}.args.device", at), "Ray gives each worker its device; leave it out"
 
 
 def staleness_rules(config: Config) -> Iterator[Finding]:

@@ -85,6 +85,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     pool = None
     if places is not None and places.rewards:
         pool = RewardPool(config, places.rewards, places.options, stopped)
+        stack.callback(pool.close)
     scorers = open_scorers(config, str(device), stopped, pool)
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
@@ -22,9 +23,9 @@ from genrl.config import Config
 from genrl.config.schema import Reward
 from genrl.runtime.ray_cluster import START_S, check_versions, connected, versions
 from rewards.contract import Scored, declare, read
-from rewards.failures import RewardFailed
+from rewards.failures import Failure, RewardFailed, catch
 from rewards.placing import open_reward
-from rewards.service.remote import Outage
+from rewards.service.remote import Outage, ServerRaised
 
 FAILURES = 3
 """Actors lost in a row by one call, after which the run ends."""
@@ -47,42 +48,66 @@ def opened_for(settings: Reward, device: str, stopped: Callable[[], bool] = lamb
     )
 
 
+class Opened(NamedTuple):
+    """What an actor says once it has loaded the rewards."""
+
+    versions: dict[str, str]
+    takes: dict[str, tuple[str, ...]]
+    """Label -> what the reward declares."""
+    problem: str = ""
+    """Why they could not be loaded."""
+
+    def checked(self) -> Opened:
+        """ValueError where it is of no use."""
+        check_versions(self.versions)
+        if self.problem:
+            raise ValueError(f"engine.reward_workers: {self.problem}")
+        return self
+
+
 class RewardActor:
     """The rewards in another process."""
 
-    def open(self, config: str, folder: str, threads: int) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-        """Load the rewards of this configuration (JSON), as in the run that works in `folder` with so many threads;
-        returns `versions`, and what each takes, by label."""
+    def versions(self) -> dict[str, str]:
+        """Of what computes here."""
+        return versions()
+
+    def open(self, config: str, folder: str, threads: int) -> Opened:
+        """Load the rewards of this configuration (JSON), as in the run that works in `folder` with so many threads."""
         os.chdir(folder)  # paths in a configuration are relative
         torch.set_num_threads(threads)  # rounding depends on it
         found = Config.model_validate_json(config)
         set_seed(found.seed)
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         labelled = zip(found.reward_labels, found.rewards, strict=True)
-        self.rewards = {label: opened_for(one, device) for label, one in labelled if one.remote is None}
-        return versions(), {label: rewards.needs(reward).names for label, reward in self.rewards.items()}
+        wanted = [(label, one) for label, one in labelled if one.remote is None]
+        opened = catch(lambda: {label: opened_for(one, device) for label, one in wanted}, 0)
+        if isinstance(opened, Failure):
+            return Opened(versions(), {}, opened.error)
+        self.rewards = opened
+        return Opened(versions(), {label: rewards.needs(reward).names for label, reward in opened.items()})
 
-    def score(self, label: str, arguments: Mapping[str, Any]) -> Scored:
-        """What the reward returns."""
-        scored = read(self.rewards[label](**arguments), _count(arguments), label)
-        return scored.values, scored.parts
+    def score(self, label: str, arguments: Mapping[str, Any]) -> Scored | Failure:
+        """What the reward returns; as text what it raises, which may be of no class that the trainer knows."""
+        count = _count(arguments)
+        found = catch(lambda: read(self.rewards[label](**arguments), count, label), count)
+        return found if isinstance(found, Failure) else (found.values, found.parts)
 
 
 @dataclass
 class Seat:
-    """An actor, and how many calls it has before it."""
+    """An actor."""
 
     actor: Any
     opened: Any
     """Reference to what its opening answers."""
-    calls: int = 0
 
 
 class RewardPool:
     """`count` actors that score for this process. options: Ray's for each (`ray_cluster.place_of`); stopped: as of
     `rewards.service.remote.Remote`.
 
-    Raises ValueError where one cannot be started, and what opening a reward raises there.
+    Raises ValueError where one cannot be started, or cannot open a reward.
     """
 
     def __init__(
@@ -90,84 +115,91 @@ class RewardPool:
     ) -> None:
         self._ray, self._config, self._options, self._stopped = connected(), config, options, stopped
         self._timeout_s = config.distributed.timeout_s / 2  # before the watchdog's end
-        self._lock, self.lost = threading.Lock(), 0
-        self.seats = [Seat(*self._started()) for _ in range(count)]
+        self._lock, self.lost = Lock(), 0
+        self.seats = [self._started() for _ in range(count)]
+        self._free: SimpleQueue[Seat] = SimpleQueue()
         try:
-            for found, takes in self._ray.get([seat.opened for seat in self.seats], timeout=START_S):
+            for found in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
                 check_versions(found)
-                self.takes: dict[str, tuple[str, ...]] = takes
-        except self._ray.exceptions.RayTaskError as error:
-            raise ValueError(f"engine.reward_workers: {error.cause}") from error
+            for opened in self._ray.get([seat.opened for seat in self.seats]):
+                self.takes: dict[str, tuple[str, ...]] = opened.checked().takes
         except self._ray.exceptions.RayError as error:
-            raise ValueError(f"engine.reward_workers: none could be started in {START_S:g} s: {error}") from error
+            self.close()
+            raise ValueError(f"engine.reward_workers: none could be started: {error}") from error
+        except ValueError:
+            self.close()
+            raise
+        for seat in self.seats:
+            self._free.put(seat)
 
     def score(self, label: str, arguments: Mapping[str, Any]) -> Scored:
-        """Ask the actor with the fewest calls before it. Any number of threads may.
+        """Ask an actor that has nothing to do, once there is one. Any number of threads may.
 
-        Raises what the reward raises, and RewardFailed where actors are lost again and again.
+        Raises ServerRaised where the reward raises, and RewardFailed where actors are lost again and again.
         """
-        for _ in range(FAILURES):
-            with self._lock:
-                seat = min(self.seats, key=lambda seat: seat.calls)
-                seat.calls += 1
-                actor, opened = seat.actor, seat.opened
+        none: Scored = [math.nan] * _count(arguments), {}
+        while not self._stopped():
             try:
-                if not self._came(opened, START_S) or not self._came(
-                    answer := actor.score.remote(label, arguments), self._timeout_s
-                ):
-                    return [math.nan] * _count(arguments), {}
-                self._check(opened)
-                scored: Scored = self._ray.get(answer)
-                return scored
-            except self._ray.exceptions.RayTaskError:
-                raise  # of the reward
-            except (self._ray.exceptions.RayError, TimeoutError) as error:
-                last = error
-                self._replace(seat, actor)
-            finally:
-                with self._lock:
-                    seat.calls -= 1
-        raise RewardFailed(f"{FAILURES} reward workers were lost in a row, the last one since: {last}") from last
+                seat = self._free.get(timeout=POLL_S)
+                break
+            except Empty:
+                pass
+        else:
+            return none
+        try:
+            answer = self._asked(seat, label, arguments)
+        finally:
+            self._free.put(seat)
+        if isinstance(answer, Failure):
+            if answer.fatal:
+                raise RewardFailed(answer.error)
+            raise ServerRaised(f"{answer.error}, in a reward worker:\n{answer.traceback}")
+        return none if answer is None else answer
 
     def close(self) -> None:
         """End the actors."""
         for seat in self.seats:
             self._ray.kill(seat.actor)
 
-    def _came(self, awaited: Any, patience_s: float) -> bool:
-        """Whether an answer is there; False once the run is to end. TimeoutError after so long."""
+    def _asked(self, seat: Seat, label: str, arguments: Mapping[str, Any]) -> Scored | Failure | None:
+        """What the actor answers, or the one that takes its place; None once the run is to end."""
+        for _ in range(FAILURES):
+            try:
+                opened: Opened | None = self._heard(seat.opened, math.inf)
+                if opened is None:
+                    return None
+                opened.checked()
+                answer: Scored | Failure | None = self._heard(
+                    seat.actor.score.remote(label, arguments), self._timeout_s
+                )
+                return answer
+            except self._ray.exceptions.RayTaskError:
+                raise  # memory ran out
+            except ValueError as error:
+                raise RewardFailed(str(error)) from error
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
+                last = error
+                self._ray.kill(seat.actor)
+                new = self._started()
+                seat.actor, seat.opened = new.actor, new.opened
+                with self._lock:
+                    self.lost += 1
+        raise RewardFailed(f"{FAILURES} reward workers were lost in a row, the last one since: {last}") from last
+
+    def _heard(self, awaited: Any, patience_s: float) -> Any:
+        """An answer, once it is there; None once the run is to end. TimeoutError after so long."""
         end = time.monotonic() + patience_s
         while not self._ray.wait([awaited], timeout=POLL_S)[0]:
             if self._stopped():
-                return False
+                return None
             if time.monotonic() > end:
-                raise TimeoutError(f"nothing was heard of it for {patience_s:g} s")
-        return True
+                raise TimeoutError(f"nothing was heard of it for {patience_s:g} s; raise distributed.timeout_s")
+        return self._ray.get(awaited)
 
-    def _check(self, opened: Any) -> None:
-        """RewardFailed where an actor that took another's place could not open the rewards."""
-        try:
-            check_versions(self._ray.get(opened)[0])
-        except (self._ray.exceptions.RayTaskError, ValueError) as error:
-            raise RewardFailed(f"engine.reward_workers: {error}") from error
-
-    def _started(self) -> tuple[Any, Any]:
-        """A new actor, and the reference to what its opening answers."""
+    def _started(self) -> Seat:
         actor = self._ray.remote(RewardActor).options(**self._options).remote()
-        return actor, actor.open.remote(self._config.model_dump_json(), os.getcwd(), torch.get_num_threads())
-
-    def _replace(self, seat: Seat, actor: Any) -> None:
-        with self._lock:
-            if seat.actor is not actor:
-                return  # another call has
-            self._ray.kill(actor)
-            self.lost += 1
-            seat.actor, seat.opened = self._started()
-
-
-def _count(arguments: Mapping[str, Any]) -> int:
-    """How many numbers a reward returns that is called with these."""
-    return len(arguments["pairs"] if "pairs" in arguments else next(iter(arguments.values())))
+        config = self._config.model_dump_json()
+        return Seat(actor, actor.open.remote(config, os.getcwd(), torch.get_num_threads()))
 
 
 class FarReward:
@@ -179,3 +211,8 @@ class FarReward:
 
     def __call__(self, **arguments: Sequence[Any]) -> Scored:
         return self._pool.score(self._label, arguments)
+
+
+def _count(arguments: Mapping[str, Any]) -> int:
+    """How many numbers a reward returns that is called with these."""
+    return len(arguments["pairs"] if "pairs" in arguments else next(iter(arguments.values())))

@@ -76,8 +76,6 @@ class Scorers:
         """End the processes that were started for rewards."""
         for reward in self.rewards.values():
             rewards.close(reward)
-        if self.pool is not None:
-            self.pool.close()
 
 
 def plain(opened: Mapping[str, rewards.Reward]) -> Scorers:
@@ -162,8 +160,9 @@ class Scoring:
         self._grouped = {k: reward for k, reward in scorers.rewards.items() if kinds[k] != "pointwise"}
         self._background = background
         self._worker: Background[list[Found]] = Background(background)
-        threads = sum(scorers.copies.values())
-        self._workers: Background[list[Found]] = Background(threads > 0, max(1, threads))
+        self._queues: dict[str, Background[list[Found]]] = {
+            label: Background(True, count) for label, count in scorers.copies.items()
+        }
         self._pieces: list[tuple[list[int], Tensor]] = []
         self._broken: list[int] = []
         self._short: torch.OutOfMemoryError | None = None
@@ -173,7 +172,8 @@ class Scoring:
         if self._background:
             self._stack.enter_context(self.scorers.placed())
         self._stack.enter_context(self._worker)  # left first: no model is moved away from under it
-        self._stack.enter_context(self._workers)
+        for queue in self._queues.values():
+            self._stack.enter_context(queue)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,7 +185,7 @@ class Scoring:
         self._broken += [s for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
         if self._background:
             self._worker.submit(partial(self._ask, self._single, slots, images))
-            self._ask_copies(self._spread, slots, images)
+            self._spread_out(slots, images)
         if not self._background or self._grouped:
             self._pieces.append((slots, images))
 
@@ -203,11 +203,11 @@ class Scoring:
                 else:
                     stack.enter_context(self.scorers.placed())
                     for slots, images in self._pieces:
-                        self._ask_copies(self._spread, slots, images)
+                        self._spread_out(slots, images)
                     for slots, images in self._pieces:
                         found += self._ask(self._single, slots, images)
                         self.beat()
-                found += [item for items in self._workers.results(self.beat) for item in items]
+                found += self._answers()
             found += self._of_groups()
         everything = gather_object([(self._short is not None, found, self._broken)])
         if any(short for short, _, _ in everything):
@@ -230,19 +230,20 @@ class Scoring:
             return []
         here = {k: reward for k, reward in self._grouped.items() if k not in self.scorers.copies}
         there = {k: reward for k, reward in self._grouped.items() if k in self.scorers.copies}
-        groups = self._whole_groups()
+        groups, pictures = self._whole_groups()
+        stacked = [partial(_stacked, pictures, slots) for slots in groups]  # one after the other: they may be large
         found: list[Found] = []
         with self._until_all_are_there():
-            for slots, images in groups:
+            for slots, images in zip(groups, stacked, strict=True):
                 self._ask_copies(there, slots, images)
-            for slots, images in groups:
-                found += self._ask(here, slots, images)
+            for slots, images in zip(groups if here else (), stacked, strict=False):
+                found += self._ask(here, slots, images())
                 self.beat()
-            found += [item for items in self._workers.results(self.beat) for item in items]
+            found += self._answers()
         return found
 
-    def _whole_groups(self) -> list[tuple[list[int], Tensor]]:
-        """The groups that this process scores, whole: slots and pictures. A collective."""
+    def _whole_groups(self) -> tuple[list[list[int]], dict[int, Tensor]]:
+        """Slots of the groups that this process scores, and their pictures. A collective."""
         rank = PartialState().process_index
         mine = {slot: image for slots, images in self._pieces for slot, image in zip(slots, images, strict=True)}
         holders = {slot: process for process, slots in enumerate(gather_object([list(mine)])) for slot in slots}
@@ -254,15 +255,26 @@ class Scoring:
             wanted = [s for s, holder in holders.items() if scored_by[self.group[s]] == process != holder]
             if wanted:
                 mine |= gathered_on(process, {slot: mine[slot] for slot in wanted if holders[slot] == rank})
-        return [
-            (slots, torch.stack([mine[slot] for slot in slots]))
-            for group, slots in sorted(members.items())
-            if scored_by[group] == rank
-        ]
+        return [slots for group, slots in sorted(members.items()) if scored_by[group] == rank], mine
 
-    def _ask_copies(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> None:
+    def _spread_out(self, slots: list[int], images: Tensor) -> None:
+        self._ask_copies(self._spread, slots, lambda: images)
+
+    def _ask_copies(
+        self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Callable[[], Tensor]
+    ) -> None:
         for label, reward in scorers.items():
-            self._workers.submit(partial(self._ask, {label: reward}, slots, images))
+            self._queues[label].submit(partial(self._ask_one, {label: reward}, slots, images))
+
+    def _ask_one(
+        self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Callable[[], Tensor]
+    ) -> list[Found]:
+        return self._ask(scorers, slots, images())
+
+    def _answers(self) -> list[Found]:
+        """Of all that `_ask_copies` asked. Each call has its own limit: while one lasts, this process is alive."""
+        queues = self._queues.values()
+        return [item for queue in queues for items in queue.results(self.beat, self.beat) for item in items]
 
     def _ask(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
         found: list[Found] = []
@@ -279,6 +291,10 @@ class Scoring:
                 )
             found.append((label, slots, scores))
         return found
+
+
+def _stacked(pictures: Mapping[int, Tensor], slots: Sequence[int]) -> Tensor:
+    return torch.stack([pictures[slot] for slot in slots])
 
 
 def shared_out(holders: Mapping[int, Sequence[int]]) -> dict[int, int]:

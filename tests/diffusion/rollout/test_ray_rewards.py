@@ -18,6 +18,7 @@ from genrl.diffusion.train import train
 from genrl.runtime.ray_cluster import place_of
 from genrl.runtime.run import Run, read_metrics
 from rewards.failures import RewardFailed
+from rewards.service.remote import ServerRaised
 from tests.diffusion import runs
 from tests.diffusion.rollout.conftest import process_of
 
@@ -41,8 +42,12 @@ class Ill:
         return [0.0] * len(images)
 
 
+class Odd(Exception):
+    pass
+
+
 def raises(images):
-    raise ArithmeticError("nothing to see")
+    raise Odd("nothing to see")
 
 
 def slow(images):
@@ -94,8 +99,9 @@ def test_what_is_wrong_is_told(cluster: Any, folder: Path, model: Path) -> None:
     ended: list[bool] = []
     pool = RewardPool(settings, 1, place_of(1, "cpu"), lambda: bool(ended))
     raises, slow = settings.reward_labels
-    with pytest.raises(ArithmeticError, match="nothing to see"):
+    with pytest.raises(ServerRaised, match="Odd: nothing to see, in a reward worker"):  # of a class of that file
         pool.score(raises, {"images": [0.0]})
+    assert pool.lost == 0
     pool._timeout_s = 0.0
     with pytest.raises(RewardFailed, match="3 reward workers were lost in a row, .*nothing was heard"):
         pool.score(slow, {"images": [0.0]})
@@ -110,6 +116,8 @@ def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None
     for changed, says in (
         ({"rewards": [{"name": "shapes", "remote": "http://127.0.0.1:1"}]}, "all rewards are on servers"),
         ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
+        ({"rewards": [entry | {"args": {"device": "cuda:1"}}]}, "Ray gives each worker its device"),
+        ({"rewards": [entry | {"isolate": True, "outage": {"policy": "pause"}}]}, "a reward worker that is silent is"),
         ({"engine": ENGINE | {"reward_workers": 99}}, "99 workers, but micro-batches for"),
         ({"rewards": [{"name": "a.py:b", "remote": ["http://a", "http://a"]}]}, "names a server twice"),
         ({"rewards": [{"name": "a.py:b", "remote": ["http://a", "http://b"], "cache": 9}]}, "ask one server at a time"),
