@@ -29,6 +29,8 @@ from genrl.runtime.run import Run, read_metrics
 from tests.run_folders import differences, last_state
 from tests.vla import published_runs
 
+COMPARED = {"loss": ("loss", "loss/policy"), "grad_norm": ("grad_norm", "grad_norm/policy")}
+"""Metrics of an update, and what they are called in runs of one kind or another."""
 BRIEF = ["evaluation.every=0", "trackers=[]", "checkpoint.every=1"]
 FLOW_GRPO = ["sampling.prompts_per_iteration=4", "sampling.group_size=4", "sampling.batch_size=4"]
 GRPO = ["generation.prompts_per_iteration=8", "generation.group_size=4", "trainer.micro_batch=4"]
@@ -97,16 +99,16 @@ def resumed(whole: Path, folder: Path, processes: int, changes: Sequence[str] = 
 def apart(one: Path, other: Path) -> dict[str, float]:
     """Largest differences of two runs."""
     ours, theirs = (last_state(path).tensors["weights"] for path in (one, other))
-    rows = [[row for row in read_metrics(Run(path).metrics) if "grad_norm" in row] for path in (one, other)]
     found = {"weights": max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)}
-    for key in ("loss", "grad_norm"):
-        found[key] = max(abs(a[key] - b[key]) for a, b in zip(*rows, strict=True))
+    for key, names in COMPARED.items():
+        rows = [[row[n] for row in read_metrics(Run(path).metrics) for n in names if n in row] for path in (one, other)]
+        found[key] = max(abs(a - b) for a, b in zip(*rows, strict=True))
     return found
 
 
 def on_policy(path: Path) -> float:
     """Largest deviation of the ratio, or of its logarithm, from what it is where nothing was trained."""
-    row = next(row for row in read_metrics(Run(path).metrics) if "grad_norm" in row)
+    row = next(row for row in read_metrics(Run(path).metrics) if row["step"] == 1)
     return max(row[key] for key in ("ratio/max_abs_dev", "rollout/log_prob_off", "sampler/gap_mean") if key in row)
 
 
