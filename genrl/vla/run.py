@@ -158,7 +158,10 @@ class VLARun:
         rollout = found.rollout
         with self.drawing():
             self._off = max(check_on_policy(self.policy, rollout, slots) for slots in found.parts)
-        return weighed(self.policy, rollout, settings, loop.fitting) if self.age else rollout
+        if self.age:
+            rollout = weighed(self.policy, rollout, settings, loop.fitting)
+            loop.check_stop()
+        return rollout
 
     def drawing(self) -> AbstractContextManager[None]:
         """Context with the weights that act in the running iteration, where these are older than the present ones."""
