@@ -117,12 +117,12 @@ class VLARun:
         elif self.process.is_main:
             if not self.config.distributed.fsdp:  # else it was written when this process had all of it
                 self.save_policy()
-            self.stack.push(self._remove_policy_of_failed_start)
+                self.stack.push(self.remove_policy_of_failed_start)
         self.loop.memory["untrained"] = self.begun
         if self.versions is not None:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 
-    def _remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
+    def remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
         """Else the command, put right, would be refused because of the folder."""
         run = self.process.run
         if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
