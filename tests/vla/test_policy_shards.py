@@ -150,6 +150,7 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
         check_processes(config, 1)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"environment": {"workers": "ray"}}, "write ray_simulators"),
+        ({"environment": {"staleness": 1}, "iterations": 2}, "not there for policies in shards; write 0"),
         ({"trainer": {"fit_batch": True}}, "find microbatch by hand"),
         ({"optimizer": {"name": "muon"}}, "cannot be sharded"),
         ({"distributed": {"shard": "node"}}, "nothing is sharded"),
@@ -163,3 +164,10 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="cannot save weights that are trained in shards"):
         check_processes(config, 2)
     check_processes(published_runs.config(tmp_path, "pi0", **LORA, **FSDP), 2)
+
+
+def test_simulators_on_actors(tmp_path: Path) -> None:
+    """For sft `ray` is `ray_simulators`: nothing acts there."""
+    imitation = {key: value for key, value in vla_runs.SFT.items() if key != "policy"}
+    config = published_runs.config(tmp_path, "pi0", **imitation, environment={"workers": "ray"}, **FSDP)
+    assert config.environment.workers == "ray" and config.distributed.fsdp
