@@ -30,8 +30,8 @@ from genrl.runtime.sharding import unsharded
 from genrl.runtime.versions import Versions
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.methods.decoupled import importance_figures, weighed
 from genrl.vla.methods.minibatches import Minibatch, minibatches
-from genrl.vla.methods.older import importance_figures, weighed
 from genrl.vla.methods.scores import context_of
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures

@@ -85,8 +85,8 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         rollout = collect(run, settings)
         rows = training_rows(rollout, rollout.valid.flatten().nonzero()[:, 0])
         context = context_of(run.policy, rows.observation, rows.context)
-        near = replay(run.policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index).log_prob
-        torch.testing.assert_close(near.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
+        proximal = replay(run.policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index).log_prob
+        torch.testing.assert_close(proximal.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
         return rollout
 
     monkeypatch.setattr(VLARun, "_here", noted)
@@ -132,7 +132,7 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
 
 def test_importance_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What acted had log-probabilities lower by ln 2, and lower by ln 6: weights of 2, and of 0."""
-    from genrl.vla.methods.older import importance_figures, weighed
+    from genrl.vla.methods.decoupled import importance_figures, weighed
 
     with vla_runs.opened(vla_runs.config(tmp_path)) as run:
         run.begin(None)
