@@ -70,14 +70,23 @@ SIMULATION = {
         "nats",
     ),
     "env_steps_per_s": MetricDoc(
-        "actions executed in the rollout / seconds of the rollout",
+        "actions executed in the rollout / seconds of the rollout (`environment.staleness` with Ray: its own, "
+        "which were earlier and beside training)",
         "Compare `timing/simulator_s` with `timing/rollout_s`: what is waited for.",
         "actions/s",
         False,
     ),
-    "timing/rollout_s": MetricDoc("seconds of acting: policy, simulators and scoring", "Acting.", "s", False),
+    "timing/rollout_s": MetricDoc(
+        "seconds of acting: policy, simulators and scoring (`environment.staleness` with Ray: of waiting for it)",
+        "Acting.",
+        "s",
+        False,
+    ),
     "timing/simulator_s": MetricDoc(
-        "seconds of these that were spent on simulators", "Near `timing/rollout_s`: more workers help.", "s", False
+        "seconds of these that were spent on simulators (`environment.staleness` with Ray: of the rollout's own)",
+        "Near `timing/rollout_s`: more workers help.",
+        "s",
+        False,
     ),
     "eval/success_mean": MetricDoc(
         "episodes of the evaluation's fixed list that succeeded / episodes; no exploration",

@@ -95,7 +95,7 @@ def _shards(config: VLAConfig) -> Iterator[Finding]:
     if trainer.retries:
         text = "a process that leaves a pass for want of memory leaves the others waiting; find microbatch by hand"
         yield ("trainer.fit_batch", key), text
-    if config.environment.workers == "ray":
+    if config.environment.workers == "ray" and trainer.acts_on_actors:
         text = "Ray actors act with copies of the policy, and no process has all of it; write ray_simulators"
         yield ("environment.workers", key), text
 
@@ -105,7 +105,7 @@ def _staleness(config: VLAConfig) -> Iterator[Finding]:
     if staleness and not trainer.takes_older_samples:
         yield (at, "trainer.algorithm"), f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
     if staleness and config.distributed.fsdp:
-        yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
+        yield ("distributed.fsdp", at), "is not there for policies in shards; write 0"
     if staleness >= config.iterations:
         yield (at, "iterations"), f"all {config.iterations} iterations would act by the first weights; write less"
 

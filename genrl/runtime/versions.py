@@ -38,7 +38,7 @@ class Versions:
 
     def note(self, iteration: int, weights: Mapping[str, Tensor]) -> None:
         """These are the weights after so many iterations."""
-        self.weights[iteration] = {name: value.detach().cpu().clone() for name, value in weights.items()}
+        self.weights[iteration] = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
         for old in [number for number in self.weights if number < iteration - self.staleness]:
             del self.weights[old]
 

@@ -30,8 +30,8 @@ from genrl.runtime.sharding import unsharded
 from genrl.runtime.versions import Versions
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.methods.decoupled import importance_figures, weighed
 from genrl.vla.methods.minibatches import Minibatch, minibatches
-from genrl.vla.methods.older import importance_figures, weighed
 from genrl.vla.methods.scores import context_of
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
@@ -117,12 +117,12 @@ class VLARun:
         elif self.process.is_main:
             if not self.config.distributed.fsdp:  # else it was written when this process had all of it
                 self.save_policy()
-            self.stack.push(self._remove_policy_of_failed_start)
+                self.stack.push(self.remove_policy_of_failed_start)
         self.loop.memory["untrained"] = self.begun
         if self.versions is not None:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 
-    def _remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
+    def remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
         """Else the command, put right, would be refused because of the folder."""
         run = self.process.run
         if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
@@ -158,7 +158,10 @@ class VLARun:
         rollout = found.rollout
         with self.drawing():
             self._off = max(check_on_policy(self.policy, rollout, slots) for slots in found.parts)
-        return weighed(self.policy, rollout, settings, loop.fitting) if self.age else rollout
+        if self.age:
+            rollout = weighed(self.policy, rollout, settings, loop.fitting)
+            loop.check_stop()
+        return rollout
 
     def drawing(self) -> AbstractContextManager[None]:
         """Context with the weights that act in the running iteration, where these are older than the present ones."""

@@ -22,6 +22,7 @@ from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding, in_step
+from genrl.runtime.shares import check_torch
 from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
@@ -59,9 +60,11 @@ def _module(config: VLAConfig) -> Any:
 
 
 def check_processes(config: VLAConfig, num_processes: int) -> None:
-    """ValueError where environments cannot be shared out to the processes in whole groups."""
+    """ValueError where environments cannot be shared out to the processes in whole groups, or weights not in shards."""
     if config.distributed.fsdp and num_processes == 1:
         raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
+    if config.trains_shards:
+        check_torch()
     config.trainer.refuse_processes(num_processes)
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
@@ -123,6 +126,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
         sharding = Sharding.over(config.distributed.shard, process.accelerator.device)
         if process.is_main and checkpoint.latest(process.run.checkpoints) is None:
             save_policy(policy, process.run.folder / "policy")
+            stack.push(run.remove_policy_of_failed_start)
         hold(policy, sharding, adapters=config.policy.lora is not None)
     if config.environment.staleness:
         run.versions = Versions(config.environment.staleness)

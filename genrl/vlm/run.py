@@ -237,7 +237,7 @@ class AnswersRun:
             whole_groups=preset.group_loss is not None,
         )
         parts = [part for update in updates for part in update.parts]
-        if self.age and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
+        if self.versions is not None and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
             raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting():

@@ -126,13 +126,31 @@ def test_a_process_makes_the_passes_of_the_others(tmp_path: Path) -> None:
     assert apart <= ROUNDING and rows(runs[1])[0]["updates"] > 0
 
 
-def test_what_cannot_be_held_in_shards(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, put right, would be refused because of it."""
+    config = published_runs.config(tmp_path, "pi0", **FSDP)
+    folder = Path(config.output) / "policy"
+    seen = []
+
+    def failing(*_: Any, **__: Any) -> None:
+        seen.append(folder.is_dir())
+        raise ValueError("this optimiser is not there")
+
+    monkeypatch.setattr("genrl.vla.train.Sharding.over", lambda *_: None)
+    monkeypatch.setattr("genrl.vla.train.hold", failing)
+    with pytest.raises(ValueError, match="is not there"), vla_runs.opened(config):
+        pass
+    assert seen == [True] and not folder.exists()
+
+
+def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = published_runs.config(tmp_path, "pi0", **FSDP)
     check_processes(config, 2)
     with pytest.raises(ValueError, match="nothing to shard over"):
         check_processes(config, 1)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"environment": {"workers": "ray"}}, "write ray_simulators"),
+        ({"environment": {"staleness": 1}, "iterations": 2}, "not there for policies in shards; write 0"),
         ({"trainer": {"fit_batch": True}}, "find microbatch by hand"),
         ({"optimizer": {"name": "muon"}}, "cannot be sharded"),
         ({"distributed": {"shard": "node"}}, "nothing is sharded"),
@@ -142,3 +160,14 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path) -> None:
             published_runs.config(tmp_path, "pi0", **{**FSDP, **changes})
     with pytest.raises(ConfigError, match="a new policy is small"):
         vla_runs.config(tmp_path, **vla_runs.SFT, **FSDP)
+    monkeypatch.setattr("genrl.runtime.shares.HuggingFaceStorageWriter", object)
+    with pytest.raises(ValueError, match="cannot save weights that are trained in shards"):
+        check_processes(config, 2)
+    check_processes(published_runs.config(tmp_path, "pi0", **LORA, **FSDP), 2)
+
+
+def test_simulators_on_actors(tmp_path: Path) -> None:
+    """For sft `ray` is `ray_simulators`: nothing acts there."""
+    imitation = {key: value for key, value in vla_runs.SFT.items() if key != "policy"}
+    config = published_runs.config(tmp_path, "pi0", **imitation, environment={"workers": "ray"}, **FSDP)
+    assert config.environment.workers == "ray" and config.distributed.fsdp

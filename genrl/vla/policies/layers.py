@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,5 +32,12 @@ def compute_again(policy: nn.Module) -> None:
     for stack in layers_of(policy):
         for layer in stack:
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = _again
             layer.training = True  # by which transformers decides; what is inside it, dropout too, stays as it is
+
+
+def _again(forward: Callable[..., Any], *inputs: Any) -> Any:
+    """A layer's output, whose graph, where there is one, keeps its inputs alone."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn: no dropout

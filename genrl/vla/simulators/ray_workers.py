@@ -27,8 +27,8 @@ def actors(wanted: int) -> int:
 
 
 def placement(gpus: float = 0.0) -> dict[str, Any]:
-    """Options of an actor: half of a CPU, since those of rollouts and those of evaluations take turns; Ray does not
-    restart it: its episodes are gone with it."""
+    """Options of an actor: half of a CPU, since there are as many for rollouts as for evaluations, which take turns but
+    for runs with staleness; Ray does not restart it: its episodes are gone with it."""
     return {"num_cpus": 0.5, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
 
 

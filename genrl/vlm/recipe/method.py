@@ -13,6 +13,7 @@ from genrl.config.section import Count
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_method import Row, VLMMethod
 from genrl.config.vlm_names import OUTPUTS
+from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,
@@ -203,10 +204,11 @@ class RecipeMethod(VLMMethod):
 
 def decoupling(preset: Preset) -> EngineMismatch:
     """The weight of answers that older weights drew, which makes PPO a decoupled one, as in AReaL (arXiv 2505.24298):
-    of every token, or where the ratio is that of an answer, with its length taken out as there; 0 above 5, as
-    `staleness_weight`."""
+    of every token, or where the ratio is that of an answer, with its length taken out as there; 0 above the same bound
+    as `staleness_weight`."""
     of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip)
-    return EngineMismatch(level="sequence_geo" if of_rows else "token", mode="mask", high=5.0)
+    high = LARGEST_STALENESS_WEIGHT
+    return EngineMismatch(level="sequence_geo" if of_rows else "token", mode="mask", high=high)
 
 
 def _completed(written: Any, known: Sequence[Choice]) -> Any:

@@ -49,9 +49,16 @@ def last_row(run: VLARun) -> dict[str, Any]:
 
 
 class TestWhatIsTrained:
-    def test_warm_up_is_the_critics_alone(self, tmp_path: Path) -> None:
-        """To the bit: neither decay nor momentum moves the policy."""
-        config = vla_runs.config(tmp_path, trainer={"critic_warmup": 1}, optimizer={"weight_decay": 0.1}, iterations=2)
+    @pytest.mark.parametrize(("warmup", "staleness", "alone"), [(1, 0, 1), (1, 1, 2), (0, 1, 0)])
+    def test_warm_up_is_the_critics_alone(self, warmup: int, staleness: int, alone: int, tmp_path: Path) -> None:
+        """To the bit: neither decay nor momentum moves the policy. It learns from values of a critic that had it."""
+        config = vla_runs.config(
+            tmp_path,
+            trainer={"critic_warmup": warmup},
+            environment={"staleness": staleness},
+            optimizer={"weight_decay": 0.1},
+            iterations=alone + 1 + staleness,
+        )
         with vla_runs.opened(config) as run:
             seen, finish = [vla_runs.weights(run.policy)], run.loop.finish
 
@@ -65,10 +72,12 @@ class TestWhatIsTrained:
                 {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])}
                 for before, after in zip(seen, seen[1:], strict=False)
             ]
-            assert changed[0] == {"value_head"} and changed[1] == {"value_head", "prefix", "expert", "norm", "out"}
-            first, second = vla_runs.rows(run.loop.process.run.folder)
-            assert "loss/policy" not in first and "grad_norm/policy" not in first and first["grad_norm/critic"] > 0
-            assert {"loss/policy", "kl/updates", "grad_norm/policy"} <= second.keys()
+            assert changed[:alone] == [{"value_head"}] * alone
+            assert changed[alone:] == [{"value_head", "prefix", "expert", "norm", "out"}] * (1 + staleness)
+            rows = vla_runs.rows(run.loop.process.run.folder)
+            for row in rows[:alone]:
+                assert "loss/policy" not in row and "grad_norm/policy" not in row and row["grad_norm/critic"] > 0
+            assert all({"loss/policy", "kl/updates", "grad_norm/policy"} <= row.keys() for row in rows[alone:])
 
     @pytest.mark.parametrize(("freeze", "moves"), [("encoder", False), ("nothing", True)])
     @pytest.mark.parametrize("sampler", ["flow_sde", "diffusion"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from genrl.config import ConfigError
 from genrl.mdp.noise import keyed_noise
@@ -75,6 +76,25 @@ def test_a_run_that_computes_again_is_the_same_run(kind: str, tmp_path: Path) ->
         runs.append(train(published_runs.config(tmp_path, kind, policy=policy, output=output)))
     assert vla_runs.differences(*runs) == []
     assert vla_runs.rows(runs[1])[0]["updates"] == 2
+
+
+def test_passes_without_gradient_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts have nothing to compute again."""
+    pi_folder(tmp_path, **published_runs.ALL)
+    policy, made = load_policy(tmp_path).with_heads(critic=1, noise_head="expert", seed=0), []
+
+    def counted(*given: Any, **settings: Any) -> Any:
+        made.append(settings)
+        return checkpoint(*given, **settings)
+
+    monkeypatch.setattr("genrl.vla.policies.layers.checkpoint", counted)
+    compute_again(policy)
+    observation = pi_observation(3) | {TOKENS: policy.tokenise(LINES)}
+    with torch.no_grad():
+        before = policy.encode(observation)
+    assert not made
+    after = policy.encode(observation)
+    assert made and all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 def test_what_has_no_such_layers_is_refused(tmp_path: Path) -> None:

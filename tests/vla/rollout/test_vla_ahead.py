@@ -15,7 +15,9 @@ from torch import Tensor
 
 from genrl.config import ConfigError, load
 from genrl.runtime import ahead, checkpoint
+from genrl.runtime.loop import MemoryRanOut
 from genrl.runtime.run import Run
+from genrl.vla.methods.decoupled import importance_figures, weighed
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import actor_loss, context_of, decisions, recorded_decisions, score
 from genrl.vla.rollout.collect import RolloutPlan
@@ -85,8 +87,8 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         rollout = collect(run, settings)
         rows = training_rows(rollout, rollout.valid.flatten().nonzero()[:, 0])
         context = context_of(run.policy, rows.observation, rows.context)
-        near = replay(run.policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index).log_prob
-        torch.testing.assert_close(near.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
+        proximal = replay(run.policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index).log_prob
+        torch.testing.assert_close(proximal.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
         return rollout
 
     monkeypatch.setattr(VLARun, "_here", noted)
@@ -132,8 +134,6 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
 
 def test_importance_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What acted had log-probabilities lower by ln 2, and lower by ln 6: weights of 2, and of 0."""
-    from genrl.vla.methods.older import importance_figures, weighed
-
     with vla_runs.opened(vla_runs.config(tmp_path)) as run:
         run.begin(None)
         next(iter(run.loop.iterations()))
@@ -152,6 +152,23 @@ def test_importance_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert figures["importance/left_out"] == pytest.approx(1 / number)
         assert figures["importance/mean"] == pytest.approx((number - 2 + 2.0) / number, abs=1e-3)
         assert figures["importance/max_abs_dev"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All leave the iteration before they ask each other anything else."""
+    with vla_runs.opened(vla_runs.config(tmp_path, **changes("ppo", 1))) as run:
+        run.begin(None)
+        next(iter(run.loop.iterations()))
+
+        def weighed_there(*given: Any) -> Any:
+            found = weighed(*given)
+            monkeypatch.setattr("genrl.runtime.loop.any_ranks", lambda *_: [True, False])
+            return found
+
+        monkeypatch.setattr(VLARun, "age", 1)
+        monkeypatch.setattr("genrl.vla.run.weighed", weighed_there)
+        with pytest.raises(MemoryRanOut):
+            run.collect(run.settings)
 
 
 def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

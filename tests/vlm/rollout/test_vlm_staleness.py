@@ -163,7 +163,6 @@ def test_a_policy_without_log_probabilities(tmp_path: Path, monkeypatch: pytest.
         return answers, row
 
     monkeypatch.setattr(AnswersRun, "draw", silent)
-    monkeypatch.setattr("genrl.vlm.run.check_gap", lambda gap: None)
     with pytest.raises(ValueError, match="does not say how likely its samples were"):
         train(vlm_runs.config(tmp_path, **changes(1)))
 

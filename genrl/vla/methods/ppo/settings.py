@@ -49,7 +49,7 @@ class PPO(Update):
     decisions: Count | None = None
     """Decisions of a rollout; null = as many as the longest episode needs."""
     critic_warmup: Whole = 2
-    """First iterations, in which only the critic is trained."""
+    """First iterations, in which only the critic is trained; `environment.staleness` adds as many."""
     value_clip: Positive | None = None
     """How far a value may move from that of the rollout before its gradient ends; null = free (pi_RL: 0.2)."""
     huber_delta: Positive | None = None

@@ -20,6 +20,7 @@ def train(run: VLARun, settings: PPO) -> None:
     for iteration in run.loop.iterations():
         rollout = run.collect(settings)
         chosen, explained = estimated_decisions(run, rollout, settings)
-        figures, trains_policy = Figures(), iteration >= settings.critic_warmup
+        # values are those of the critic that acted: it must have had its warm-up
+        figures, trains_policy = Figures(), iteration - run.age >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
         run.finish(rollout, figures, explained)

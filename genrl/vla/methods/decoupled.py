@@ -22,26 +22,26 @@ from genrl.vla.rollout.sampling import replay
 def weighed(
     policy: Any, rollout: ChunkRollout, settings: Update, fitting: Callable[[], AbstractContextManager[None]]
 ) -> ChunkRollout:
-    """The rollout with the log-probabilities that the policy, as it is before the first update, assigns to the valid
-    decisions, in the place of those under the weights that acted; and the importance weights of the one to the other.
-    fitting: around every pass of the policy."""
+    """The rollout with the log-probabilities of valid decisions under the proximal policy, which is the policy before
+    the first update, in the place of those under the behaviour policy, which acted; and the importance weights of the
+    one to the other. fitting: around every pass of the policy; `check_stop` comes next."""
     index = rollout.valid.flatten().nonzero()[:, 0]
     size, ratios = rollout.rewards.shape[-1], rollout.log_prob.shape[2]
-    near, executed = rollout.log_prob.flatten(0, 1).clone(), rollout.n_executed.flatten()
+    proximal, executed = rollout.log_prob.flatten(0, 1).clone(), rollout.n_executed.flatten()
     for part in index.split(settings.microbatch or settings.minibatch):
         rows = training_rows(rollout, part)
         with fitting():
             context = context_of(policy, rows.observation, rows.context)
             again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
-        near[part] = again.log_prob.cpu()
+        proximal[part] = again.log_prob.cpu()
 
     def leveled(log_prob: Tensor) -> Tensor:
         each = [at_level(log_prob[:, n], executed, size, rollout.action_dim, settings) for n in range(ratios)]
         return torch.stack(each, 1)
 
-    importance = staleness_weight(leveled(near), leveled(rollout.log_prob.flatten(0, 1)))
+    importance = staleness_weight(leveled(proximal), leveled(rollout.log_prob.flatten(0, 1)))
     return rollout._replace(
-        log_prob=near.view(rollout.log_prob.shape),
+        log_prob=proximal.view(rollout.log_prob.shape),
         importance=importance.view(*rollout.valid.shape, *importance.shape[1:]),
     )
 

@@ -1,0 +1,7 @@
+"""What losses and settings share; settings do not import torch."""
+
+from __future__ import annotations
+
+LARGEST_STALENESS_WEIGHT = 5.0
+"""Of a sample that older weights drew, p_old / p_drawn: 5 in pi_RL's asynchronous recipe. One
+with a greater weight is left out."""
