@@ -90,7 +90,10 @@ def run(kind: Kind, changes: list[str], processes: int, folder: Path, iterations
 def resumed(whole: Path, folder: Path, processes: int, changes: Sequence[str] = ()) -> Path:
     """The run again from its first checkpoint."""
     shutil.copytree(whole, folder)
-    for saved in sorted(Run(folder).checkpoints.iterdir())[2:]:  # of the beginning, and of the first iteration
+    first, *later = sorted(Run(folder).checkpoints.iterdir())
+    if int(first.name.removeprefix("step-")) != 1 or not later:
+        raise RuntimeError(f"{whole}: the first checkpoint is {first.name}, and {len(later)} came after it")
+    for saved in later:
         shutil.rmtree(saved)
     genrl("resume", processes, str(folder), changes)
     return folder
