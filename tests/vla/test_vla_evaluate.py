@@ -19,7 +19,7 @@ from genrl.vla.setup import load_trained, sampler_of
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder
-from tests.vla.rollout.test_published_rollout import STATE3
+from tests.vla.published_runs import STATE3
 from tests.vla.tiny_policies import flow, frames
 
 
