@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -33,6 +33,7 @@ from rewards.service.isolation import Isolated
 from rewards.service.remote import Remote
 
 Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
+Pictures = TypeVar("Pictures")
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Scoring:
         self._broken += [s for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
         if self._background:
             self._worker.submit(partial(self._ask, self._single, slots, images))
-            self._spread_out(slots, images)
+            self._queue(self._ask, self._spread, slots, images)
         if not self._background or self._grouped:
             self._pieces.append((slots, images))
 
@@ -203,7 +204,7 @@ class Scoring:
                 else:
                     stack.enter_context(self.scorers.placed())
                     for slots, images in self._pieces:
-                        self._spread_out(slots, images)
+                        self._queue(self._ask, self._spread, slots, images)
                     for slots, images in self._pieces:
                         found += self._ask(self._single, slots, images)
                         self.beat()
@@ -231,13 +232,12 @@ class Scoring:
         here = {k: reward for k, reward in self._grouped.items() if k not in self.scorers.copies}
         there = {k: reward for k, reward in self._grouped.items() if k in self.scorers.copies}
         groups, pictures = self._whole_groups()
-        stacked = [partial(_stacked, pictures, slots) for slots in groups]  # one after the other: they may be large
         found: list[Found] = []
         with self._until_all_are_there():
-            for slots, images in zip(groups, stacked, strict=True):
-                self._ask_copies(there, slots, images)
-            for slots, images in zip(groups if here else (), stacked, strict=False):
-                found += self._ask(here, slots, images())
+            for slots in groups:
+                self._queue(self._ask_group, there, slots, pictures)
+            for slots in groups if here else ():
+                found += self._ask_group(here, slots, pictures)
                 self.beat()
             found += self._answers()
         return found
@@ -257,22 +257,19 @@ class Scoring:
                 mine |= gathered_on(process, {slot: mine[slot] for slot in wanted if holders[slot] == rank})
         return [slots for group, slots in sorted(members.items()) if scored_by[group] == rank], mine
 
-    def _spread_out(self, slots: list[int], images: Tensor) -> None:
-        self._ask_copies(self._spread, slots, lambda: images)
-
-    def _ask_copies(
-        self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Callable[[], Tensor]
+    def _queue(
+        self,
+        ask: Callable[[Mapping[str, rewards.Reward], list[int], Pictures], list[Found]],
+        scorers: Mapping[str, rewards.Reward],
+        slots: list[int],
+        images: Pictures,
     ) -> None:
+        """Ask rewards of which there are several copies, each when one of its copies is free."""
         for label, reward in scorers.items():
-            self._queues[label].submit(partial(self._ask_one, {label: reward}, slots, images))
-
-    def _ask_one(
-        self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Callable[[], Tensor]
-    ) -> list[Found]:
-        return self._ask(scorers, slots, images())
+            self._queues[label].submit(partial(ask, {label: reward}, slots, images))
 
     def _answers(self) -> list[Found]:
-        """Of all that `_ask_copies` asked. Each call has its own limit: while one lasts, this process is alive."""
+        """Of all that `_queue` asked. Each call has its own limit: while one lasts, this process is alive."""
         queues = self._queues.values()
         return [item for queue in queues for items in queue.results(self.beat, self.beat) for item in items]
 
@@ -292,9 +289,11 @@ class Scoring:
             found.append((label, slots, scores))
         return found
 
-
-def _stacked(pictures: Mapping[int, Tensor], slots: Sequence[int]) -> Tensor:
-    return torch.stack([pictures[slot] for slot in slots])
+    def _ask_group(
+        self, scorers: Mapping[str, rewards.Reward], slots: list[int], pictures: Mapping[int, Tensor]
+    ) -> list[Found]:
+        # Stacked only now: the pictures of all groups would be in memory twice.
+        return self._ask(scorers, slots, torch.stack([pictures[slot] for slot in slots]))
 
 
 def shared_out(holders: Mapping[int, Sequence[int]]) -> dict[int, int]:
