@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,6 +52,19 @@ def assert_resumes(train: Callable[..., Path], config: AnyConfig, folder: Path) 
     train(load(Run(again).config), again)
     assert differences(straight, again) == []
     assert all(row["updates"] > 0 for row in rows(straight)[1:])
+
+
+def assert_one_run(train: Callable[..., Path], run: Path, folder: Path) -> None:
+    """A finished run, resumed from each of its checkpoints but the last, ends with the same bits.
+    run: with all its checkpoints; folder: where the copies go."""
+    last = last_state(run).step
+    for done in range(1, last):
+        again = folder / f"again-{done}"
+        shutil.copytree(run, again)
+        for step in range(done + 1, last + 1):
+            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+        train(load(Run(again).config).model_copy(update={"output": str(again)}), again)
+        assert differences(run, again) == []
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -140,3 +154,13 @@ def _child(target: Callable[..., None], arguments: tuple[Any, ...], log: str, en
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     target(*arguments)
+
+
+@contextmanager
+def group() -> Iterator[int]:
+    """The process group of `torchrun`'s variables; this process's rank."""
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()

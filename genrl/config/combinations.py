@@ -7,7 +7,7 @@ needs the disk is in `genrl.config.files`; what concerns one method is in its se
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,9 @@ from genrl.config.memory_rules import memory_rules
 from genrl.config.method import Finding
 from genrl.config.model_rules import model_rules
 from genrl.config.optimizers import optimizer_problems
+from genrl.config.shared_rules import monitor_problems
 
 if TYPE_CHECKING:
-    from genrl.config import AnyConfig
     from genrl.config.schema import Config
 
 # Arguments of a pipeline's call that belong to the trainer or have a key of their own.
@@ -304,25 +304,6 @@ def _monitor(config: Config) -> Iterator[Finding]:
         if config.rewards[index].weight != 0:
             text = "is trained on, and so no witness; give another reward of weight 0"
             yield ("evaluation.monitor.reward", f"rewards.{index}.weight"), text
-
-
-def monitor_problems(config: AnyConfig, names: Sequence[str], what: str) -> Iterator[Finding]:
-    """Why the monitor cannot watch: not one of the names of what is evaluated, or too few evaluations."""
-    evaluation, at = config.evaluation, "evaluation.monitor"
-    monitor = evaluation.monitor
-    if monitor is None:
-        return
-    if monitor.reward not in names:
-        hint = difflib.get_close_matches(monitor.reward, names, n=1, cutoff=0.5)
-        meant = f"did you mean {hint[0]!r}? " if hint else ""
-        yield (f"{at}.reward",), f"no {what} is called {monitor.reward!r}; {meant}they are: {', '.join(names)}"
-    if evaluation.every == 0:
-        yield (at, "evaluation.every"), "nothing is evaluated, so nothing can be watched; evaluate every 20 iterations"
-        return
-    after = -(-config.iterations // evaluation.every)  # besides the first, before training
-    if monitor.patience > after:
-        text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; use {after}"
-        yield (f"{at}.patience", "evaluation.every", "iterations"), text + " or less"
 
 
 def _precision(config: Config) -> Iterator[Finding]:

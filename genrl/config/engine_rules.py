@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from genrl.config.method import Finding
+from genrl.config.shared_rules import staleness_problems
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -84,5 +85,4 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
         if reward.offload and config.engine is not None:
             text = "pictures are scored while the model is trained, so neither makes room for the other; write false"
             yield (f"rewards.{number}.offload", at), text
-    if staleness >= config.iterations:
-        yield (at, "iterations"), f"all {config.iterations} iterations would be drawn before training; write less"
+    yield from staleness_problems(config, at, staleness)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from genrl.config.folders import is_gguf
 from genrl.config.method import Finding
+from genrl.config.shared_rules import shard_problems
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config, Model
@@ -63,8 +64,7 @@ def memory_rules(config: Config) -> Iterator[Finding]:
     if config.trains_shards and monitor is not None and monitor.action == "roll_back":
         by = config.sharded_by
         yield ("evaluation.monitor.action", by), "the state of weights in shards is not put back; write stop"
-    if config.distributed.shard != "all" and not config.distributed.fsdp:
-        yield ("distributed.shard", "distributed.fsdp"), "nothing is sharded; write fsdp: true, or leave it out"
+    yield from shard_problems(config)
     if model.lora is None and any(not name or name in DENOISERS for _, name, _ in named):
         text = "quantised weights cannot be trained, only adapters on them; write quantize: null, or give lora"
         yield ("model.quantize", "model.lora"), text

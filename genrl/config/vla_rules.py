@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import ImpossibleConfig, monitor_problems
+from genrl.config.combinations import ImpossibleConfig
 from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import names
+from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
 from genrl.config.vla_names import EMBEDDED, POLICIES, PUBLISHED
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
 
 def _shards(config: VLAConfig) -> Iterator[Finding]:
     key, trainer = "distributed.fsdp", config.trainer
+    yield from shard_problems(config)
     if not config.distributed.fsdp:
-        if config.distributed.shard != "all":
-            yield ("distributed.shard", key), "nothing is sharded; write fsdp: true, or leave it out"
         return
     if trainer.one_process:
         text = f"{trainer.algorithm} runs in one process, shards are of several; write false"
@@ -106,8 +106,7 @@ def _staleness(config: VLAConfig) -> Iterator[Finding]:
         yield (at, "trainer.algorithm"), f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
     if staleness and config.distributed.fsdp:
         yield ("distributed.fsdp", at), "is not there for policies in shards; write 0"
-    if staleness >= config.iterations:
-        yield (at, "iterations"), f"all {config.iterations} iterations would act by the first weights; write less"
+    yield from staleness_problems(config, at, staleness)
 
 
 def _rest(config: VLAConfig) -> Iterator[Finding]:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, get_args
 
-from genrl.config.combinations import ImpossibleConfig, monitor_problems
+from genrl.config.combinations import ImpossibleConfig
 from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import Group, find
+from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
 from genrl.config.vlm_names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
@@ -114,9 +115,8 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
 
 def _shards(config: VLMConfig) -> Iterator[Finding]:
     key, trainer = "distributed.fsdp", config.trainer
+    yield from shard_problems(config)
     if not config.distributed.fsdp:
-        if config.distributed.shard != "all":
-            yield ("distributed.shard", key), "nothing is sharded; write fsdp: true, or leave it out"
         return
     if config.vlm.output != "text":
         yield (key, "vlm.output"), "only the vision-language models built in are held in shards; write false"
@@ -155,8 +155,7 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
             yield (key, at), text
     if config.distributed.fsdp:
         yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
-    if staleness >= config.iterations:
-        yield (at, "iterations"), f"all {config.iterations} iterations would be drawn before training; write less"
+    yield from staleness_problems(config, at, staleness)
 
 
 def _strategies(config: VLMConfig) -> Iterator[Finding]:

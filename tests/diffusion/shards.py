@@ -22,6 +22,7 @@ from genrl.runtime.sharding import Sharding, whole
 from genrl.runtime.state import pack
 from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
+from tests.run_folders import group
 
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8}
 BATCH = Batch(["a red star", "two blue dogs", "a cat"], [(7, 0, 0), (7, 0, 1), (7, 0, 2)], SAMPLING)
@@ -114,16 +115,6 @@ def states(out: str) -> None:
             else:
                 checkpoint.save_shares(tensors)
         (Path(out) / f"whole-{rank}").write_text(str(len(made)))
-
-
-@contextmanager
-def group() -> Iterator[int]:
-    """The process group of `torchrun`'s variables; this process's rank."""
-    torch.distributed.init_process_group("gloo")
-    try:
-        yield torch.distributed.get_rank()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from genrl.runtime import checkpoint, shares
 from genrl.runtime.sharding import like
+from tests.run_folders import group
 
 SHAPES = {"matrix": (7, 3), "vector": (4,), "one": (1, 5), "wide": (16, 32)}
 STATE = {"lr": 0.1}
@@ -36,16 +35,6 @@ def in_shares(step: int, groups: int = 1) -> dict[str, dict[str, Tensor]]:
         stem: {n: distribute_tensor(t, mesh, [Replicate(), Shard(0)]) if t.dim() else t for n, t in named.items()}
         for stem, named in wholes(step).items()
     }
-
-
-@contextmanager
-def group() -> Iterator[int]:
-    """The process group of `torchrun`'s variables; this process's rank."""
-    torch.distributed.init_process_group("gloo")
-    try:
-        yield torch.distributed.get_rank()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def save_step(folder: Path, step: int, *, groups: int = 1, replace: bool = False, keep: int = 2) -> None:

@@ -163,7 +163,7 @@ def test_decoupled_surrogate() -> None:
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
         ({"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "of the weights that drew; write false"),
         ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another policy is trained"),
-        ({"iterations": 1}, "all 1 iterations would be drawn before training"),
+        ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"distributed": {"context": 2}}, "was not tried with it"),
         ({"trainer": {"algorithm": "ddpo", "objective": "score_function"}}, "by which older samples would count"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError, load
+from genrl.config import ConfigError
 from genrl.runtime import ahead, checkpoint
 from genrl.runtime.loop import MemoryRanOut
 from genrl.runtime.run import Run
@@ -25,6 +24,7 @@ from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Acting, replay
 from genrl.vla.run import VLARun
 from genrl.vla.train import train
+from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here
 from tests.vla.test_resume import straight_and_stopped
@@ -59,14 +59,7 @@ def test_one_run_whoever_acts_and_wherever_it_stops(
     assert [row["staleness"] for row in rows] == [float(min(k, staleness)) for k in range(4)]
     assert "importance/mean" not in rows[0]  # acted by the present weights
     assert all(row["importance/max_abs_dev"] > 1e-4 and row["rollout/log_prob_off"] == 0 for row in rows[1:])
-    for done in (1, 2, 3):
-        again = tmp_path / f"again-{done}"
-        shutil.copytree(far, again)
-        for step in range(done + 1, 5):
-            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-        found = load(Run(again).config)
-        train(found.model_copy(update={"output": str(again)}), again)  # type: ignore[arg-type]
-        assert vla_runs.differences(far, again) == []
+    assert_one_run(train, far, tmp_path)
     kept = checkpoint.load(checkpoint.latest(Run(far).checkpoints) or far).tensors["kept-drawing"]
     assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
 
@@ -185,7 +178,7 @@ def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch:
     ("change", "text"),
     [
         (vla_runs.SFT, "sft does not learn from rollouts of earlier weights; write 0"),
-        ({"iterations": 2}, "all 2 iterations would act by the first weights; write less"),
+        ({"iterations": 2}, "samples of all 2 iterations would be of the first weights; write less"),
     ],
 )
 def test_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:

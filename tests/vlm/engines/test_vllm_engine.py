@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,9 +16,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from genrl.config import ConfigError, load
+from genrl.config import ConfigError
 from genrl.config.files import check_files
-from genrl.runtime.run import Run
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
 from genrl.vlm.methods.answers import train as answers
@@ -31,7 +29,7 @@ from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_one_run, differences, rows
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
 
 VLLM = {"engine": "vllm"}
@@ -332,13 +330,7 @@ def test_a_server_that_draws_ahead_draws_the_same(
     assert differences(ahead, tmp_path / "then") == []
     found = rows(ahead)
     assert [row["staleness"] for row in found if "staleness" in row] == [float(min(k, staleness)) for k in range(4)]
-    for done in (1, 2, 3):
-        again = tmp_path / f"again-{done}"
-        shutil.copytree(ahead, again)
-        for step in range(done + 1, 5):
-            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-        train(load(Run(again).config).model_copy(update={"output": str(again)}), again)  # type: ignore[arg-type]
-        assert differences(ahead, again) == []
+    assert_one_run(train, ahead, tmp_path)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError, load
+from genrl.config import ConfigError
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
 from genrl.vlm.methods.estimate import estimate
@@ -21,7 +20,7 @@ from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_one_run, differences, rows
 from tests.vlm import fake_vllm, vlm_runs
 
 pytestmark = pytest.mark.slow
@@ -45,13 +44,7 @@ def test_one_run_wherever_it_stops(tmp_path: Path, name: str, staleness: int) ->
     assert [row["staleness"] for row in found] == [float(min(k, staleness)) for k in range(4)]
     assert "importance/mean" not in found[0]  # drawn by the present weights
     assert all(row["importance/max_abs_dev"] > 1e-5 for row in found[1:])
-    for done in (1, 2, 3):
-        again = tmp_path / f"again-{done}"
-        shutil.copytree(run, again)
-        for step in range(done + 1, 5):
-            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-        train(load(Run(again).config).model_copy(update={"output": str(again)}), again)  # type: ignore[arg-type]
-        assert differences(run, again) == []
+    assert_one_run(train, run, tmp_path)
     kept = checkpoint.load(checkpoint.latest(Run(run).checkpoints) or run).tensors["kept-drawing"]
     assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
 
@@ -175,7 +168,7 @@ def test_a_policy_without_log_probabilities(tmp_path: Path, monkeypatch: pytest.
         ({"trainer": {"preset": "vespo"}}, "losses of clipped ratios, 'vespo' is none"),
         ({"stages": [{"iterations": 4}]}, "stages.*was not tried with it"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
-        ({"iterations": 1}, "all 1 iterations would be drawn before training"),
+        ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
         ({"task": None, "rewards": None, "environment": {"name": "grid"}, "trainer": {}}, "of the present weights"),
     ],
 )
