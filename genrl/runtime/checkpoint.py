@@ -265,7 +265,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     known, checksum, formats = manifest["format"], manifest.get("checksum"), (FORMAT, IN_SHARES)
     meant = next((one for one in formats if checksum == _checksum(manifest | {"format": one})), known)
     if meant not in formats:
-        who = "a newer genrl wrote it: update genrl" if known > FORMAT else "an older genrl wrote it: resume with that"
+        newer = known > max(formats)
+        who = "a newer genrl wrote it: update genrl" if newer else "an older genrl wrote it: resume with that"
         raise UnknownFormat(
             f"it is of format {known}, and this version of genrl reads formats {FORMAT} and {IN_SHARES}; {who}"
         )

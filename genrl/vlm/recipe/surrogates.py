@@ -123,11 +123,10 @@ Surrogate = (
     | LinearBound
 )
 
-# --- losses of whole groups, in place of weights, surrogate and aggregation
-
-
 CLIPPED = (Clip, ElasticClip, SequenceClip, SequenceTokenClip, DynamicClip, LogClamp, Cispo, Sapo)
 """Those that keep near the policy before the update by its ratio, hard or softly."""
+
+# --- losses of whole groups, in place of weights, surrogate and aggregation
 
 
 class Regression(Choice):
