@@ -17,7 +17,7 @@ from benchmarks.drill import Row, begun, config_of, newest
 from genrl.config import dump, load
 from genrl.runtime import frame
 from genrl.runtime.run import Run, read_metrics
-from tests import run_folders
+from tests import ray_nodes, run_folders
 
 STRIKES = {"rollout worker": b"ray::RolloutActor", "reward worker": b"ray::RewardActor", "node": b"", "trainer": b""}
 """Name -> how the command line of one to strike begins, where there are several."""
@@ -32,16 +32,9 @@ def killed_on_ray(kills: int, chance: random.Random) -> Iterator[Row]:
     if find_spec("ray") is None:
         yield Row("killed on Ray: Ray is not installed", 0, 0, "-")
         return
-    os.environ.update({"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"})  # when busy
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            yield _killed(nodes, Path(place), kills, chance)
-    finally:
-        nodes.shutdown()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ray_nodes.started(1, cpus=2) as nodes, tempfile.TemporaryDirectory() as place:
+        yield _killed(nodes, Path(place), kills, chance)
 
 
 def _killed(nodes: Any, folder: Path, kills: int, chance: random.Random) -> Row:

@@ -20,7 +20,7 @@ from genrl.runtime.run import Run, read_metrics
 from rewards.failures import RewardFailed
 from rewards.service.remote import ServerRaised
 from tests.diffusion import runs
-from tests.diffusion.rollout.conftest import process_of
+from tests.ray_nodes import process_of
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)

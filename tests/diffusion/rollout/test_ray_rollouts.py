@@ -27,7 +27,7 @@ from genrl.diffusion.train import check_processes, train
 from genrl.runtime.ray_cluster import place_of
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
-from tests.diffusion.rollout.conftest import process_of
+from tests.ray_nodes import process_of
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)

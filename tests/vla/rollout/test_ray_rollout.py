@@ -23,6 +23,7 @@ from genrl.vla.run import check_on_policy
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import train
+from tests import ray_nodes
 from tests.vla import vla_runs
 from tests.vla.test_resume import straight_and_stopped
 from tests.vla.tiny_policies import SEES, TOLD, flow
@@ -37,18 +38,8 @@ ON_RAY = {"environment": {"workers": "ray"}}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of one CPU."""
-    patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
-    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
-    import ray
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1)
-    ray.init(address=nodes.address, log_to_driver=False, include_dashboard=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with ray_nodes.connected(cpus=1) as nodes:
+        yield nodes
 
 
 @pytest.fixture
@@ -56,12 +47,6 @@ def far(cluster: Any) -> Iterator[RayRollouts]:
     rollouts = RayRollouts(Simulation(**WHERE), start_timeout_s=60.0)
     yield rollouts
     rollouts.close()
-
-
-def process_of(actor: Any) -> int:
-    from ray._private.state import actors
-
-    return int(actors(actor._actor_id.hex())["Pid"])
 
 
 def assert_same(found: ChunkRollout, wanted: ChunkRollout, tolerance: float = 0.0) -> None:
@@ -111,7 +96,7 @@ def test_an_actor_that_dies_or_hangs(far: RayRollouts, signal_number: int) -> No
     policy = flow(TOLD, critic=1)
     far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     far.crew.start_timeout_s = 5.0
-    os.kill(process_of(far.crew.workers[0].actor), signal_number)
+    os.kill(ray_nodes.process_of(far.crew.workers[0].actor), signal_number)
     begun = time.monotonic()
     found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     assert time.monotonic() - begun < 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
+from tests import ray_nodes
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
 from tests.vla.simulators.test_vla_workers import actions, same, walk
@@ -31,18 +31,8 @@ HOW: dict[str, Any] = {"num_envs": 4, "chunk": 2, "ray_actors": 2, "workers": "r
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of two CPUs."""
-    patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
-    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
-    import ray
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    nodes.add_node(num_cpus=2)
-    ray.init(address=nodes.address, log_to_driver=False, include_dashboard=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with ray_nodes.connected(cpus=2) as nodes:
+        yield nodes
 
 
 def nodes_of(env: Any) -> set[str]:

@@ -1,0 +1,44 @@
+"""Ray clusters on this machine, for the tests and the drills."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def started(nodes: int, cpus: int) -> Iterator[Any]:
+    """A cluster (`ray.cluster_utils.Cluster`) of so many nodes, each of so many CPUs."""
+    patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
+    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+    try:
+        for _ in range(nodes - 1):
+            cluster.add_node(num_cpus=cpus)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def connected(cpus: int) -> Iterator[Any]:
+    """A cluster of two nodes, to which this process is connected."""
+    with started(2, cpus) as cluster:
+        import ray
+
+        ray.init(address=cluster.address, log_to_driver=False, include_dashboard=False)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+
+
+def process_of(actor: Any) -> int:
+    """The process in which an actor is."""
+    from ray._private.state import actors
+
+    return int(actors(actor._actor_id.hex())["Pid"])
