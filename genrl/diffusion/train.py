@@ -214,8 +214,7 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
     check_call_arguments(pipe, evaluation_arguments(config), "evaluation")
     if _all_placed(config):
         pipe = pipe.to(home)
-    else:
-        keep_execution_device(pipe, home)
+    keep_execution_device(pipe, home)
     return Policy(
         pipe,
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,

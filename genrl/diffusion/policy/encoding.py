@@ -242,7 +242,8 @@ def _on_demand(encoders: Sequence[nn.Module], device: torch.device) -> Iterator[
 
 
 def keep_execution_device(pipe: Any, device: torch.device) -> None:
-    """A pipeline takes its device from its first module, which may now wait on the CPU."""
+    """A pipeline takes its device from its first module, which may now wait on the CPU. diffusers looks for it among
+    all modules several times a call, too, which is a good part of what the smallest models cost."""
     kind = type(pipe)
     pipe.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
 

@@ -130,11 +130,12 @@ def _load_again(policy: Policy, folder: Path) -> None:
         read_adapter(policy.pipe, str(folder), _RELOADED)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
+    device = policy.device
     # peft puts it beside the weights it adapts, which may wait on the CPU.
     for network in (*_adapted(policy).values(), *_adapted_encoders(policy).values()):
         for key, parameter in network.named_parameters():
             if _RELOADED in key:
-                parameter.data = parameter.data.to(policy.device)
+                parameter.data = parameter.data.to(device)
 
 
 def _adapted(policy: Policy) -> dict[str, AdaptedDenoiser]:
