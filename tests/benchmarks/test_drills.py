@@ -8,8 +8,8 @@ from benchmarks import drills
 from benchmarks.drills import DRILLS, run_drill
 
 FEW = {
-    "killed at random": 3,
-    "killed on Ray": 3,
+    "killed at random": 1,
+    "killed on Ray": 1,
     "bits of a manifest flipped": 100,
     "stopped": 1,
     "two starters": 1,

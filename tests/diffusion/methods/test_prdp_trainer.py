@@ -176,8 +176,7 @@ def test_the_gate_stops_a_pipeline_that_is_not_replayed(folder: Path, model: Pat
         run(runs.config(folder, model, trainer=FLOW, iterations=1, **QUIET), drifting(1e-2))
 
 
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-@pytest.mark.parametrize("kind", ["ddim", "flow_cps"])
+@pytest.mark.parametrize(("kind", "lora"), [("ddim", None), ("flow_cps", runs.LORA)], ids=["full", "lora"])
 def test_two_and_two_iterations_are_four(
     folder: Path, sd: Path, model: Path, kind: str, lora: dict[str, Any] | None
 ) -> None:

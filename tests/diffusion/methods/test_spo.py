@@ -283,8 +283,7 @@ def test_no_pair_no_update(folder: Path, sd: Path) -> None:
     assert all(row["updates"] == 0 and row["spo/valid_ratio"] == 0 == row["spo/gap"] for row in runs.rows(run))
 
 
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-@pytest.mark.parametrize("kind", ["ddim", "flow_sde"])
+@pytest.mark.parametrize(("kind", "lora"), [("ddim", None), ("flow_sde", runs.LORA)], ids=["full", "lora"])
 def test_two_and_two_iterations_are_four(
     folder: Path, sd: Path, model: Path, kind: str, lora: dict[str, Any] | None
 ) -> None:
