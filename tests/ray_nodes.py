@@ -30,6 +30,7 @@ def connected(cpus: int) -> Iterator[Any]:
     with started(2, cpus) as cluster:
         import ray
 
+        ray.shutdown()  # an earlier test's environment may have started a cluster that ends with this process
         ray.init(address=cluster.address, log_to_driver=False, include_dashboard=False)
         try:
             yield cluster
