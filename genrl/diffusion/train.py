@@ -46,7 +46,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
-from genrl.runtime.ray_cluster import cluster, place_of
+from genrl.runtime.ray_cluster import cluster, room_for
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding
 from genrl.runtime.versions import Versions
@@ -136,7 +136,8 @@ def open_cluster(config: Config, process: Process, stack: ExitStack) -> Places |
     stack.enter_context(cluster(engine.address, accelerator))
     processes = accelerator.num_processes
     rollouts, scoring = engine.rollout_workers // processes, engine.reward_workers // processes
-    return Places(rollouts, scoring, place_of(rollouts + scoring, accelerator.device.type))
+    options = stack.enter_context(room_for(rollouts + scoring, accelerator.device.type))
+    return Places(rollouts, scoring, options)
 
 
 def read_prompts(config: Config) -> Rows:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -42,7 +43,8 @@ def connected(address: str | None = None) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of clusters that are started here: nothing is sent anywhere
     before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        with seeing(gpus_of_workers()):
+            ray.init(address=asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except Exception as error:  # of no kind of its own; of another version of Ray or Python it names both
         raise ValueError(f"{key}: {asked or 'no cluster could be started on this machine'}: {error}") from error
     finally:
@@ -98,24 +100,60 @@ def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
             ray.shutdown()
 
 
-def place_of(actors: int, device: str) -> dict[str, Any]:
-    """Ray's options for each of so many actors of this process, which computes on `device`: one CPU, and where that is
-    a GPU a share of one.
+def gpus_of_workers() -> list[str]:
+    """GPUs of this machine on which no process of the run trains."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    return gpus[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
 
-    Raises ValueError where the cluster has no room for all of them, or no GPU.
+
+@contextmanager
+def seeing(gpus: list[str]) -> Iterator[None]:
+    """Within the block processes that are started see these GPUs; where there are none, those of this process."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+@contextmanager
+def room_for(actors: int, device: str) -> Iterator[dict[str, Any]]:
+    """Within the block there is room on the cluster for so many actors of this process, which computes on `device`: a
+    CPU for each, and where that is a GPU a share of one, on as many nodes as can be. Yields Ray's options for each.
+
+    Raises ValueError where the cluster is too small, has no GPU, or is used by others.
     """
-    room = int(connected().cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
-    if actors > room:
+    ray = connected()
+    cpus = int(ray.cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
+    if actors > cpus:
         raise ValueError(
-            f"engine: {actors} actors of one CPU each for a process, and the Ray cluster has {room}; write fewer, or "
+            f"engine: {actors} actors of one CPU each for a process, and the Ray cluster has {cpus}; write fewer, or "
             "let more nodes join"
         )
-    options = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    options: dict[str, Any] = {"num_cpus": 1}
     if device == "cuda":
         options["num_gpus"] = gpu_share(actors)
         if not options["num_gpus"]:
             raise ValueError("engine: this process computes on a GPU, and the Ray cluster has none: it would round")
-    return options
+    bundle = {"CPU": 1.0} | ({"GPU": options["num_gpus"]} if "num_gpus" in options else {})
+    group = ray.util.placement_group([bundle] * actors, strategy="SPREAD")  # all or none: two runs cannot starve
+    try:
+        if not group.wait(PATIENCE_S):
+            free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+            raise ValueError(
+                f"engine: no room for {actors} actors of {bundle} after {PATIENCE_S:g} s: others use the Ray cluster, "
+                f"of which {free} is free; wait for them, write fewer, or let more nodes join"
+            )
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        yield options | {"max_restarts": 0, "scheduling_strategy": strategy}
+    finally:
+        ray.util.remove_placement_group(group)
 
 
 def gpu_share(actors: int) -> float:

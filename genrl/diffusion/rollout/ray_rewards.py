@@ -104,7 +104,7 @@ class Seat:
 
 
 class RewardPool:
-    """`count` actors that score for this process. options: Ray's for each (`ray_cluster.place_of`); stopped: as of
+    """`count` actors that score for this process. options: Ray's for each (`ray_cluster.room_for`); stopped: as of
     `rewards.service.remote.Remote`.
 
     Raises ValueError where one cannot be started, or cannot open a reward.

@@ -107,7 +107,7 @@ class Seat:
 
 
 class RayRollouts:
-    """`count` actors that draw for this process. options: Ray's for each (`ray_cluster.place_of`).
+    """`count` actors that draw for this process. options: Ray's for each (`ray_cluster.room_for`).
 
     Raises ValueError where none can be started, or their versions are not those of this process.
     """

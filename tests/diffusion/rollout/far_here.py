@@ -56,5 +56,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     ray: Any = SimpleNamespace(get_gpu_ids=list, get=pickle.loads)
     monkeypatch.setattr(ray_rollouts, "connected", lambda: ray)
     monkeypatch.setattr("genrl.diffusion.train.cluster", lambda address, accelerator: nullcontext())
-    monkeypatch.setattr("genrl.diffusion.train.place_of", lambda actors, device: {})
+    monkeypatch.setattr("genrl.diffusion.train.room_for", lambda actors, device: nullcontext({}))
     monkeypatch.setattr("genrl.diffusion.train.RayRollouts", Near)

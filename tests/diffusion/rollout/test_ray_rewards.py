@@ -15,7 +15,7 @@ from genrl.config import ConfigError
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime.ray_cluster import place_of
+from genrl.runtime.ray_cluster import room_for
 from genrl.runtime.run import Run, read_metrics
 from rewards.failures import RewardFailed
 from rewards.service.remote import ServerRaised
@@ -93,21 +93,22 @@ def test_what_is_wrong_is_told(cluster: Any, folder: Path, model: Path) -> None:
     """A reward that cannot be loaded there, one that raises there, actors that are lost again and again; a run that is
     to end waits for none."""
     settings = runs.config(folder, model, engine=ENGINE, **changes(folder, "Ill"))
-    with pytest.raises(ValueError, match="engine.reward_workers: .*no such checkpoint"):
-        RewardPool(settings, 1, place_of(1, "cpu"))
+    with pytest.raises(ValueError, match="engine.reward_workers: .*no such checkpoint"), room_for(1, "cpu") as options:
+        RewardPool(settings, 1, options)
     settings = runs.config(folder, model, engine=ENGINE, **changes(folder, "raises", "slow"))
     ended: list[bool] = []
-    pool = RewardPool(settings, 1, place_of(1, "cpu"), lambda: bool(ended))
-    raises, slow = settings.reward_labels
-    with pytest.raises(ServerRaised, match="Odd: nothing to see, in a reward worker"):  # of a class of that file
-        pool.score(raises, {"images": [0.0]})
-    assert pool.lost == 0
-    pool._timeout_s = 0.0
-    with pytest.raises(RewardFailed, match="3 reward workers were lost in a row, .*nothing was heard"):
-        pool.score(slow, {"images": [0.0]})
-    ended.append(True)
-    assert all(map(math.isnan, pool.score(slow, {"images": [0.0, 1.0]})[0]))
-    pool.close()
+    with room_for(1, "cpu") as options:
+        pool = RewardPool(settings, 1, options, lambda: bool(ended))
+        raises, slow = settings.reward_labels
+        with pytest.raises(ServerRaised, match="Odd: nothing to see, in a reward worker"):  # of a class of that file
+            pool.score(raises, {"images": [0.0]})
+        assert pool.lost == 0
+        pool._timeout_s = 0.0
+        with pytest.raises(RewardFailed, match="3 reward workers were lost in a row, .*nothing was heard"):
+            pool.score(slow, {"images": [0.0]})
+        ended.append(True)
+        assert all(map(math.isnan, pool.score(slow, {"images": [0.0, 1.0]})[0]))
+        pool.close()
 
 
 def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None:

@@ -24,7 +24,8 @@ from genrl.diffusion.rollout.ray_rollouts import RayRollouts, packed, unpacked
 from genrl.diffusion.rollout.rollout import Sheet, Worker, jobs_of
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import check_processes, train
-from genrl.runtime.ray_cluster import place_of
+from genrl.runtime import ray_cluster
+from genrl.runtime.ray_cluster import room_for
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.ray_nodes import process_of
@@ -105,23 +106,41 @@ def test_what_is_wrong_is_told(cluster: Any, folder: Path, model: Path, monkeypa
         with pytest.raises(RuntimeError, match=r"by the weights of version 2, not of 3"):
             run.far._check_version(order.version, order.version + 1)  # of an actor that missed an update
     with pytest.raises(ValueError, match="99 actors of one CPU each for a process, and the Ray cluster has 2"):
-        place_of(99, "cpu")
+        room_for(99, "cpu").__enter__()
     with pytest.raises(ValueError, match="this process computes on a GPU, and the Ray cluster has none"):
-        place_of(1, "cuda")
+        room_for(1, "cuda").__enter__()
     monkeypatch.setattr("genrl.runtime.ray_cluster.version", lambda name: "9.9")
-    with pytest.raises(ValueError, match=r"torch 2\S* there and 9.9 here"):
-        RayRollouts(settings, 1, place_of(1, "cpu"))
+    with pytest.raises(ValueError, match=r"torch 2\S* there and 9.9 here"), room_for(1, "cpu") as options:
+        RayRollouts(settings, 1, options)
 
 
 def test_actors_that_are_lost_again_and_again(cluster: Any, folder: Path, model: Path) -> None:
     """Nothing waits for ever: here there is no time to load in."""
     settings = runs.config(folder, model, engine={**WORKERS, "rollout_workers": 1}, **changes("diffusion_nft"))
-    far = RayRollouts(settings, 1, place_of(1, "cpu"))
-    far._timeout_s = 0.01
-    source = far.source(far.order(broken, {}, Worker()), Worker(), lambda calls: None)
-    with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
-        list(source([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
-    far.close()
+    with room_for(1, "cpu") as options:
+        far = RayRollouts(settings, 1, options)
+        far._timeout_s = 0.01
+        source = far.source(far.order(broken, {}, Worker()), Worker(), lambda calls: None)
+        with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
+            list(source([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
+        far.close()
+
+
+def test_room_that_others_have(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All actors of a run have room at the same time, on as many nodes as can be, or it is told at the start."""
+    monkeypatch.setattr(ray_cluster, "PATIENCE_S", 2.0)
+    with room_for(2, "cpu") as options:
+        there = [cluster.remote(Somebody).options(**options).remote() for _ in range(2)]
+        assert len(set(cluster.get([actor.node.remote() for actor in there]))) == 2
+        with pytest.raises(ValueError, match=r"no room for 1 actors .* others use the Ray cluster"):
+            room_for(1, "cpu").__enter__()
+    with room_for(2, "cpu"):
+        pass
+
+
+class Somebody:
+    def node(self) -> str:
+        return str(ray_cluster.connected().get_runtime_context().get_node_id())
 
 
 def test_a_cluster_of_the_run_ends_with_it(folder: Path, model: Path) -> None:
