@@ -142,5 +142,8 @@ def report(error: Exception, slot: int) -> Fault:
 
 
 def messages(host: Host, work: Work) -> Iterator[Message]:
-    """Do a piece of work."""
-    return iter([host.render(work)]) if isinstance(work, Render) else host.run(work)
+    """Do a piece of work. A generator whatever it is: Ray sends values to it, of which a list's iterator takes none."""
+    if isinstance(work, Render):
+        yield host.render(work)
+    else:
+        yield from host.run(work)

@@ -14,8 +14,9 @@ import torch
 
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.contract import Description, Frames, Render, Simulation
 from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.ray_workers import Remote
 from tests import ray_nodes
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
@@ -58,6 +59,23 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
     for name, value in rollouts[0]._asdict().items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, getattr(rollouts[1], name)), name
+
+
+def test_messages_are_handed_on_whatever_ray_sends() -> None:
+    """It resumes generators by values, of which a list's takes none."""
+    messages = Remote(Description(Pictures), 1).run(Render([0], 8))
+    assert next(messages) == Frames([])
+    with pytest.raises(StopIteration):
+        messages.send(True)
+
+
+class Pictures:
+    """A host of which only pictures are asked."""
+
+    def __init__(self, slots: int) -> None: ...
+
+    def render(self, work: Render) -> Frames:
+        return Frames([])
 
 
 @pytest.mark.parametrize("failure", [KILL, HANG])
