@@ -203,7 +203,7 @@ class AnswersRun:
         assert self.versions is not None
         last = min(loop.iteration + self.versions.staleness, config.iterations - 1)
         for iteration in range(loop.iteration, last + 1):
-            if iteration in server.ahead.underway:
+            if server.has(iteration):
                 continue
             start = first + (iteration - loop.iteration) * len(rows)
             asked = [self.questions[number] for number in self.questions.asked(iteration, start, len(rows))]
@@ -212,7 +212,7 @@ class AnswersRun:
                 weights = {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
             version = f"after {iteration - self.versions.age(iteration)} iterations"
             server.begin(iteration, config, asked, (config.seed, "answers", iteration, start), weights, version)
-        return server.ahead.take(loop.iteration, loop.advance_or_leave)
+        return server.take(loop.iteration, loop.advance_or_leave)
 
     def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
         """Groups of answers to these questions. key: of which kind, part of the samples' keys."""

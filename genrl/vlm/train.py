@@ -112,7 +112,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
         run.versions = Versions(config.generation.staleness)
         if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
             run.server = Server(policy.sampler, opened)
-            stack.callback(run.server.ahead.close)
+            stack.callback(run.server.close)
     if config.synthesis is not None:
         run.synthesis = Synthesis(config, questions, policy, run.loop)
         stack.callback(run.synthesis.close)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -189,6 +189,42 @@ def sample(
     return Sampled(made.tokens.cpu(), made.mask.cpu(), made.log_prob.cpu(), cut, made.texts, {})
 
 
+class Part(NamedTuple):
+    """Some groups of answers, as drawn."""
+
+    rows: list[Row]
+    prompts: list[Encoded]
+    made: Sampled
+
+
+def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
+    """Groups of answers to these questions, so many at a time; a sample's key is (*keys, its question's name)."""
+    settings, size = config.generation, config.generation.group_size
+    together = max(1, (settings.batch_size or len(rows) * size) // size)
+    for start in range(0, len(rows), together):
+        some = list(rows[start : start + together])
+        prompts = [policy.encode(row.prompt) for row in some]
+        named = [(*keys, row.name) for row in some]
+        yield Part(some, prompts, sample(policy, config, prompts, size, settings.temperature, named))
+
+
+def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
+    """With their scores. Where the sampler has no log-probabilities, theirs are NaN."""
+    rows, prompts, made = part
+    of_row = [number for number in range(len(rows)) for _ in range(config.generation.group_size)]
+    scores = score(config, opened, rows, made, of_row)
+    return Answers(
+        rows,
+        prompts,
+        made.tokens,
+        made.mask,
+        torch.full(made.mask.shape, torch.nan) if made.log_prob is None else made.log_prob,
+        made.texts,
+        made.cut,
+        {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
+    )
+
+
 def draw(
     policy: Policy,
     config: VLMConfig,
@@ -198,29 +234,11 @@ def draw(
     *,
     advance: Callable[[int], None] = lambda answers: None,
 ) -> Answers:
-    """Groups of answers to these questions, with their scores; a sample's key is (*keys, its question's name). Where
-    the sampler has no log-probabilities, theirs are NaN."""
-    settings, size = config.generation, config.generation.group_size
-    together = max(1, (settings.batch_size or len(rows) * size) // size)
+    """`drawn` and `scored`, one part after the other. advance: is told how many answers are there."""
     parts = []
-    for start in range(0, len(rows), together):
-        some = list(rows[start : start + together])
-        prompts = [policy.encode(row.prompt) for row in some]
-        made = sample(policy, config, prompts, size, settings.temperature, [(*keys, row.name) for row in some])
-        scores = score(config, opened, some, made, [number for number in range(len(some)) for _ in range(size)])
-        parts.append(
-            Answers(
-                some,
-                prompts,
-                made.tokens,
-                made.mask,
-                torch.full(made.mask.shape, torch.nan) if made.log_prob is None else made.log_prob,
-                made.texts,
-                made.cut,
-                {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
-            )
-        )
-        advance(len(made.texts))
+    for part in drawn(policy, config, rows, keys):
+        parts.append(scored(config, opened, part))
+        advance(len(part.made.texts))
     return joined(parts)
 
 
