@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -378,14 +379,20 @@ def test_schema_describes_every_key_and_validates() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_schema_accepts_the_shipped_configurations(path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema to check the schema by it")
-    validator = jsonschema.Draft202012Validator(json_schema())
-    validator.check_schema(json_schema())
     document = parse(path.read_text()).value
     assert isinstance(document, dict)
     if "include" in document:
         document = parse(dump(load(path))).value
-    assert list(validator.iter_errors(document)) == []
+    assert list(schema_validator().iter_errors(document)) == []
+
+
+@cache
+def schema_validator() -> Any:
+    """Of the schema, itself checked."""
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema to check the schema by it")
+    validator = jsonschema.Draft202012Validator(json_schema())
+    validator.check_schema(json_schema())
+    return validator
 
 
 class TestFiles:
