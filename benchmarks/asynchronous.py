@@ -4,7 +4,8 @@
 
 `configs/flow_grpo.yaml` with one rollout worker on Ray and its reward on a server, one thread each: on two free cores.
 Latency is in iterations: of a synchronous one without latency. An iteration's micro-batches wait one after the other,
-those of different iterations side by side, as with a judge behind an API. Writes asynchronous.json.
+those of different iterations side by side, as with a judge behind an API. At a staleness of 0 pictures are scored after
+all of them are drawn, and again while others are. Writes asynchronous.json.
 """
 
 from __future__ import annotations
@@ -76,11 +77,12 @@ def served() -> Iterator[str]:
         server.wait()
 
 
-def measure(url: str, folder: Path, staleness: int, iterations: int) -> dict[str, float]:
+def measure(url: str, folder: Path, staleness: int, iterations: int, *, meanwhile: bool = True) -> dict[str, float]:
     """Of the later iterations, the median."""
     changes = [f"rewards=[{{name: shapes, remote: '{url}'}}]", "evaluation.every=0", "trackers=[]"]
     changes += [f"iterations={iterations + 2 * staleness}", f"output={folder}", f"sampling.staleness={staleness}"]
-    changes += ["sampling.score_in_background=true", "engine.kind=ray", "engine.rollout_workers=1"]
+    changes += [f"sampling.score_in_background={str(meanwhile).lower()}"]
+    changes += ["engine.kind=ray", "engine.rollout_workers=1"]
     command = [sys.executable, "-m", "genrl", "train", FILE, *changes]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
     rows = [row for row in read_metrics(Run(folder).metrics) if WARM_UP < row["step"] - staleness <= iterations]
@@ -101,9 +103,10 @@ def main() -> None:
         alone = measure(url, Path(folder) / "alone", 0, given.iterations)["timing/iteration_s"]
         for latency in given.latency:
             Slow.pause = latency * alone / config.sampling.micro_batches
-            for staleness in given.staleness:
-                row = measure(url, Path(folder) / f"{latency}-{staleness}", staleness, given.iterations)
-                found.append({"latency": latency, "staleness": staleness, **row})
+            for staleness, meanwhile in [(0, False), *((k, True) for k in given.staleness)]:
+                place = Path(folder) / f"{latency}-{staleness}-{meanwhile}"
+                row = measure(url, place, staleness, given.iterations, meanwhile=meanwhile)
+                found.append({"latency": latency, "staleness": staleness, "meanwhile": meanwhile, **row})
                 print(found[-1], flush=True)
     save(given.out, "asynchronous", {"iteration_s": alone, "rows": found})
 

@@ -133,7 +133,7 @@ def main() -> None:
                 for seed, k in cases:
                     changes = [*more, f"seed={seed}", "environment.workers=ray", f"environment.staleness={k}"]
                     rows = run("configs/vla/flow_sde.yaml", place / f"{seed}-{k}", changes, environment)
-                    add(seed=seed, staleness=k, **figures(rows, k, "eval/success_rate"))
+                    add(seed=seed, staleness=k, **figures(rows, k, "eval/success_mean"))
             return
         with vllm_server(given.vllm, place) as (url, model):
             engine = ["generation.engine=vllm", f"generation.vllm.url={url}", f"generation.vllm.weights={place}"]
