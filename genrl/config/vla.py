@@ -66,6 +66,9 @@ class Policy(Section):
     """With a frozen encoder: train on what it computed in the rollout, not anew (pi0, SmolVLA: anew, it is too big)."""
     lora: PolicyLoRA | None = None
     """pi0, pi0.5, SmolVLA: low-rank adapters in the layers that would be trained; null = their weights are trained."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """pi0, pi0.5, SmolVLA: numbers of the weights that are not trained, and of what these compute; null = float32, and
+    as in the file what the folder itself freezes. What is trained is float32."""
     gradient_checkpointing: Flag = False
     """pi0, pi0.5, SmolVLA: compute the activations of the layers again in the backward pass, not keep them: less
     memory, a third more training time."""

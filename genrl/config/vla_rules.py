@@ -69,6 +69,7 @@ def of_layers(config: VLAConfig) -> list[str]:
     """The keys that are written, and need a policy with layers."""
     wanted = {
         "policy.lora": config.policy.lora is not None,
+        "policy.dtype": config.policy.dtype is not None,
         "policy.gradient_checkpointing": config.policy.gradient_checkpointing,
         "distributed.fsdp": config.distributed.fsdp,
     }
@@ -82,6 +83,10 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
             yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
         elif config.sampler.predicts == "noise":
             yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
+    policy = config.policy
+    if policy.dtype == "bfloat16" and policy.lora is None and not policy.frozen:
+        text = "all that the folder does not freeze is trained, in float32; add policy.lora or policy.freeze: encoder"
+        yield ("policy.dtype", "policy.freeze"), text
 
 
 def _shards(config: VLAConfig) -> Iterator[Finding]:

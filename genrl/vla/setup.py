@@ -237,15 +237,21 @@ def _expert(config: VLAConfig, image_size: int) -> Shown:
 
 
 def choose_trained(config: VLAConfig, policy: Any) -> None:
-    """Take what sees and reads out of training, and all but adapters and heads, where the run asks for it.
+    """Take what sees and reads out of training, and all but adapters and heads, where the run asks for it; and hold the
+    rest in the numbers that it asks for.
 
-    Raises ValueError for a policy that takes no adapters.
+    Raises ValueError for a policy that takes no adapters, or has no layers.
     """
     if config.policy.frozen:
         policy.encoder.requires_grad_(False)
     if config.policy.lora is not None:
         require_layers(policy, "policy.lora")
         with_lora(policy, config.policy.lora, config.seed)
+    if config.policy.dtype is not None:
+        require_layers(policy, "policy.dtype")
+        for parameter in policy.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, config.policy.dtype))
 
 
 def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:

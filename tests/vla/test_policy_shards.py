@@ -20,7 +20,7 @@ from tests.vla import published_runs, vla_ranks, vla_runs
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
-LORA: dict[str, Any] = {"policy": {"lora": {"rank": 2}}}
+LORA: dict[str, Any] = {"policy": {"lora": {"rank": 2}, "dtype": "bfloat16"}}
 FROZEN: dict[str, Any] = {"policy": {"freeze": "encoder", "gradient_checkpointing": True}}
 ROUNDING = 1e-6
 """Largest difference of a weight after four updates, whose steps are 1e-4 at most: shards of a gradient are summed pass

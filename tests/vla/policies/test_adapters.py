@@ -107,3 +107,26 @@ def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
     targets = {"lora": {"targets": ["q_prj"]}}
     with pytest.raises(ValueError, match=r"policy.lora.targets: no layer .* named \['q_prj'\]; there are .*'q_proj'"):
         open_policy(published_runs.config(tmp_path, "smolvla", policy=targets))
+
+
+@pytest.mark.parametrize("changes", [LORA, {"freeze": "encoder"}], ids=["lora", "frozen encoder"])
+@pytest.mark.parametrize("kind", published_runs.KINDS)
+def test_what_is_not_trained_in_bfloat16(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing else is; what is trained learns as in float32 within bfloat16's rounding, and the run resumes."""
+    plain = published_runs.config(tmp_path, kind, policy=changes)
+    config = published_runs.config(tmp_path, kind, policy={**changes, "dtype": "bfloat16"}, iterations=2)
+    policy = open_policy(config)[0]
+    held = {(parameter.requires_grad, parameter.dtype) for parameter in policy.parameters()}
+    assert held == {(True, torch.float32), (False, torch.bfloat16)}
+    found, exact = velocity(policy), velocity(open_policy(plain)[0])
+    assert found.dtype == torch.float32 and not torch.equal(found, exact)
+    assert (found - exact).norm() < 0.03 * exact.norm()
+    assert_resumes(train, config, tmp_path)
+    assert [row["rollout/log_prob_off"] for row in vla_runs.rows(tmp_path / "run") if row["step"]] == [0.0, 0.0]
+
+
+def test_numbers_of_what_is_trained_are_float32(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="all that the folder does not freeze is trained, in float32; add policy.lora"
+    ):
+        published_runs.config(tmp_path, "pi0", policy={"dtype": "bfloat16"})
