@@ -226,12 +226,13 @@ def problem(path: Path, *, hashes: bool = True) -> str | None:
     return None
 
 
-def load(path: Path, *, in_shares: bool = False) -> Loaded:
+def load(path: Path, *, in_shares: bool = False, hashes: bool = True) -> Loaded:
     """Verify sizes and hashes, then read. Raises CheckpointError naming the file that is wrong.
 
-    in_shares: what was written in shares is left as `Shares`, for each process to read what it needs of it.
+    in_shares: what was written in shares is left as `Shares`, for each process to read what it needs of it. hashes:
+    False where they were just verified (`to_resume`).
     """
-    reason = problem(path)
+    reason = problem(path, hashes=hashes)
     if reason is not None:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: {reason}. Resume from another step folder beside it; "

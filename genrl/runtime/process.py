@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
 
 from genrl.config import AnyConfig, dump
 from genrl.config.method import metrics_of
@@ -75,12 +76,27 @@ class Process:
 def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
     """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays.
 
-    Raises ValueError where the run has checkpoints and cannot go on from them.
+    Raises ValueError, in all processes, where the run has checkpoints and cannot go on from them.
     """
     run = Run(resume or Path(output))
     if accelerator.is_main_process:
         stack.enter_context(run_folder.lock(run.folder))
-    return Claim(run, checkpoint.to_resume(run.checkpoints) if resume else None, resume is not None)
+    return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
+
+
+def _to_resume(run: Run, accelerator: Accelerator) -> Path | None:
+    """`checkpoint.to_resume`, read by the main process alone: the files may be large, and one is enough to judge."""
+    found, problem = None, ""
+    if accelerator.is_main_process:
+        try:
+            found = checkpoint.to_resume(run.checkpoints)
+        except ValueError as error:
+            problem = str(error)
+    if accelerator.num_processes > 1:
+        found, problem = broadcast_object_list([found, problem])
+    if problem:
+        raise ValueError(problem)
+    return found
 
 
 def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Accelerator, *, unit: str) -> Process:
