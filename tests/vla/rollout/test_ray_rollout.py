@@ -95,11 +95,12 @@ def test_an_actor_that_dies_or_hangs(far: RayRollouts, signal_number: int) -> No
     """Its episodes are dropped and counted, those of the other are trained on, and the next rollout is whole again."""
     policy = flow(TOLD, critic=1)
     far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
-    far.crew.start_timeout_s = 5.0
+    if signal_number == signal.SIGSTOP:  # one that dies is heard of at once; on a busy machine others are slow, too
+        far.crew.start_timeout_s = 15.0
     os.kill(ray_nodes.process_of(far.crew.workers[0].actor), signal_number)
     begun = time.monotonic()
     found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 50
     assert_same(found, local(policy, range(4, 8)))
     assert (far.dropped, far.restarts) == (4, 1) and [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3]]
     assert found.group.tolist() == [2, 2, 3, 3] and check_on_policy(policy, found, far.parts[0]) == 0.0
