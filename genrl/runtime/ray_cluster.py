@@ -136,22 +136,22 @@ def room_for(actors: int, device: str) -> Iterator[dict[str, Any]]:
             f"engine: {actors} actors of one CPU each for a process, and the Ray cluster has {cpus}; write fewer, or "
             "let more nodes join"
         )
-    options: dict[str, Any] = {"num_cpus": 1}
+    each = {"CPU": 1.0}
     if device == "cuda":
-        options["num_gpus"] = gpu_share(actors)
-        if not options["num_gpus"]:
+        each["GPU"] = gpu_share(actors)
+        if not each["GPU"]:
             raise ValueError("engine: this process computes on a GPU, and the Ray cluster has none: it would round")
-    bundle = {"CPU": 1.0} | ({"GPU": options["num_gpus"]} if "num_gpus" in options else {})
-    group = ray.util.placement_group([bundle] * actors, strategy="SPREAD")  # all or none: two runs cannot starve
+    group = ray.util.placement_group([each] * actors, strategy="SPREAD")  # all or none: two runs cannot starve
     try:
         if not group.wait(PATIENCE_S):
             free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ValueError(
-                f"engine: no room for {actors} actors of {bundle} after {PATIENCE_S:g} s: others use the Ray cluster, "
+                f"engine: no room for {actors} actors of {each} after {PATIENCE_S:g} s: others use the Ray cluster, "
                 f"of which {free} is free; wait for them, write fewer, or let more nodes join"
             )
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-        yield options | {"max_restarts": 0, "scheduling_strategy": strategy}
+        taken = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0.0)}
+        yield taken | {"max_restarts": 0, "scheduling_strategy": strategy}
     finally:
         ray.util.remove_placement_group(group)
 

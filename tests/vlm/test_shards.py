@@ -175,13 +175,14 @@ def test_a_run_in_shards_goes_on_and_is_handed_over(name: str, tmp_path: Path) -
     common = {**RESUMED[name], "trainer": {"regularisers": KL, "updates": 2, "micro_batch": 3}, **FSDP}
     common |= {"generation": {"prompts_per_iteration": 6, "group_size": 4}, "optimizer": {"lr": 1e-3}}
     common["evaluation"] = {"every": 1, "questions": 4, "blind": False}
-    for place, count in (("straight", 2), ("stopped", 2), ("more", 3)):
-        if place != "straight":
-            shutil.copytree(tmp_path / "straight", tmp_path / place)
-            shutil.rmtree(tmp_path / place / "run" / "checkpoints" / "step-000002")
-        (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / "straight").mkdir()
+    vlm_runs.config(tmp_path / "straight", iterations=2, **common)
+    finish(tmp_path / "straight", 2)
+    for place, count in (("stopped", 2), ("more", 3)):
+        shutil.copytree(tmp_path / "straight", tmp_path / place)
+        shutil.rmtree(tmp_path / place / "run" / "checkpoints" / "step-000002")
         vlm_runs.config(tmp_path / place, iterations=2, **common)
-        finish(tmp_path / place, count, *([] if place == "straight" else [tmp_path / place / "run"]))
+        finish(tmp_path / place, count, tmp_path / place / "run")
     straight, stopped = tmp_path / "straight" / "run", tmp_path / "stopped" / "run"
     assert differences(straight, stopped) == []
     more = tmp_path / "more" / "run"
