@@ -124,7 +124,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     run = VLARun(process, policy, frozen, env, stack, process.rank * own, frames=frames, begun=begun)
     if config.distributed.fsdp:
         sharding = Sharding.over(config.distributed.shard, process.accelerator.device)
-        if process.is_main and checkpoint.latest(process.run.checkpoints) is None:
+        if process.is_main and not checkpoint.steps(process.run.checkpoints):  # else one of them is complete (`claim`)
             save_policy(policy, process.run.folder / "policy")
             stack.push(run.remove_policy_of_failed_start)
         hold(policy, sharding, adapters=config.policy.lora is not None)
