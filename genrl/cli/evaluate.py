@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genrl.cli.arguments import Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
-from genrl.cli.folders import is_policy, is_vision_language, near
+from genrl.cli.folders import is_policy, is_vision_language
+from genrl.config.folders import near
 
 if TYPE_CHECKING:
     from genrl.config import VLAConfig, VLMConfig

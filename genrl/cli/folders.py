@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
 import typer
+
+from genrl.config.folders import runs_in
 
 
 def run_config(run: Path) -> Path:
@@ -15,20 +16,7 @@ def run_config(run: Path) -> Path:
     if run.name == "config.yaml" and run.is_file():
         raise typer.BadParameter(f"{run} is a file: give the run folder, {run.parent}", param_hint="RUN")
     around = run if run.is_dir() else run.parent
-    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{_runs_in(around)}", param_hint="RUN")
-
-
-def near(path: Path) -> str:
-    """A hint at the end of an error: folders of a similar name, or else the runs beside it."""
-    around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, [name for name in around if name != path.name], n=3, cutoff=0.5)
-    paths = [str(path.parent / name) for name in close]
-    return f"; did you mean {' or '.join(paths)}?" if paths else _runs_in(path.parent)
-
-
-def _runs_in(folder: Path) -> str:
-    runs = sorted(str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml"))
-    return f"; runs in {folder}: {', '.join(runs[:5])}" if runs else ""
+    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
 
 
 def check_new(out: Path) -> None:

@@ -2,87 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from genrl.cli.arguments import Dtype, default_device, key_values
-from genrl.cli.folders import near
+from genrl.cli.arguments import default_device, key_values
 
 if TYPE_CHECKING:
     from genrl.cli.evaluate import Options
-    from genrl.config import Config, Model
+    from genrl.config import Config
     from genrl.data.prompts import Prompt
     from genrl.diffusion.rollout.scoring import Scorers
-
-
-class Chosen(NamedTuple):
-    """A pipeline and how it is called."""
-
-    model: Model
-    adapter: str | None
-    """Folder or hub id of its LoRA."""
-    arguments: dict[str, Any]
-    """Of the pipeline call."""
-    inputs: Mapping[str, str] = MappingProxyType({})
-    """Those that are pictures of the prompt's row, with their columns."""
-
-
-def config_of(name: str) -> Config | None:
-    """The configuration of a run folder; None for a pipeline folder or hub id. Raises BadParameter for neither."""
-    from genrl.config import Config, load
-    from genrl.config.folders import looks_local
-
-    path = Path(name)
-    # runs/TYPO is written like a hub id; no hub id is beside runs. A single word may be either: the loader will say.
-    local = looks_local(name) or any(path.parent.glob("*/config.yaml"))
-    if not path.exists() and local and not re.fullmatch(r"[\w.-]+", name):
-        raise typer.BadParameter(f"{name}: no such run or folder{near(path)}", param_hint="MODEL")
-    file = path / "config.yaml"
-    config = load(file) if file.is_file() else None
-    if config is not None and not isinstance(config, Config):
-        text = f"{name} is not the run of a pipeline, so no pictures can be sampled from it"
-        raise typer.BadParameter(text, param_hint="MODEL")
-    return config
-
-
-def choose(name: str, lora: str | None, dtype: Dtype | None, given: dict[str, Any]) -> Chosen:
-    """What the user named: of a run, its pipeline with the newest adapter, called as its evaluations are.
-
-    given: arguments of the call, which win. Raises BadParameter where there is no such run, or nothing trained in it.
-    """
-    from genrl.config import Model
-
-    config = config_of(name)
-    if config is None:
-        return Chosen(Model(path=name, dtype=dtype or "float32"), lora, given)
-    settings, own = config.sampling, config.evaluation
-    scale = settings.guidance_scale if own.guidance_scale is None else own.guidance_scale
-    steps = own.num_inference_steps or settings.num_inference_steps
-    height, width = own.height or settings.height, own.width or settings.width
-    arguments = call_arguments(settings.scheduled(steps), scale, height, width)
-    if settings.num_frames is not None:
-        arguments["num_frames"] = settings.num_frames
-    adapter = lora or _newest_adapter(Path(name))
-    model = config.model.model_copy(update={"dtype": dtype or config.model.dtype})
-    return Chosen(model, adapter, arguments | settings.pipeline_args | given, settings.inputs)
-
-
-def _newest_adapter(run: Path) -> str:
-    from genrl.runtime import checkpoint
-
-    saved = checkpoint.latest(run / "checkpoints")  # RUN/lora is of the end of a run, which may have gone on since
-    for folder in [*([saved / "lora"] if saved else []), run / "lora"]:
-        if folder.is_dir():
-            return str(folder)
-    if saved is None:
-        raise typer.BadParameter(f"{run} holds no checkpoint yet: there is nothing trained in it")
-    raise typer.BadParameter(f"{run} holds no LoRA; write its pipeline by `genrl export {run} --out FOLDER`")
 
 
 def call_arguments(
@@ -93,18 +26,16 @@ def call_arguments(
     further: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Arguments of the pipeline call; what was not given is left to the pipeline. further: `key=value` texts."""
-    named = {
-        "num_inference_steps": num_inference_steps,
-        "guidance_scale": guidance_scale,
-        "height": height,
-        "width": width,
-    }
-    given = {name: value for name, value in named.items() if value is not None}
+    from genrl.diffusion import chosen
+
+    given = chosen.call_arguments(num_inference_steps, guidance_scale, height, width)
     return given | key_values(further, "num_frames=33")
 
 
 def evaluate(name: str, options: Options) -> None:
     """Print the scores of a pipeline, or of a run's, over a prompt file, and write them to `options.out`."""
+    from genrl.diffusion.chosen import choose, config_of
+
     config = config_of(name)
     source = options.prompts or (config.prompts.eval if config else None)
     if source is None:

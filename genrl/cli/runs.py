@@ -43,25 +43,16 @@ def export(
     A policy is written in LeRobot's layout: `genrl export runs/vla/flow_sde --out my-policy`; a vision-language model
     as transformers saves it (a LoRA as PEFT does; `--full` merges it).
     """
-    from genrl.config import Config, VLAConfig, VLMConfig, load
+    from genrl.config import Config, VLAConfig, load
+    from genrl.interface.using import export as write
 
     config = load(run_config(run))
     check_new(out)
-    match config:
-        case Config():
-            from genrl.diffusion.policy.export import export as write
-
-            write(run, out, step=step, full=full, form=form)
-        case VLAConfig():
-            from genrl.cli import vla
-
-            refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")
-            vla.export(run, out, step)
-        case VLMConfig():
-            from genrl.vlm.policies.folder import load_trained, save_model
-
-            refuse({"--format": form != "diffusers"}, "a vision-language model, which is written as PEFT does")
-            save_model(load_trained(config, run, step), config.vlm.path, out, full=full)
+    if isinstance(config, VLAConfig):
+        refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")
+    elif not isinstance(config, Config):
+        refuse({"--format": form != "diffusers"}, "a vision-language model, which is written as PEFT does")
+    write(run, out, step=step, full=full, form=form)
     typer.echo(f"written to {out}")
 
 

@@ -49,7 +49,8 @@ def sample(
         rows = load_prompts(prompts)
         texts += [row.text for row in rows]
 
-    from genrl.cli.pipelines import call_arguments, choose
+    from genrl.cli.pipelines import call_arguments
+    from genrl.diffusion.chosen import choose
 
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
     chosen = choose(model, lora, dtype, given)

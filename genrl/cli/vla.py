@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,14 +76,3 @@ def _by_instruction(judged: Judged, title: str) -> Table:
     table.add_section()
     add("all", sum(judged.success) / len(judged.success), len(judged.success))
     return table
-
-
-def export(run: Path, out: Path, step: int | None) -> Path:
-    """The policy of a run's checkpoint as a folder in LeRobot's layout; DPPO's frozen half in its `first_steps`."""
-    from genrl.vla.policies.folder import FIRST_STEPS, save_policy
-    from genrl.vla.setup import load_trained
-
-    save_policy(load_trained(run, step=step), out)
-    if (run / "policy" / FIRST_STEPS).is_dir():
-        shutil.copytree(run / "policy" / FIRST_STEPS, out / FIRST_STEPS)
-    return out

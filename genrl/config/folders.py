@@ -45,3 +45,17 @@ def nearest_folder(path: Path) -> str:
     names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
+
+
+def near(path: Path) -> str:
+    """A hint at the end of an error: folders of a similar name, or else the runs beside it."""
+    around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, [name for name in around if name != path.name], n=3, cutoff=0.5)
+    paths = [str(path.parent / name) for name in close]
+    return f"; did you mean {' or '.join(paths)}?" if paths else runs_in(path.parent)
+
+
+def runs_in(folder: Path) -> str:
+    """The runs of a folder, as the end of a message."""
+    runs = sorted(str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml"))
+    return f"; runs in {folder}: {', '.join(runs[:5])}" if runs else ""

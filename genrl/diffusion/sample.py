@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 import rewards
 from genrl.config import Model
@@ -26,6 +27,7 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
@@ -40,7 +42,6 @@ def load(model: Model, lora: str | None) -> Pipeline:
         if model.lora is not None and model.lora.frozen:
             add_frozen(pipe, model.lora.frozen)
             activate_all(pipe)
-    pipe.set_progress_bar_config(disable=True)
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -75,15 +76,29 @@ def sample(
     # Before the pictures, so that those of a call that is cut short are listed, too, and removed by the next.
     write_atomic(out / SAMPLE_LIST, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
-    for k, prompt in enumerate(texts):
-        generator = torch.Generator().manual_seed(seed + k)
-        call = {**(arguments or {}), **{name: values[k] for name, values in inputs.items()}}
-        made = pipe(prompt=prompt, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
-        picture = to_pil(made.cpu())
+    for k, picture in enumerate(drawn(pipe, texts, seed, arguments or {}, inputs)):
         paths.append(save_png(picture, out / f"{k:05d}.png"))
         pictures.append(picture)
     save_png(grid(pictures[:64], texts[:64]), out / SAMPLE_GRID)
     return paths
+
+
+def drawn(
+    pipe: Pipeline,
+    texts: Sequence[str],
+    seed: int,
+    arguments: Mapping[str, Any],
+    inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> Iterator[Image]:
+    """One picture per text, each alone, text k from the noise of seed + k; of a video its frames side by side."""
+    shown = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(disable=True)  # one for each picture tells nothing
+    for k, text in enumerate(texts):
+        generator = torch.Generator().manual_seed(seed + k)
+        call = {**arguments, **{name: values[k] for name, values in inputs.items()}}
+        made = pipe(prompt=text, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
+        yield to_pil(made.cpu())
+    pipe.set_progress_bar_config(**shown)
 
 
 def evaluate_pipeline(
@@ -108,16 +123,22 @@ def evaluate_pipeline(
         arguments = {**arguments, "num_inference_steps": _default_steps(pipe)}
     for label, scorer in scorers.rewards.items():
         rewards.check_columns(scorer, prompts[0].columns, name=label)
-    return evaluate(
-        Policy(pipe),
-        prompts,
-        scorers,
-        arguments,
-        batch_size=batch_size,
-        seed=seed,
-        num_pictures=num_pictures,
-        inputs=inputs,
-    )
+    untouched = Untouched(pipe)
+    policy = Policy(pipe)
+    policy.untouched = untouched
+    try:
+        return evaluate(
+            policy,
+            prompts,
+            scorers,
+            arguments,
+            batch_size=batch_size,
+            seed=seed,
+            num_pictures=num_pictures,
+            inputs=inputs,
+        )
+    finally:
+        policy.release()
 
 
 def _default_steps(pipe: Pipeline) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from genrl.cli.arguments import Dtype
-from genrl.cli.pipelines import choose
+from genrl.diffusion.chosen import choose
 from tests.cli.commands import SMALL, run
 
 

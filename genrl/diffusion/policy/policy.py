@@ -31,6 +31,7 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory
+from genrl.diffusion.policy.untouched import Untouched
 from genrl.kernels.backend import TooManyGraphs
 from genrl.mdp.gaussian import Reduction
 
@@ -96,8 +97,17 @@ class Policy:
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self.model_calls = 0
         """Denoiser evaluations so far, counted per sample: a batch of 8 with doubled guidance counts 16."""
-        for denoiser in self.denoisers.values():
-            denoiser.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._hooks = [d.register_forward_pre_hook(self._count, with_kwargs=True) for d in self.denoisers.values()]
+        self.untouched: Untouched | None = None
+        """How the pipeline was before it became a policy, where that was noted."""
+
+    def release(self) -> Pipeline:
+        """The pipeline for use without this policy, which ends: with its own scheduler and methods, as trained."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.untouched is not None:
+            self.untouched.put_back(self.pipe)
+        return self.pipe
 
     @property
     def denoiser(self) -> nn.Module:
