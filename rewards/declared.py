@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rewards.contract import FROM_SAMPLER, columns_of
 
@@ -53,6 +54,17 @@ def declared(file: Path | None, attribute: str) -> Declared:
     gradients = own.get("differentiable") is True or (None if node.bases else False)
     trainable = _definition(node.body, "logits") is not None
     return Declared(takes, str(own.get("range") or ""), doc, gradients=gradients, trainable=trainable)
+
+
+def declared_by(reward: Any, *, trainable: bool) -> Declared:
+    """The same of a function, an instance or a class that is there."""
+    call = reward.__call__ if inspect.isclass(reward) else reward
+    parameters = list(inspect.signature(call).parameters.values())[1 if inspect.isclass(reward) else 0 :]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes = tuple(p.name for p in named if p.default is p.empty or p.name in FROM_SAMPLER)
+    doc = (inspect.getdoc(reward) or "").partition("\n")[0]
+    gradients = bool(getattr(reward, "differentiable", False))
+    return Declared(takes, str(getattr(reward, "range", "")), doc, gradients, trainable)
 
 
 def lower_end(text: str) -> float | None:

@@ -20,8 +20,9 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from rewards.built_in import BUILT_IN, BuiltIn
-from rewards.contract import Reward, nearest
-from rewards.declared import Declared, declared, parse, source_of
+from rewards.contract import Reward, is_trainable, nearest
+from rewards.declared import Declared, declared, declared_by, parse, source_of
+from rewards.given import PREFIX, given, is_given
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,11 @@ EMPTY: Mapping[str, object] = MappingProxyType({})
 
 
 class Origin(NamedTuple):
-    """Where a reward's name leads: `where` is the name of a module or the path of a file."""
+    """Where a reward's name leads: `where` is the name of a module or the path of a file; of a script's object both
+    say what it is called there."""
 
     name: str
-    kind: Literal["built-in", "entry point", "file"]
+    kind: Literal["built-in", "entry point", "file", "object"]
     where: str
     attribute: str
 
@@ -64,6 +66,8 @@ def listing() -> list[Listed]:
 
 def declaration(origin: Origin) -> Declared:
     """What a reward's source declares, without importing it; empty if the source is not found or does not say."""
+    if origin.kind == "object":
+        return declared_by(given(origin.name), trainable=is_trainable(given(origin.name)))
     says = declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
     entry = BUILT_IN.get(origin.name) if origin.kind == "built-in" else None
     return says if entry is None else says._replace(range=entry.range)
@@ -72,10 +76,14 @@ def declaration(origin: Origin) -> Declared:
 def resolve(name: str) -> Origin:
     """Find what a reward's name leads to, without importing it (and so without torch).
 
-    `name` is a built-in reward, an entry point of the group `genrl.rewards`, or `path/to/file.py:Name`, relative to
-    the current directory. Raises ValueError for an unknown name (with the nearest one), a missing file, a name that is
-    not defined in the file, and a name that two installed packages claim.
+    `name` is a built-in reward, an entry point of the group `genrl.rewards`, `path/to/file.py:Name`, relative to the
+    current directory, or `python:Name`, which a script hands over (`rewards.given`). Raises ValueError for an unknown
+    name (with the nearest one), a missing file, a name that is not defined in the file, and a name that two installed
+    packages claim.
     """
+    if is_given(name):
+        given(name)
+        return Origin(name, "object", "the script", name.removeprefix(PREFIX))
     if ".py" in name:
         return _resolve_file(name)
     points: dict[str, list[EntryPoint]] = {}
@@ -143,18 +151,26 @@ def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", 
     origin = resolve(name)
     if origin.kind == "built-in":
         _require_extra(BUILT_IN[name], name)
-    target: Any = _import_file(origin) if origin.kind == "file" else importlib.import_module(origin.where)
-    for part in origin.attribute.split("."):
-        if part not in vars(target):
-            raise ValueError(f"reward {name!r}: {origin.where} has no {part!r}.{nearest(part, vars(target))}")
-        target = vars(target)[part]
+    target = given(name) if origin.kind == "object" else _found(origin)
     if inspect.isclass(target):
         return _construct(target, name, args, device, dtype)
     if not callable(target):
         raise ValueError(f"reward {name!r} is a {type(target).__name__}; it must be a function or a class")
+    if args and origin.kind == "object" and not inspect.isfunction(target):
+        raise ValueError(f"reward {name!r} is made already, by the script: leave args out")
     if dtype is not None:
         raise ValueError(_no_dtype(name, dtype))
     return with_options(target, name, args) if args else target
+
+
+def _found(origin: Origin) -> Any:
+    """What a module or file has by the name. Raises ValueError where it has no such thing."""
+    target: Any = _import_file(origin) if origin.kind == "file" else importlib.import_module(origin.where)
+    for part in origin.attribute.split("."):
+        if part not in vars(target):
+            raise ValueError(f"reward {origin.name!r}: {origin.where} has no {part!r}.{nearest(part, vars(target))}")
+        target = vars(target)[part]
+    return target
 
 
 def missing_packages(packages: tuple[str, ...]) -> str:

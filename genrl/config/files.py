@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from genrl.config.vla_files import vla_files
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
-from genrl.data.prompts import PromptError, PromptRows, nearest_beside
+from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
 from genrl.data.sizes import NAMES, short_bucket, sized
 from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
+from rewards.given import given, is_given
 from rewards.service.isolation import python_of
 
 
@@ -76,8 +78,10 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
 
 def model_folder(config: Config) -> Path | None:
     """Folder of the pipeline (of a single file: of its base) on this machine, the hub's cache included; None if it must
-    be downloaded first. ValueError where it is neither a folder nor a hub id."""
+    be downloaded first, or is an object of a script. ValueError where it is neither a folder nor a hub id."""
     named = config.model.config or config.model.path
+    if is_given(named):
+        return None
     folder = Path(named).expanduser()
     if folder.is_dir() or looks_local(named):
         return folder if folder.is_dir() else None
@@ -91,6 +95,9 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     yield from (_Wrong(tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
         yield _Wrong(("engine", "kind"), "the package ray is not installed: pip install 'genrl[ray]'")
+    if is_given(config.model.path):
+        yield from _given_pipeline(config)
+        return
     key: KeyPath = ("model", "config" if config.model.config else "path")
     named = config.model.config or config.model.path
     path = Path(named).expanduser()
@@ -116,9 +123,49 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     if folder is None and not looks_local(named):
         notes.append(f"model.{key[-1]}: {named} is not on this machine yet; training downloads it")
     if folder is not None:
-        yield from _pipeline(config, folder)
+        yield from _pipeline(config, lambda file: read_json(folder / file))
         yield from _layers(config, folder)
         yield from _scheduler(config, _scheduler_settings(config, folder))
+
+
+def _given_pipeline(config: Config) -> Iterator[_Wrong]:
+    """A loaded pipeline of a script: what it cannot be asked for any more."""
+    try:
+        pipe = given(config.model.path)
+    except ValueError as error:
+        yield _Wrong(("model", "path"), str(error))
+        return
+    model, loaded = config.model, "the pipeline is loaded already"
+    for key in ("revision", "variant", "config", "quantize"):
+        if getattr(model, key) is not None:
+            yield _Wrong(("model", key), f"{loaded}; leave it out, and load the pipeline so")
+    if model.encodings is not None:
+        text = f"{loaded}, and may not be what the folder's encodings were made by; leave it out"
+        yield _Wrong(("model", "encodings"), text)
+    if model.offload.text_encoders == "encode_then_free":
+        text = f"{loaded}, its text encoders too; write between, or give its hub id or folder"
+        yield _Wrong(("model", "offload", "text_encoders"), text)
+    if config.engine is not None:
+        text = "Ray's workers load the pipeline themselves; give its hub id or folder as the model"
+        yield _Wrong(("engine", "kind"), text)
+    read = partial(_settings_in_memory, pipe)
+    if not read("model_index.json"):
+        text = f"a {type(pipe).__name__} is no diffusers pipeline; load one by DiffusionPipeline.from_pretrained"
+        yield _Wrong(("model", "path"), text)
+        return
+    adapted = [name for name, part in pipe.components.items() if getattr(part, "peft_config", None)]
+    if adapted and model.lora is not None:
+        text = f"the {adapted[0]} has a LoRA on it already: call pipe.unload_lora_weights() first, and go on with it by"
+        yield _Wrong(("model", "lora"), f"{text} lora={{'from': FOLDER}}, or merge it by pipe.fuse_lora() before")
+    yield from _pipeline(config, read)
+    yield from _scheduler(config, read("scheduler/scheduler_config.json") | model.scheduler)
+
+
+def _settings_in_memory(pipe: Any, file: str) -> dict[str, Any]:
+    """What a file of settings would hold if the pipeline were saved; empty where it would write none."""
+    component, _, _ = file.rpartition("/")
+    found = getattr(pipe.components.get(component) if component else pipe, "config", None)
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _layers(config: Config, folder: Path) -> Iterator[_Wrong]:
@@ -134,15 +181,15 @@ def _layers(config: Config, folder: Path) -> Iterator[_Wrong]:
     yield from (_Wrong(("distributed", "context"), text) for text in context_problems(config, components))
 
 
-def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
-    """What the classes of a pipeline and its networks' configurations tell."""
-    index = read_json(folder / "model_index.json")
+def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Iterator[_Wrong]:
+    """What the classes of a pipeline and its networks' configurations tell. read: of a file of settings."""
+    index = read("model_index.json")
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield _Wrong(tuple(key.split(".")), text)
     if problem := experts_problem(config, len(networks)):
         yield _Wrong(tuple(config.sharded_by.split(".")), problem)
-    is_flow = is_flow_scheduler(_scheduler_settings(config, folder))
+    is_flow = is_flow_scheduler({**read("scheduler/scheduler_config.json"), **config.model.scheduler})
     loop = loop_problems(str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches)
     yield from (_Wrong(tuple(key.split(".")), text) for key, text in loop)
     if "_class_name" in index and not networks:
@@ -152,7 +199,7 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
     yield from (_Wrong(tuple(key.split(".")), text) for key, text in wrong)
     if cut := strength_problem(str(index.get("_class_name", "")), config.sampling.pipeline_args):
         yield _Wrong(("sampling", "pipeline_args", "strength"), cut)
-    settings = [read_json(folder / name / "config.json") for name in (*networks, "vae")]
+    settings = [read(f"{name}/config.json") for name in (*networks, "vae")]
     vae = index["vae"][1] if isinstance(index.get("vae"), list) else ""
     for key, text in vae_problems(vae, settings[-1], config.model, config.sampling):
         yield _Wrong(tuple(key.split(".")), text)
@@ -220,7 +267,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     for name, source in (("train", config.prompts.train), ("eval", config.prompts.eval)):
         if source is None:
             continue
-        if Path(source).suffix not in (".txt", ".jsonl") and ":" in source:
+        if is_data_set(source):
             notes.append(f"prompts.{name}: {source} is a data set; it is read when training starts")
             continue
         try:
@@ -280,6 +327,9 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
         text += f" (it does not say `differentiable = True`); {instead} and give this one weight 0"
         yield _Wrong(key, f"{text}, or use flow_grpo or diffusion_nft, which need none")
+    if origin.kind == "object" and (reward.isolate or (config.engine is not None and config.engine.reward_workers)):
+        text = "was made in this process and cannot be sent to another; put it into a file, and name file.py:name"
+        yield _Wrong(key, f"{reward.name} {text}")
     if origin.kind == "file":
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
     for name, rows in found.items():

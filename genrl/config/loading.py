@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,14 +15,22 @@ from pydantic import ValidationError
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
 from genrl.config.json_schemas import root_of, with_installed
 from genrl.config.messages import explain
+from genrl.config.method import Kind
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_method import completed
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
+from rewards.given import PREFIX
 
 AnyConfig = Config | VLAConfig | VLMConfig
 ROOTS: dict[str, type[AnyConfig]] = {"Config": Config, "VLAConfig": VLAConfig, "VLMConfig": VLMConfig}
+
+
+OBJECTS = f"""\
+# {PREFIX}NAME was an object of a Python script: genrl.resume(RUN, ...) takes it again; `genrl resume RUN KEY=VALUE`
+# puts what can be loaded in its place.
+"""
 
 
 @dataclass
@@ -53,6 +62,39 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     if problems:
         raise ConfigError(problems)
     tree.value.setdefault("output", str(_default_output(path)))
+    return _validated(tree)
+
+
+def load_given(
+    base: str | Path | Mapping[str, Any] | None, sections: Mapping[str, Any], caller: str
+) -> tuple[AnyConfig, Origins]:
+    """A configuration that a script puts together: `sections` on top of a file or of a mapping of keys. caller: how
+    messages name the place. Raises ConfigError as `load`."""
+    if isinstance(base, str | Path):
+        tree = _with_base(_read(Path(base)), Path(base))
+        tree.value.setdefault("output", str(_default_output(Path(base))))
+    else:
+        tree = _of_objects(base or {}, caller)
+    _merge(tree, deepcopy(dict(sections)), _of_objects(sections, caller), ())
+    return _validated(tree)
+
+
+def kind_of(path: str | Path) -> Kind:
+    """Of the run that a file describes, whatever else it lacks. Raises ConfigError where it cannot be read."""
+    return ROOTS[root_of(_with_base(_read(Path(path)), Path(path)).value)].kind
+
+
+def _of_objects(value: Mapping[str, Any], caller: str) -> _Tree:
+    def places(node: Any, path: KeyPath) -> Iterator[KeyPath]:
+        yield path
+        items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        for key, below in items:
+            yield from places(below, (*path, key))
+
+    return _Tree(deepcopy(dict(value)), {path: Origin(caller) for path in places(value, ())})
+
+
+def _validated(tree: _Tree) -> tuple[AnyConfig, Origins]:
     root = ROOTS[root_of(tree.value)]
     value = completed(tree.value) if root is VLMConfig else tree.value
     try:
@@ -63,7 +105,8 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
 
 def dump(config: AnyConfig) -> str:
     """The configuration as YAML, with its defaults; `load` of it gives an equal one."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return OBJECTS + text if PREFIX in text else text
 
 
 def _default_output(path: Path) -> Path:

@@ -65,7 +65,7 @@ class Method(Section):
     moved: ClassVar[Mapping[str, str]] = {}
     """Keys, or `key: value`, that it no longer has -> what to write instead."""
 
-    algorithm: Text
+    algorithm: Text = ""
     """Which method: a built-in name, an installed one, or path/file.py:Name."""
 
     def problems(self, config: Any) -> Iterator[Finding]:
@@ -92,7 +92,8 @@ def code_of(settings: Method) -> Code:
     """Import what a method runs. Raises ValueError, naming what is missing, for a file without the interface."""
     module = module_of(settings)
     if missing := [name for name in FUNCTIONS if not callable(vars(module).get(name))]:
-        raise ValueError(_incomplete(settings.algorithm, missing, str(module.__file__)))
+        where = str(getattr(module, "__file__", None) or module.__name__)
+        raise ValueError(_incomplete(settings.algorithm, missing, where))
     return Code(module.train, module.loss, module)
 
 
@@ -155,10 +156,13 @@ def _method_of(kind: Kind, value: Any, handler: ValidatorFunctionWrapHandler) ->
     return method.model_validate(value)
 
 
-@cache
 def outside(name: str, kind: Kind) -> type[Method]:
     """The settings class of a method that is not built in; its `algorithm` is the name as it was written."""
-    method = find_method(name, kind)
+    return _named(name, find_method(name, kind))
+
+
+@cache
+def _named(name: str, method: type[Method]) -> type[Method]:
     own: Any = (Literal[name], name)
     return create_model(
         method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, algorithm=own
@@ -196,7 +200,7 @@ _BASES = {"diffusion": "DiffusionMethod", "vla": "VLAMethod", "vlm": "VLMMethod"
 def _refuse_incomplete(name: str, method: type[Method]) -> None:
     """Raise ValueError where the functions of a method are not there. Its train.py is not run, it may import torch."""
     module = sys.modules[method.__module__]
-    file, defined = Path(str(module.__file__)), set(vars(module))
+    file, defined = Path(getattr(module, "__file__", None) or module.__name__), set(vars(module))
     if file.stem == "settings":
         file = file.with_name("train.py")
         try:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from rewards.given import given, is_given
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,8 +32,10 @@ class Group(NamedTuple):
 
 
 def find(name: str, group: Group) -> Any:
-    """The object that `name` stands for. Raises ValueError saying what is wrong, the nearest names, and how to name a
-    file."""
+    """The object that `name` stands for, one that a script hands over (`python:NAME`) too. Raises ValueError saying
+    what is wrong, the nearest names, and how to name a file."""
+    if is_given(name):
+        return given(name)
     if name.rpartition(":")[0].endswith(".py") or name.endswith(".py"):
         return _from_file(name, group)
     if name in group.built_in:
@@ -98,7 +102,7 @@ def import_file(file: Path) -> ModuleType:
 
 def beside(module: ModuleType, name: str) -> ModuleType:
     """The module `name` beside one that is called `settings`, in its package or folder; of any other, itself."""
-    file = Path(str(module.__file__))
+    file = Path(getattr(module, "__file__", None) or module.__name__)  # a notebook has no file
     if file.stem != "settings":
         return module
     package, _, own = module.__name__.rpartition(".")

@@ -14,6 +14,7 @@ from genrl.config.vla import VLAConfig
 from genrl.config.vla_names import EMBEDDED, SIMULATORS
 from genrl.config.vla_rules import of_layers
 from genrl.config.yaml_source import KeyPath
+from rewards.given import given, is_given
 
 Wrong = tuple[KeyPath, str]
 
@@ -37,6 +38,12 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
     if config.policy.new is not None:
         yield from _own_code(("policy", "new", "type"), config.policy.new.type, "Name", notes)
     if config.policy.path is None:
+        return
+    if is_given(config.policy.path):
+        try:
+            given(config.policy.path)
+        except ValueError as error:
+            yield ("policy", "path"), str(error)
         return
     path, key = Path(config.policy.path).expanduser(), ("policy", "path")
     file = next((f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file()), None)
@@ -69,6 +76,15 @@ def _demonstrations(config: VLAConfig) -> Iterator[Wrong]:
 def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
     """A simulator that is installed."""
     name, workers, key = config.environment.name, config.environment.workers, ("environment", "name")
+    if is_given(name):
+        try:
+            given(name)
+        except ValueError as error:
+            yield key, str(error)
+        if workers:
+            text = "the environment was made in this process and cannot be sent to another"
+            yield ("environment", "workers"), f"{text}; write 0, or put the function into a file: path/file.py:name"
+        return
     yield from _own_code(key, name, "make", notes)
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
         yield key, f"the package {PACKAGES[name][0]} is not installed: pip install {PACKAGES[name][1]}"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import rewards
 from genrl.config.folders import looks_local
 from genrl.config.plugins import find
-from genrl.config.vlm import Synthesis, VLMConfig
+from genrl.config.vlm import Synthesis, Task, VLMConfig
 from genrl.config.vlm_names import OUTPUTS, TASKS
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
 from rewards.contract import nearest
+from rewards.given import given, is_given
 from rewards.scorers.texts.completions import GIVEN, resolve_text
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
@@ -59,7 +61,12 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     for name, source in (("train", config.task.train), ("eval", config.task.eval)):
         if source is None:
             continue
-        if Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.makes):
+        if is_given(source):
+            try:
+                columns.append((name, columns_of_rows(given(source), config.task)))
+            except ValueError as error:
+                yield ("task", name), str(error)
+        elif Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.makes):
             try:
                 found = read_prompts(source, config.task.prompt)
             except PromptError as error:
@@ -117,6 +124,9 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         except ValueError as error:
             yield ("vlm", "output"), str(error)
         return
+    if is_given(config.vlm.path):
+        yield from _given_model(config)
+        return
     path = Path(config.vlm.path).expanduser()
     if not path.is_dir():
         if looks_local(config.vlm.path):
@@ -136,6 +146,42 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield key, f"{text}; save the processor of the original model there"
     elif not (path / "tokenizer_config.json").is_file():
         yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
+
+
+def _given_model(config: VLMConfig) -> Iterator[Finding]:
+    """A loaded model of a script: what it cannot be asked for any more."""
+    key: KeyPath = ("vlm", "path")
+    try:
+        found = given(config.vlm.path)
+    except ValueError as error:
+        yield key, str(error)
+        return
+    if config.vlm.output != "text":
+        yield key, f"a model that makes {config.vlm.output} is loaded here; give its hub id or folder"
+    if config.generation.engine == "vllm":
+        yield ("generation", "engine"), "vLLM loads the model itself; give its hub id or folder"
+    if getattr(found.processor, "image_processor", None) is None:
+        text = f"needs its processor with an image processor, found a {type(found.processor).__name__}"
+        yield key, f"{text}; give processor=AutoProcessor.from_pretrained(...)"
+
+
+def columns_of_rows(rows: Any, task: Task) -> list[str]:
+    """The columns of every row that a script hands over, a `datasets.Dataset` or a list of mappings, beside the
+    question. Raises ValueError where one lacks its question or its picture, with its number."""
+    if hasattr(rows, "column_names"):
+        known = list(rows.column_names)
+    else:
+        wrong = [k for k, row in enumerate(rows) if not isinstance(row, Mapping)]
+        if wrong:
+            kind = type(rows[wrong[0]]).__name__
+            raise ValueError(f"row {wrong[0]}: a question is a mapping with its columns, found a {kind}")
+        known = [name for name in (rows[0] if len(rows) else ()) if all(name in row for row in rows)]
+    for column, key in ((task.prompt, "prompt"), (task.image, "image")):
+        if column is not None and column not in known:
+            have = ", ".join(known) or "none"
+            text = f"not every row has the column {column!r} (task.{key} names it)"
+            raise ValueError(f"{text}; columns of every row: {have}.{nearest(column, known)}")
+    return [name for name in known if name != task.prompt]
 
 
 def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[Finding]:

@@ -2,13 +2,15 @@
 
 Formats: `.txt` (one prompt per line; blank lines and lines that begin with `#` are skipped), `.jsonl` (one object per
 line with the prompt's column and any others, which rewards ask for by name), and data sets as `id:split` or
-`id:config:split` (a hub id or a folder that the `datasets` library reads). Columns of pictures hold paths: where a data
+`id:config:split` (a hub id or a folder that the `datasets` library reads); and what a script hands over: a list of
+texts or of rows, or a `datasets.Dataset`. Columns of pictures hold paths: where a data
 set has the pictures themselves, each is written once, under its hash, into the cache of that library.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from genrl.data.rows import (
     no_column,
     text_and_columns,
 )
+from rewards.given import given, is_given
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -124,7 +127,7 @@ def read(source: str, column: str = "prompt", *, pictures: bool = True) -> Promp
 
 def is_data_set(source: str) -> bool:
     """Whether `source` is written as a data set, `id:split`, which may have to be downloaded."""
-    return ":" in source and Path(source).suffix not in FILES and not Path(source).exists()
+    return ":" in source and not is_given(source) and Path(source).suffix not in FILES and not Path(source).exists()
 
 
 def open_data_set(source: str) -> Dataset:
@@ -157,12 +160,14 @@ def _listed(skipped: Sequence[DirtyRow]) -> str:
 def _outcomes(source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     """(line, row or what is wrong with it) for every row."""
     path = Path(source)
-    if path.suffix in FILES:
+    if is_given(source):
+        yield from _of_objects(given(source), source, column, pictures)
+    elif path.suffix in FILES:
         yield from _of_file(path, column)
     elif path.is_file():
         raise PromptError(f"{source}: prompts are .txt (one per line), .jsonl (a column {column!r}) or id:split")
     elif is_data_set(source):
-        yield from _of_data_set(source, column, pictures)
+        yield from _of_data_set(open_data_set(source), source, column, pictures)
     elif path.is_dir():
         raise PromptError(f"{source} is a folder; name a .txt or .jsonl file, or a data set's split as {source}:train")
     else:
@@ -190,8 +195,27 @@ def _of_file(path: Path, column: str) -> Iterator[tuple[int, Prompt | str]]:
                 yield line, str(error)
 
 
-def _of_data_set(source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
-    table = open_data_set(source)
+def _of_objects(found: Any, source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
+    """Rows of a script: texts, mappings with the prompt's column, or a table of the `datasets` library."""
+    if hasattr(found, "cast_column"):
+        yield from _of_data_set(found, source, column, pictures)
+        return
+    for line, row in enumerate(found, start=1):
+        try:
+            if isinstance(row, str):
+                yield line, Prompt(checked_text(row), {}, line)
+            elif isinstance(row, Mapping):
+                plain = {name: value for name, value in row.items() if not hasattr(value, "save")}
+                drawn = {name: value for name, value in row.items() if name not in plain}
+                text, columns = text_and_columns(plain, column, None)
+                yield line, Prompt(text, columns | {name: _drawn(value) for name, value in drawn.items()}, line)
+            else:
+                yield line, f"a prompt is text or a mapping with the column {column!r}, found {type(row).__name__}"
+        except RowError as error:
+            yield line, str(error)
+
+
+def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     if column not in table.column_names:
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
     from datasets import Image
@@ -211,8 +235,6 @@ def _of_data_set(source: str, column: str, pictures: bool) -> Iterator[tuple[int
 
 def _written(name: str, cell: Any) -> str | None:
     """The path of a data set's undecoded picture; one without a file is written. Raises RowError where it is none."""
-    from datasets.config import HF_DATASETS_CACHE
-
     if cell is None:
         return None
     raw, path = cell["bytes"], cell["path"]
@@ -220,6 +242,20 @@ def _written(name: str, cell: Any) -> str | None:
         if path is None or not Path(path).is_file():
             raise RowError(f"{name}: there is no file {path!r}")
         return str(Path(path).resolve())
+    return _kept(raw)
+
+
+def _drawn(picture: Any) -> str:
+    """The path of a picture of a script (PIL)."""
+    held = io.BytesIO()
+    picture.save(held, "PNG")
+    return _kept(held.getvalue())
+
+
+def _kept(raw: bytes) -> str:
+    """The path of a picture's bytes, which are written once, under their hash."""
+    from datasets.config import HF_DATASETS_CACHE
+
     file = Path(HF_DATASETS_CACHE) / "genrl-pictures" / hashlib.sha256(raw).hexdigest()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -330,6 +330,11 @@ class DiffusionRun:
         """Let go of the samples of the running iteration."""
         self.rollouts = None
 
+    def hand_over(self) -> Any:
+        """The pipeline as trained, its average where there is one, for use without this run, which ends."""
+        self.loop.keep_average()
+        return self.policy.release()
+
     def conclude(self) -> None:
         """The end of a run, complete or not: LoRA, before/after picture, report, and where they are."""
         run, config, loop = self.process.run, self.config, self.loop

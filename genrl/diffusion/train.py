@@ -32,6 +32,7 @@ from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
@@ -208,6 +209,7 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
     all prompts are encoded ahead."""
     ahead = config.model.offload.text_encoders == "encode_then_free"
     pipe = load_pipeline(config.model, text_encoders=False) if ahead else load_pipeline(config.model)
+    untouched = Untouched(pipe)
     check_call_arguments(pipe, call_arguments(config.sampling) | config.sampling.inputs)
     cut = strength_problem(type(pipe).__name__, config.sampling.pipeline_args)
     if cut is not None:
@@ -216,7 +218,7 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
     if _all_placed(config):
         pipe = pipe.to(home)
     keep_execution_device(pipe, home)
-    return Policy(
+    policy = Policy(
         pipe,
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
         reduction=config.trainer.reduction,
@@ -224,6 +226,8 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
         encodings=open_store(config, home),
         trains_encoders=config.model.lora is not None and config.model.lora.text_encoders,
     )
+    policy.untouched = untouched
+    return policy
 
 
 def encode(config: Config, device: torch.device | str, tell: Tell) -> tuple[int, int, int]:

@@ -319,6 +319,11 @@ class VLARun:
             save_first_steps(self.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
         return folder
 
+    def hand_over(self) -> Any:
+        """The policy as trained, its average where there is one, for use without this run."""
+        self.loop.keep_average()
+        return self.policy
+
     def conclude(self) -> None:
         """The end of a run, complete or not: the policy's folder, report, and where they are."""
         if self.config.distributed.fsdp:  # this process has a share; the checkpoint just written has the whole

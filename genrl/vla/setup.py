@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset
 from genrl.vla.policies.adapters import is_adapter, merge, with_lora
 from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.folder import load_policy, policy_class
+from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
 from genrl.vla.policies.layers import require_layers
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import (
@@ -51,6 +52,7 @@ from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.metaworld import expert as metaworld_expert
 from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
+from rewards.given import is_given, take
 
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
@@ -98,11 +100,13 @@ def load_trained(
     rename: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The policy of a folder as LeRobot saves it, or of a run: after `step` iterations, or of its newest checkpoint,
-    whose adapters are merged into what the run began with.
+    """The policy of a folder as LeRobot saves it, of a script (`python:NAME`), or of a run: after `step` iterations, or
+    of its newest checkpoint, whose adapters are merged into what the run began with.
 
     Raises ValueError for a run without such a checkpoint.
     """
+    if is_given(str(path)):
+        return take(str(path))
     folder = Path(path)
     if policy_folder(folder) == folder:
         return load_policy(folder, device=device, adapt=Adapt(rename=rename) if rename else None)
@@ -151,6 +155,14 @@ def with_own_heads(config: VLAConfig, policy: Any) -> Any:
 def policy_folder(path: Path) -> Path:
     """Where the policy of a run is, or of a folder as LeRobot saves it: the folder itself."""
     return path / "policy" if (path / "run.json").is_file() else path
+
+
+def export(run: Path, out: Path, step: int | None = None) -> Path:
+    """The policy of a run's checkpoint as a folder in LeRobot's layout; DPPO's frozen half in its `first_steps`."""
+    save_policy(load_trained(run, step=step), out)
+    if (run / "policy" / FIRST_STEPS).is_dir():
+        shutil.copytree(run / "policy" / FIRST_STEPS, out / FIRST_STEPS)
+    return out
 
 
 def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> Any:

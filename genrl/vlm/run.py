@@ -317,6 +317,11 @@ class AnswersRun:
         if getattr(self.policy, "sampler", None) is not None:
             self.policy.sampler.stepped()
 
+    def hand_over(self) -> Any:
+        """The model as trained, its average where there is one, with its adapters, for use without this run."""
+        self.loop.keep_average()
+        return self.policy.model if self.policy.peft is None else self.policy.peft
+
     def conclude(self) -> None:
         """The end of a run, complete or not: the model's folder, report, and where they are."""
         save_result(self.loop, self.policy, "accuracy", pictures="curves")

@@ -21,6 +21,7 @@ from genrl.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file
+from rewards.given import is_given, take
 
 
 def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
@@ -53,6 +54,9 @@ def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[
 
 def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
     """given: components that are not to be loaded."""
+    if is_given(model.path):
+        handed: Pipeline = take(model.path)
+        return handed
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()

@@ -32,6 +32,7 @@ from genrl.vla.simulators.contract import (
     Run,
 )
 from genrl.vla.simulators.minitable.task import episode_keys
+from rewards.given import is_given
 
 
 @runtime_checkable
@@ -285,8 +286,8 @@ def gymnasium_host(
 
 
 def is_function(name: str) -> bool:
-    """Whether a name is that of a function, in a file or installed, and not a gymnasium id."""
-    return name.rpartition(":")[0].endswith(".py") or name in names(SIMULATORS)
+    """Whether a name is that of a function, in a file, installed or of a script, and not a gymnasium id."""
+    return is_given(name) or name.rpartition(":")[0].endswith(".py") or name in names(SIMULATORS)
 
 
 def find_registered(name: str) -> EnvSpec:

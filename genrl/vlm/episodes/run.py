@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -277,6 +277,11 @@ class EpisodesRun:
     def resize(self, size: int) -> None:
         """From here on a pass has so many rows."""
         self.loop.config = self.config = resized(self.config, size)
+
+    def hand_over(self) -> Any:
+        """The model as trained, its average where there is one, with its adapters, for use without this run."""
+        self.loop.keep_average()
+        return self.policy.model if self.policy.peft is None else self.policy.peft
 
     def conclude(self) -> None:
         """The end of a run, complete or not: the model's folder, report, and where they are."""

@@ -16,6 +16,7 @@ from genrl.runtime.weights import put_back, result
 from genrl.vlm.policies.codes import CODEC
 from genrl.vlm.policies.contract import SequencePolicy, members
 from genrl.vlm.policies.policy import Policy
+from rewards.given import is_given
 
 SEE = "see genrl/vlm/policies/contract.py"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -67,6 +68,8 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     source: what the model was loaded from; its tokenizer and processor files are copied as they are.
     """
     out.mkdir(parents=True, exist_ok=True)
+    if is_given(source):
+        source = policy.model.config.name_or_path or source
     if policy.peft is not None and not full:
         policy.peft.peft_config["default"].base_model_name_or_path = source
         policy.peft.save_pretrained(str(out))

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import transformers
@@ -36,6 +36,7 @@ from genrl.vlm.policies.processor import (
     tokenize,
 )
 from genrl.vlm.policies.shards import Body
+from rewards.given import is_given, take
 from rewards.models.checkpoints import pretrained
 
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
@@ -109,15 +110,13 @@ class Policy:
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> None:
-        """path: hub id or folder. lora None: all weights are trained. seed: of the adapters' initial values."""
-        config = _config_of(path)
-        self.processor = load_processor(path, config.model_type)
+        """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. seed: of
+        the adapters' initial values."""
+        loaded = take(path) if is_given(path) else _loaded(path, dtype)
+        self.model: Any = loaded.model.requires_grad_(False)
+        self.processor = loaded.processor
         self.tokenizer: Any = self.processor.tokenizer
-        try:
-            architecture = transformers.AutoModelForImageTextToText
-            self.model: Any = pretrained(architecture, path, types=(), reward="policy", dtype=dtype)
-        except OSError as error:
-            raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
+        config = checked(self.model.config, path)
         self.room: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.sampler: Any = None
@@ -350,12 +349,29 @@ class Policy:
         return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
 
 
-def _config_of(path: str) -> Any:
-    """The configuration of a checkpoint. Raises ValueError unless it is a model that `Policy` can train."""
+class Loaded(NamedTuple):
+    """A model of transformers and its processor."""
+
+    model: Any
+    processor: Any
+
+
+def _loaded(path: str, dtype: torch.dtype) -> Loaded:
+    """Those of a hub id or folder. Raises ValueError where it is no checkpoint that `Policy` can train."""
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
+    processor = load_processor(path, checked(config, path).model_type)
+    try:
+        architecture = transformers.AutoModelForImageTextToText
+        return Loaded(pretrained(architecture, path, types=(), reward="policy", dtype=dtype), processor)
+    except OSError as error:
+        raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
+
+
+def checked(config: Any, path: str) -> Any:
+    """The configuration of a checkpoint. Raises ValueError unless it is a model that `Policy` can train."""
     kind = config.model_type
     if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise ValueError(

@@ -13,6 +13,7 @@ from PIL import Image
 from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_names import OUTPUTS
+from genrl.data.prompts import Prompt as Asked
 from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
@@ -20,6 +21,7 @@ from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.rollout import order
 from genrl.vlm.tasks import Generated
 from genrl.vlm.tasks.rows import Row, Split
+from rewards.given import given, is_given
 
 
 class Questions:
@@ -41,7 +43,9 @@ class Questions:
             self.kept: Sequence[int] = range(self.number)
             return
         assert self.source is not None, "vlm_rules asks for it"
-        if Path(self.source).suffix in (".jsonl", ".txt"):
+        if is_given(self.source):
+            self.rows = given(self.source)
+        elif Path(self.source).suffix in (".jsonl", ".txt"):
             try:
                 self.rows = read_prompts(self.source, task.prompt).rows
             except PromptError as error:
@@ -87,13 +91,13 @@ class Questions:
             prompt = Prompt(found.prompt.parts, system=task.system, where=found.name)
             return Row(found.name, prompt, found.columns)
         one, where = self.rows[number], f"{self.source}:{number + 1}"
-        if isinstance(one, dict):
+        if not isinstance(one, Asked):  # of a data set or a script
             columns = {key: value for key, value in one.items() if key not in (task.image, task.prompt)}
-            pictures, text = one.get(task.image), one[task.prompt]
+            pictures, text = one.get(task.image) if task.image else None, one[task.prompt]
         else:
             where = f"{self.source}:{one.line}"
             columns = {key: value for key, value in one.columns.items() if key != task.image}
-            pictures, text = one.columns.get(task.image), one.text
+            pictures, text = one.columns.get(str(task.image)), one.text
         if not self.sees or task.image is None:  # what is asked for is made, not looked at
             return Row(where, Prompt((text,), system=task.system, where=where), columns)
         several = pictures if isinstance(pictures, list) else [pictures]

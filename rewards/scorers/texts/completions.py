@@ -14,6 +14,7 @@ from typing import Any
 from rewards.contract import Reward, Scores, name_of, nearest, read
 from rewards.declared import declared, source_of
 from rewards.failures import Failure, catch
+from rewards.given import is_given
 from rewards.loading import EMPTY, Listed, Origin, load, resolve, with_options
 
 GIVEN = ("prompts", "completions", "completion_ids", "group")
@@ -42,7 +43,7 @@ def resolve_text(name: str) -> Origin:
     try:
         return resolve(name)
     except ValueError as error:
-        if ".py" in name:
+        if ".py" in name or is_given(name):
             raise
         raise ValueError(
             f"unknown reward {name!r}.{nearest(name, RULES)} Rules for texts: {', '.join(RULES)}; or name a function "
