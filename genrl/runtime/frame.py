@@ -23,7 +23,7 @@ from genrl.runtime.metrics import check_trackers
 from genrl.runtime.optimizers import check_optimizer
 from genrl.runtime.process import Process, begin, claim, make_accelerator
 from genrl.runtime.report import write_report
-from genrl.runtime.run import Run
+from genrl.runtime.run import Run, Script
 from genrl.runtime.signals import killed_ranks
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ class Kind(NamedTuple):
     """What differs between runs of pipelines, token models and robot policies.
 
     An opened run has `loop`, `settings`, `begin(found)`, called after the checkpoint `found` was restored, and
-    `conclude()`, called by the main process at the end; the rest of it is its methods' business.
+    `conclude()`, called by the main process at the end, and `hand_over()`, what it trained, last of all; the rest of it
+    is its methods' business.
     """
 
     unit: str
@@ -56,11 +57,31 @@ def kind_of(config: AnyConfig) -> Kind:
     return kind
 
 
+class Ended(NamedTuple):
+    """What came of a run, complete or not."""
+
+    folder: Path
+    trained: Any
+    """What was trained, for use without the run: a pipeline, a model of transformers, a policy."""
+    is_complete: bool
+    exit_code: int
+    """130 or 143 where the process was asked to end, else 0."""
+
+
 def train(config: AnyConfig, resume: Path | None = None) -> Path:
-    """Train as `config` says, into its run folder, or go on in the folder `resume`; returns the folder.
+    """`run`; returns the folder. Raises SystemExit (130, 143) where the process was asked to end and has saved."""
+    ended = run(config, resume)
+    if ended.exit_code:
+        raise SystemExit(ended.exit_code)
+    return ended.folder
+
+
+def run(config: AnyConfig, resume: Path | None = None, script: Script | None = None) -> Ended:
+    """Train as `config` says, into its run folder, or go on in the folder `resume`. script: that which calls, if it is
+    not the command line.
 
     Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
-    starts, SystemExit (130, 143) where the process was asked to end and has saved.
+    starts.
     """
     check_trackers(config.trackers)
     check_optimizer(config.optimizer)
@@ -72,19 +93,19 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
         claimed = claim(stack, config.output, resume, accelerator)
         stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
         prepared = kind.prepare(config, accelerator)
-        process = begin(stack, claimed, config, accelerator, unit=kind.unit)
+        process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
         run = kind.open(config, process, prepared, stack)
         if claimed.found:
             run.loop.restore(claimed.found)
+        if script is not None:
+            run.loop.on_iteration = script.on_iteration
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
         run.begin(claimed.found)
         _train(run, code.train, kind.memory_hint)
         run.loop.save()
         if process.is_main:
             run.conclude()
-    if process.stop.requested:
-        raise SystemExit(process.stop.exit_code)
-    return claimed.run.folder
+        return Ended(claimed.run.folder, run.hand_over(), run.loop.is_complete, process.stop.exit_code)
 
 
 @contextmanager
@@ -175,4 +196,5 @@ def say_result(
     if loop.is_complete:
         say(result)
     else:
-        say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: genrl resume {run.folder}")
+        how = f"genrl.resume({str(run.folder)!r}, ...)" if loop.process.in_script else f"genrl resume {run.folder}"
+        say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: {how}")

@@ -7,6 +7,7 @@ A `Loop` is one process of one run. It knows what is trained as one object (`Tra
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -104,6 +105,8 @@ class Loop:
     trained: Trained
     retries: bool = False
     after_backward: Callable[[], None] | None = None
+    on_iteration: Callable[[Loop, Mapping[str, float]], None] | None = None
+    """A script's, called after each iteration with what was logged of it."""
     iteration: int = 0
     """Finished iterations."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -288,6 +291,8 @@ class Loop:
         self.process.log.log(self.iteration, row | _timing_row(self, elapsed))
         self.process.progress.finish_iteration(self.iteration, row)
         idle.check(self, row)
+        if self.on_iteration is not None:
+            self._tell(row | _timing_row(self, elapsed))
         if self.iteration % self.config.checkpoint.every == 0 or last:
             self.save()
 
@@ -296,6 +301,14 @@ class Loop:
         every = self.config.evaluation.every
         return bool(every and (iteration % every == 0 or iteration == self.config.iterations))
 
+    def _tell(self, row: Mapping[str, float]) -> None:
+        """Call the script's function; an interruption that it raises, or that meets it, ends training."""
+        assert self.on_iteration is not None
+        try:
+            self.on_iteration(self, row)
+        except KeyboardInterrupt:
+            self.process.stop.signal = signal.SIGINT
+
     def _evaluate(self) -> dict[str, float]:
         if not self.config.evaluation.every:
             return {}
@@ -303,6 +316,11 @@ class Loop:
         with self.timed("eval"), self.averaged():
             found = self.trained.evaluate(self.iteration)
         return found | monitor.watch(self, found) if found else found
+
+    def keep_average(self) -> None:
+        """From here on the model holds the averaged weights, where the run keeps an average: it is trained no more."""
+        if self.config.ema is not None:
+            self.weights.take(AVERAGE)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model holds the averaged weights, where the run keeps an average."""

@@ -18,7 +18,7 @@ from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
+from genrl.runtime.run import Run, Script
 from genrl.runtime.signals import PATIENCE, Stop, Watchdog, catch_stop
 
 
@@ -48,6 +48,8 @@ class Process:
     stop: Stop
     context: int = 1
     """Processes, one after the other, that compute each sample together."""
+    in_script: bool = False
+    """Whether a script trains, not the command line."""
 
     @property
     def is_main(self) -> bool:
@@ -99,9 +101,18 @@ def _to_resume(run: Run, accelerator: Accelerator) -> Path | None:
     return found
 
 
-def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Accelerator, *, unit: str) -> Process:
+def begin(
+    stack: ExitStack,
+    claimed: Claim,
+    config: AnyConfig,
+    accelerator: Accelerator,
+    *,
+    unit: str,
+    script: Script | None = None,
+) -> Process:
     """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
-    yet: loading has no progress to tell it. unit: of progress."""
+    yet: loading has no progress to tell it. unit: of progress. script: that which trains, if it is not the command
+    line."""
     if accelerator.is_main_process:
         for old in (claimed.run.folder / "heartbeat").glob("*"):  # of processes that were killed
             old.unlink()
@@ -112,9 +123,10 @@ def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Acce
             processes=accelerator.num_processes,
             resumed_from=claimed.start if claimed.resumes else None,
             found=claimed.found,
+            script=script,
         )
     accelerator.wait_for_everyone()
-    stop = stack.enter_context(catch_stop())
+    stop = stack.enter_context(catch_stop(ends_process=script is None))
     spins = accelerator.num_processes > 1 and accelerator.device.type == "cuda"
     watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index, spins=spins)
     shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
@@ -128,7 +140,7 @@ def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Acce
         own=metrics_of(type(config.trainer)),
     )
     stack.callback(log.finish)
-    return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context)
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context, script is not None)
 
 
 def make_accelerator(timeout_s: float) -> Accelerator:

@@ -19,17 +19,19 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import yaml
 
 from genrl.config import ConfigError, dump, load
+from rewards.given import is_given
 
 EDITABLE = (
     *("iterations", "idle_iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
@@ -41,7 +43,14 @@ EDITABLE = (
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 logger = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\..+\.tmp-\d+")
-_BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock", "tensorboard"}  # what a start that failed leaves
+_BEFORE_TRAINING = {
+    "train_prompts.jsonl",
+    "eval_prompts.jsonl",
+    "config.yaml",
+    "run.json",
+    "run.lock",
+    "tensorboard",
+}  # what a start that failed leaves
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,26 @@ class Run:
         return self.folder / "report.html"
 
 
-def start(folder: Path, config: str, *, seed: int, command: Sequence[str], processes: int = 1) -> Run:
-    """Make the folder of a new run and write config.yaml and run.json. Main process only.
+@dataclass(frozen=True)
+class Script:
+    """A script that trains, which goes on afterwards: asked to end twice, it gets a KeyboardInterrupt."""
+
+    on_iteration: Callable[[Any, Mapping[str, float]], None] | None = None
+    """Called in every process after each iteration, with the loop and what was logged of it."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What it writes into the folder of a new run, beside the configuration: name -> text."""
+
+
+def start(
+    folder: Path,
+    config: str,
+    *,
+    seed: int,
+    command: Sequence[str],
+    processes: int = 1,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> Run:
+    """Make the folder of a new run and write config.yaml, run.json and `files` (name -> text). Main process only.
 
     config: the resolved configuration as YAML. command: what the user typed, without the interpreter.
     Raises ValueError where the folder already holds a run.
@@ -106,6 +133,8 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
         )
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
+    for name, text in files.items():
+        write_atomic(folder / name, text)
     write_atomic(run.config, config)
     info = {
         "command": list(command),
@@ -142,7 +171,8 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
             f"{before} is no configuration of this version of genrl: it was damaged, or another version wrote it "
             f"(run.json says which). Nothing was changed. {error}"
         ) from None
-    forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in EDITABLE)]
+    objects = {key for key, value in _leaves(yaml.safe_load(dump(was))).items() if is_given(value)}
+    forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in (*EDITABLE, *objects))]
     if forbidden:
         raise ValueError(
             f"cannot resume {folder} with another value of {', '.join(forbidden)}: "
@@ -202,12 +232,21 @@ def run_info(run: Run) -> dict[str, Any]:
 
 
 def prepare(
-    folder: Path, config: str, *, seed: int, processes: int, resumed_from: int | None, found: Path | None = None
+    folder: Path,
+    config: str,
+    *,
+    seed: int,
+    processes: int,
+    resumed_from: int | None,
+    found: Path | None = None,
+    script: Script | None = None,
 ) -> None:
-    """`start`, or, after `resumed_from` finished iterations, `resume`, which warns of every edit. Main process only."""
-    command = ["genrl", *sys.argv[1:]]
+    """`start`, or, after `resumed_from` finished iterations, `resume`, which warns of every edit. Main process only.
+    script: that which trains, if it is not the command line."""
+    command = ["genrl", *sys.argv[1:]] if script is None else ["python", *sys.argv]
     if resumed_from is None:
-        start(folder, config, seed=seed, command=command, processes=processes)
+        files = {} if script is None else script.files
+        start(folder, config, seed=seed, command=command, processes=processes, files=files)
         return
     for line in resume(folder, config, step=resumed_from, command=command, found=found):
         logger.warning("edited since the last save: %s", line)

@@ -66,13 +66,18 @@ class Stop:
 
 
 @contextmanager
-def catch_stop() -> Iterator[Stop]:
+def catch_stop(*, ends_process: bool = True) -> Iterator[Stop]:
     """Inside, the first SIGINT or SIGTERM sets `stop.requested`; a second one exits at once, without saving.
 
     The loop then finishes its micro-batch, saves, and exits with `stop.exit_code`. With several processes ask
-    `guards.any_rank(stop.requested, accelerator)`, so that all leave at the same place. Main thread only.
+    `guards.any_rank(stop.requested, accelerator)`, so that all leave at the same place. ends_process: False = a second
+    one raises KeyboardInterrupt, for a script that goes on. Signals reach the main thread only: in another one nothing
+    is caught.
     """
     stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
     first = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -82,6 +87,8 @@ def catch_stop() -> Iterator[Stop]:
             _say(f"{signal.Signals(number).name}: saving, then stopping. Once more to stop at once without saving.")
         elif time.monotonic() - first > _ECHO_S:
             _say("stopped without saving; `genrl resume` goes on from the last checkpoint.")
+            if not ends_process:
+                raise KeyboardInterrupt
             os._exit(128 + number)
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
