@@ -1,0 +1,247 @@
+"""`genrl.evaluate`, `genrl.sample`, `genrl.score` and `genrl.export`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from genrl.config.loading import AnyConfig, load
+from genrl.interface.objects import Lent, Rewards, Rows, pipeline_section, reward_sections, rows_name
+from rewards.given import lending
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from genrl.diffusion.chosen import Chosen
+
+Form = Literal["diffusers", "kohya", "comfyui"]
+
+
+def sample(
+    model: Any,
+    prompts: str | Path | Rows,
+    *,
+    lora: str | Path | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[Image]:
+    """One picture (PIL) per prompt: prompt k from `torch.Generator().manual_seed(seed + k)`, as plain diffusers does.
+
+    model: a loaded pipeline, a hub id, a folder, or the run folder of one, which is then called as it was evaluated.
+    prompts: texts, rows, a `datasets.Dataset` or a file. lora: a folder or hub id. out: also write them there, with
+    prompts.json and grid.png. arguments: further ones of the pipeline's call. Raises ValueError for what does not fit.
+
+    >>> pictures = genrl.sample("assets/tiny-t2i", ["a red cube", "two blue stars"], num_inference_steps=2)
+    >>> [picture.size for picture in pictures]
+    [(64, 64), (64, 64)]
+    """
+    from genrl.data.prompts import load as load_prompts
+    from genrl.diffusion.policy.loading import check_call_arguments
+    from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
+    from genrl.diffusion.sample import drawn
+    from genrl.diffusion.sample import load as load_pipeline
+    from genrl.diffusion.sample import sample as write
+
+    lent = Lent()
+    name, source = _name(model, lent), rows_name(prompts, "prompts", lent)
+    with lending(lent.objects):
+        rows = load_prompts(source)
+        chosen = _chosen(name, lora, num_inference_steps, guidance_scale, height, width, arguments)
+        check_inputs(chosen.inputs, rows, source)
+        texts, inputs = [row.text for row in rows], batch_inputs(chosen.inputs, rows)
+        pipe = load_pipeline(chosen.model, chosen.adapter)
+    check_call_arguments(pipe, chosen.arguments, section=None)
+    if out is None:
+        return list(drawn(pipe, texts, seed, chosen.arguments, inputs))
+    from PIL.Image import open as open_image
+
+    paths = write(pipe, texts, Path(out), seed=seed, arguments=chosen.arguments, inputs=inputs)
+    return [open_image(path) for path in paths]
+
+
+def evaluate(
+    model: Any,
+    prompts: str | Path | Rows | None = None,
+    rewards: Rewards | None = None,
+    *,
+    lora: str | Path | None = None,
+    batch_size: int = 8,
+    seed: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Mean scores of a pipeline, `{"eval/<reward>_mean": ...}`, over one picture per prompt from fixed noise.
+
+    model, prompts and the arguments of the call: as `sample`. Of a run, prompts, rewards and seed are its own where
+    they are not given. Raises ValueError for what does not fit.
+
+    >>> def bright(images):
+    ...     return images.mean(dim=(1, 2, 3))
+    >>> scores = genrl.evaluate("assets/tiny-t2i", ["a red cube"], bright, num_inference_steps=2)
+    >>> 0 < scores["eval/bright_mean"] < 1
+    True
+    """
+    from genrl.config.schema import Evaluation
+    from genrl.data.prompts import load as load_prompts
+    from genrl.diffusion.chosen import config_of
+    from genrl.diffusion.rollout.rollout import check_inputs
+    from genrl.diffusion.rollout.scoring import open_scorers, plain
+    from genrl.diffusion.sample import evaluate_pipeline
+    from genrl.diffusion.sample import load as load_pipeline
+    from rewards.loading import load as load_reward
+
+    lent = Lent()
+    name = _name(model, lent)
+    config = config_of(name) if isinstance(model, (str, Path)) else None
+    sections = None if rewards is None else reward_sections(rewards, lent)
+    source = (config.prompts.eval if config else None) if prompts is None else rows_name(prompts, "prompts", lent)
+    if source is None:
+        raise ValueError("genrl.evaluate: say prompts; a run with prompts.eval has its own")
+    if sections is None and config is None:
+        raise ValueError("genrl.evaluate: say rewards, a list of names or functions; a run has its own")
+    with lending(lent.objects):
+        own = Evaluation() if config is None else config.evaluation
+        rows = load_prompts(source, config.prompts.column if config else "prompt")
+        chosen = _chosen(name, lora, num_inference_steps, guidance_scale, height, width, arguments)
+        check_inputs(chosen.inputs, rows, source)
+        if sections is None:
+            assert config is not None
+            scorers = open_scorers(config, _device())
+        else:
+            labels = [str(keys["name"]).rpartition(":")[2] for keys in sections]
+            opened = [load_reward(keys["name"], keys.get("args", {}), device=_device()) for keys in sections]
+            scorers = plain(dict(zip(labels, opened, strict=True)))
+        with closing(scorers):
+            return evaluate_pipeline(
+                load_pipeline(chosen.model, chosen.adapter),
+                [row for row in rows for _ in range(own.group_size)],
+                scorers,
+                batch_size=batch_size,
+                seed=own.seed if seed is None else seed,
+                num_pictures=0,
+                arguments=chosen.arguments,
+                inputs=chosen.inputs,
+            ).metrics
+
+
+def score(
+    images: Any,
+    rewards: Rewards,
+    prompts: Sequence[str] | str = "",
+    *,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+) -> dict[str, list[float | None]]:
+    """Scores of pictures by reward, one per picture; None where a reward has none.
+
+    images: PIL pictures, paths of files, or float [N, 3, H, W] in [0, 1]. prompts: one per picture, or one for all.
+    columns: further ones that rewards ask for, a value per picture. Raises ValueError for what does not fit.
+
+    >>> def wide(images):
+    ...     return [float(images.shape[3] > images.shape[2])] * len(images)
+    >>> genrl.score(["assets/before_after.png"], wide)
+    {'wide': [1.0]}
+    """
+    import numpy as np
+    import torch
+
+    from rewards.contract import score as ask
+    from rewards.loading import load as load_reward
+    from rewards.pictures import open_picture
+
+    if not isinstance(images, torch.Tensor):
+        read = [torch.from_numpy(np.array(open_picture(one))).movedim(-1, 0).float() / 255 for one in images]
+        sizes = {tuple(picture.shape) for picture in read}
+        if len(sizes) > 1:
+            raise ValueError(f"images: pictures of one call have one size, found {sorted(sizes)}; score them apart")
+        images = torch.stack(read)
+    texts = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
+    if len(texts) != len(images):
+        raise ValueError(f"prompts: {len(texts)} of them for {len(images)} images; give one per image, or one for all")
+    lent, found = Lent(), {}
+    sections = reward_sections(rewards, lent)
+    with lending(lent.objects):
+        for keys in sections:
+            reward, label = load_reward(keys["name"], keys.get("args", {}), device=_device()), str(keys["name"])
+            values = ask(reward, images=images, prompts=texts, columns=columns, name=label).values
+            found[label.rpartition(":")[2]] = [None if math.isnan(value) else value for value in values]
+    return found
+
+
+def export(
+    run: str | Path, out: str | Path, *, step: int | None = None, full: bool = False, form: Form = "diffusers"
+) -> Path:
+    """Write a run's model for plain diffusers, transformers or LeRobot into `out`, a new folder, which it returns.
+
+    step: the checkpoint after so many iterations, None = the newest. full: of a LoRA, the whole model with it merged.
+    form: of a pipeline's LoRA file. Raises ValueError for a folder that holds no run, and for `out` in use.
+
+    >>> sorted(path.name for path in genrl.export(folder, out).iterdir())
+    ['README.md', 'pytorch_lora_weights.safetensors']
+    """
+    from genrl.config import Config, VLAConfig, VLMConfig
+
+    if not (Path(run) / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    if Path(out).exists() and any(Path(out).iterdir()):
+        raise ValueError(f"{out} is not empty: give a new folder")
+    config: AnyConfig = load(Path(run) / "config.yaml")
+    if not isinstance(config, Config) and form != "diffusers":
+        raise ValueError("form: is of a pipeline's LoRA; leave it out")
+    if isinstance(config, VLAConfig) and full:
+        raise ValueError("full: a policy is always written whole; leave it out")
+    match config:
+        case Config():
+            from genrl.diffusion.policy.export import export as write
+
+            write(Path(run), Path(out), step=step, full=full, form=form)
+        case VLAConfig():
+            from genrl.vla.setup import export as write_policy
+
+            write_policy(Path(run), Path(out), step)
+        case VLMConfig():
+            from genrl.vlm.policies.folder import load_trained, save_model
+
+            save_model(load_trained(config, Path(run), step), config.vlm.path, Path(out), full=full)
+    return Path(out)
+
+
+def _name(model: Any, lent: Lent) -> str:
+    return str(pipeline_section(model, lent)["path"])
+
+
+def _chosen(
+    name: str,
+    lora: str | Path | None,
+    num_inference_steps: int | None,
+    guidance_scale: float | None,
+    height: int | None,
+    width: int | None,
+    arguments: Mapping[str, Any] | None,
+) -> Chosen:
+    from genrl.diffusion.chosen import Chosen, call_arguments, choose
+    from rewards.given import is_given
+
+    given = call_arguments(num_inference_steps, guidance_scale, height, width) | dict(arguments or {})
+    adapter = None if lora is None else str(lora)
+    if is_given(name):
+        from genrl.config import Model
+
+        return Chosen(Model(path=name), adapter, given)
+    return choose(name, adapter, None, given)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,369 @@
+"""The Python interface: live objects in, the same runs as from a file, and everything taken again on resume."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from datasets import Dataset
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from PIL import Image
+
+import genrl
+from genrl.config import ConfigError, check_files, load
+from genrl.config.method import KINDS, built_in
+from genrl.config.plugins import import_file
+from genrl.interface.objects import OURS
+from genrl.runtime.run import read_metrics
+from genrl.vla.data.lerobot_dataset import write_dataset
+from rewards.given import given, lending, take
+
+SMALL = {"num_inference_steps": 2, "group_size": 4, "prompts_per_iteration": 2, "batch_size": 8}
+NFT = {"timesteps_per_sample": 1, "kl_weight": 0}
+PROMPTS = ["a red cube", "two blue stars", "a green circle"]
+
+
+def warm(images: torch.Tensor) -> torch.Tensor:
+    """How much more red than blue."""
+    return images[:, 0].mean(dim=(1, 2)) - images[:, 2].mean(dim=(1, 2))
+
+
+class Bright:
+    """An object as a reward."""
+
+    def __call__(self, images: torch.Tensor, prompts: list[str]) -> list[float]:
+        return images.mean(dim=(1, 2, 3)).tolist()
+
+
+@pytest.fixture
+def pipe(root: Path) -> Any:
+    return DiffusionPipeline.from_pretrained(root / "assets" / "tiny-t2i")
+
+
+def small(output: Path, **given: Any) -> genrl.Result:
+    settings: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "rewards": [warm],
+        "method": genrl.DiffusionNFT(**NFT),
+        "sampling": SMALL,
+        "lora": LoraConfig(r=4, lora_alpha=8),
+        "iterations": 2,
+        "output": output,
+    }
+    return genrl.train(**(settings | given))
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Without what the clock says."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing/", "memory/", "images_per_s", "tokens_per_s"))}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers_has_it(
+    pipe: Any, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, float]] = []
+    before, scheduler, kind = set(vars(pipe)), pipe.scheduler, type(pipe)
+    result = small(
+        tmp_path / "run",
+        model=pipe,
+        rewards=[warm, Bright(), {"name": "shapes", "weight": 0}],
+        prompts=[{"prompt": "a red circle", "kind": "one"}],
+        on_iteration=lambda loop, metrics: seen.append((loop.iteration, metrics["reward/total_mean"])),
+    )
+    assert result.complete and result.folder == tmp_path / "run"
+    assert result.pipeline is pipe and pipe.scheduler is scheduler and type(pipe) is kind and set(vars(pipe)) == before
+    assert [step for step, _ in seen] == [row["step"] for row in result.metrics] == [1, 2]
+    assert {"reward/warm_mean", "reward/Bright_mean", "reward/shapes_mean"} <= result.metrics[0].keys()
+    config = yaml.safe_load((result.folder / "config.yaml").read_text())
+    assert config["model"]["lora"]["rank"] == 4 and config["model"]["lora"]["alpha"] == 8.0
+    assert [reward["name"] for reward in config["rewards"]] == ["python:warm", "python:Bright", "shapes"]
+    assert (result.folder / "config.yaml").read_text().startswith("# python:NAME was an object")
+    assert json.loads(Path(config["prompts"]["train"]).read_text()) == {"prompt": "a red circle", "kind": "one"}
+
+    trained = pipe("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    plain = DiffusionPipeline.from_pretrained(str(config["model"]["path"]).removeprefix("python:"))
+    untrained = plain("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    plain.load_lora_weights(result.lora)
+    loaded = plain("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    assert np.array_equal(trained, loaded) and not np.array_equal(trained, untrained)
+
+
+def call() -> dict[str, Any]:
+    return {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "np"}
+
+
+def test_objects_and_names_train_to_the_same_bits(pipe: Any, tmp_path: Path, root: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "def warm(images):\n    return images[:, 0].mean(dim=(1, 2)) - images[:, 2].mean(dim=(1, 2))\n",
+        encoding="utf-8",
+    )
+    live = small(tmp_path / "live", model=pipe)
+    named = small(
+        tmp_path / "named",
+        model=root / "assets" / "tiny-t2i",
+        prompts=file,
+        rewards=f"{code}:warm",
+        method="diffusion_nft",
+        config={"trainer": {"algorithm": "diffusion_nft", **NFT}},
+        lora=genrl.LoRA(rank=4, alpha=8.0),
+    )
+    assert rows(live.folder) == rows(named.folder)
+    table = small(
+        tmp_path / "table", prompts=Dataset.from_dict({"prompt": PROMPTS}), iterations=1, model=pipe, lora=None
+    )
+    assert table.complete and table.lora is None
+
+
+def test_a_pipeline_with_a_lora_on_it_is_told_how_to_go_on(pipe: Any, tmp_path: Path) -> None:
+    first = small(tmp_path / "first", model=pipe, iterations=1)
+    with pytest.raises(ConfigError, match="has a LoRA on it already"):
+        small(tmp_path / "second", model=pipe, iterations=1)
+    pipe.unload_lora_weights()
+    again = small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(first.lora)})
+    assert again.complete
+
+
+def test_an_interrupted_run_returns_and_goes_on_with_its_objects_to_the_same_bits(tmp_path: Path, root: Path) -> None:
+    model = root / "assets" / "tiny-t2i"
+    whole = small(tmp_path / "whole", model=model, iterations=3)
+
+    def stop(loop: Any, metrics: Any) -> None:
+        if loop.iteration == 1:
+            raise KeyboardInterrupt
+
+    begun = small(tmp_path / "cut", model=model, iterations=3, on_iteration=stop)
+    assert not begun.complete and len(begun.metrics) == 1
+    assert begun.lora is not None and (begun.lora / "pytorch_lora_weights.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"handed over again: rewards\.0\.name: python:warm$"):
+        genrl.resume(begun.folder)
+    with pytest.raises(ConfigError, match="was an object of a Python script"):  # the command line has no object
+        check_files(load(begun.folder / "config.yaml"))
+    ended = genrl.resume(begun.folder, rewards=[warm])
+    assert ended.complete and rows(ended.folder) == rows(whole.folder)
+
+
+def test_the_command_line_goes_on_where_names_take_the_place_of_objects(tmp_path: Path, root: Path) -> None:
+    from genrl.runtime.frame import train
+
+    begun = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", iterations=1)
+    code = tmp_path / "mine.py"
+    code.write_text("def warm(images):\n    return images.mean(dim=(1, 2, 3))\n", encoding="utf-8")
+    changes = (f"rewards.0.name={code}:warm", "iterations=2")
+    train(load(begun.folder / "config.yaml", changes), begun.folder)
+    assert [row["step"] for row in rows(begun.folder)] == [1, 2]
+
+
+def question(k: int) -> dict[str, Any]:
+    colour = ("red", "blue")[k % 2]
+    return {"prompt": "Which colour?", "image": Image.new("RGB", (56, 56), colour), "answer": colour}
+
+
+def brevity(completions: list[str]) -> list[float]:
+    return [1 / (1 + len(text)) for text in completions]
+
+
+def test_a_loaded_vision_language_model_and_rows_with_pictures(tmp_path: Path, root: Path) -> None:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(root / "assets" / "tiny-vlm")
+    processor = transformers.AutoProcessor.from_pretrained(root / "assets" / "tiny-vlm")
+    before = [p.clone() for p in model.parameters()]
+    settings: dict[str, Any] = {
+        "tasks": [question(k) for k in range(4)],
+        "rewards": {"exact": 1.0, brevity: 1.0},
+        "method": "grpo",
+        "generation": {"prompts_per_iteration": 2, "group_size": 4, "max_new_tokens": 8},
+        "optimizer": {"lr": 1e-3},
+        "iterations": 1,
+    }
+    result = genrl.train(vlm=model, processor=processor, output=tmp_path / "live", **settings)
+    assert result.complete and result.model is model
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    named = genrl.train(vlm=root / "assets" / "tiny-vlm", output=tmp_path / "named", **settings)
+    assert rows(result.folder) == rows(named.folder)
+    saved = transformers.AutoProcessor.from_pretrained(result.folder / "model")
+    assert type(saved) is type(processor)
+    with pytest.raises(ValueError, match="needs its processor"):
+        genrl.train(vlm=model, output=tmp_path / "no", **settings)
+
+
+def test_an_environment_from_a_function_and_a_policy_from_a_run(tmp_path: Path, root: Path) -> None:
+    simulator = import_file(root / "docs" / "example_simulator.py")
+    episodes = (simulator.record(("red", "blue")[n % 2], n) for n in range(4))
+    write_dataset(tmp_path / "corners", episodes, fps=10)
+    common: dict[str, Any] = {
+        "environment": {"name": simulator.make, "tasks": ["red", "blue"], "max_steps": 10, "num_envs": 4},
+        "evaluation": {"every": 0},
+        "iterations": 1,
+    }
+    imitated = genrl.train(
+        {
+            "policy": {"new": {"type": "tiny_flow_vla", "horizon": 4, "image_size": 32}},
+            "demonstrations": {"dataset": str(tmp_path / "corners")},
+            "trainer": {"steps_per_iteration": 2, "algorithm": "sft"},
+        },
+        output=tmp_path / "sft",
+        **common,
+    )
+    result = genrl.train(
+        {"sampler": {"kind": "flow_sde", "steps": 2}, "environment": {"name": "replaced", "num_envs": 4}},
+        policy=imitated.policy,
+        method=genrl.PPO(epochs=1),
+        output=tmp_path / "ppo",
+        **common,
+    )
+    assert result.complete and result.lora is None and result.metrics[0]["step"] == 1
+    written = yaml.safe_load((result.folder / "config.yaml").read_text())
+    assert written["environment"]["name"] == "python:make" and written["policy"]["path"].startswith("python:")
+    with pytest.raises(ConfigError, match="cannot be sent to another; write 0"):
+        genrl.train(
+            policy="assets/tiny-vla",
+            method="ppo",
+            output=tmp_path / "no",
+            **(common | {"environment": {**common["environment"], "workers": 2}}),
+        )
+
+
+def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root: Path) -> None:
+    mine = import_file(root / "docs" / "example_method.py").RewardWeighted
+    result = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", method=mine(temperature=2.0), iterations=1)
+    assert result.metrics[0]["rwr/weight_max"] > 0
+    written = yaml.safe_load((result.folder / "config.yaml").read_text())["trainer"]
+    assert written["algorithm"] == "python:RewardWeighted" and written["temperature"] == 2.0
+    with pytest.raises(ValueError, match="trainer.algorithm: python:RewardWeighted"):
+        genrl.resume(result.folder, rewards=[warm], iterations=2)
+    assert genrl.resume(result.folder, rewards=[warm], method=mine, iterations=2).complete
+
+
+def test_trl_names_and_typing_errors_are_told_ours(root: Path) -> None:
+    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
+        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
+            genrl.train(model="assets/tiny-t2i", **{name: []})
+    with pytest.raises(TypeError, match="there is no argument modle"):
+        genrl.train(modle="assets/tiny-t2i")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rewards": [lambda images: images]}, "a lambda has no name"),
+        ({"rewards": [3]}, r"rewards\[0\]: a int is no reward"),
+        ({"prompts": []}, "there are no rows"),
+        ({"prompts": Dataset.from_dict({"text": PROMPTS})}, "no column 'prompt', found 'text'"),
+        ({"prompts": [{"promt": "a red cube"}]}, "no column 'prompt', found 'promt'; did you mean 'promt'"),
+        ({"lora": LoraConfig(r=4, lora_dropout=0.1)}, "dropout would make the ratio differ from 1"),
+        ({"sampling": {"num_inference_step": 3}}, "did you mean sampling.num_inference_steps"),
+        ({"method": "diffusion_ntf"}, "diffusion_nft"),
+        ({"method": genrl.PPO()}, "PPO is a method for vla runs"),
+        ({"model": None}, "say what is trained"),
+        ({"vlm": "assets/tiny-vlm"}, "give one of model, vlm and policy"),
+        ({"config": {"distributed": {"fsdp": True}}}, "fsdp"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(
+    given: dict[str, Any], message: str, tmp_path: Path, root: Path
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        small(tmp_path / "run", **({"model": root / "assets" / "tiny-t2i"} | given))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model": {"quantize": "int8"}}, "model.quantize: the pipeline is loaded already"),
+        ({"model": {"offload": {"text_encoders": "encode_then_free"}}}, "its text encoders too; write between"),
+        ({"model": {"encodings": "kept"}}, "may not be what the folder's encodings were made by"),
+        ({"engine": {"kind": "ray", "rollout_workers": 1}}, "Ray's workers load the pipeline themselves"),
+    ],
+)
+def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(
+    config: dict[str, Any], message: str, pipe: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(tmp_path / "run", model=pipe, config=config)
+    with pytest.raises(ConfigError, match="cannot be sent to another"):
+        small(tmp_path / "run", model=pipe, rewards=[{"name": warm, "isolate": True}])
+    assert type(pipe.scheduler).__module__.startswith("diffusers")
+
+
+def test_a_loaded_object_that_is_no_pipeline_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a Linear is no diffusers pipeline"):
+        small(tmp_path / "run", model=torch.nn.Linear(2, 2))
+
+
+def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(pipe: Any, tmp_path: Path, root: Path) -> None:
+    scheduler, before = pipe.scheduler, set(vars(pipe))
+    found = genrl.evaluate(pipe, PROMPTS, [warm], num_inference_steps=2, guidance_scale=1.0)
+    again = genrl.evaluate(root / "assets" / "tiny-t2i", PROMPTS, warm, num_inference_steps=2, guidance_scale=1.0)
+    assert pipe.scheduler is scheduler and set(vars(pipe)) == before
+    assert found == again and set(found) == {
+        "eval/total_mean",
+        "eval/warm_mean",
+        "eval/warm_std",
+        "eval/warm_failed",
+    }
+    run = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", iterations=1)
+    of_run = genrl.evaluate(run.folder, PROMPTS, warm)
+    assert of_run != found
+    assert genrl.evaluate(run.folder, PROMPTS, warm, lora=run.lora) == of_run
+    with pytest.raises(ValueError, match="say prompts"):
+        genrl.evaluate(run.folder)
+    written = genrl.sample(run.folder, PROMPTS, out=tmp_path / "pictures")
+    assert len(written) == 3 and json.loads((tmp_path / "pictures" / "prompts.json").read_text())[0]["seed"] == 0
+    assert np.array_equal(written[1], genrl.sample(run.folder, PROMPTS)[1])
+
+
+def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> None:
+    pictures = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    pictures[0].save(tmp_path / "red.png")
+    assert genrl.score([tmp_path / "red.png", pictures[1]], {warm: 1.0}) == {"warm": [1.0, -1.0]}
+    with pytest.raises(ValueError, match="1 of them for 2 images"):
+        genrl.score(pictures, [warm], ["a red square"])
+    with pytest.raises(ValueError, match="one size"):
+        genrl.score([pictures[0], Image.new("RGB", (4, 4))], [warm])
+
+
+def test_every_settings_class_is_an_attribute() -> None:
+    for kind in KINDS:
+        for method in built_in(kind).values():
+            assert getattr(genrl, method.__name__) is method and method.__name__ in dir(genrl)
+    with pytest.raises(AttributeError, match="no attribute 'DiffusionNTF'"):
+        genrl.DiffusionNTF  # noqa: B018
+
+
+def test_what_is_taken_twice_is_a_copy() -> None:
+    thing = [1]
+    with lending({"python:thing": thing}):
+        assert take("python:thing") is thing
+        again = take("python:thing")
+        assert again == thing and again is not thing
+    with pytest.raises(ValueError, match="python:thing was an object of a Python script"):
+        given("python:thing")
+
+
+def test_the_examples_of_the_docstrings_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    known = {"genrl": genrl, "folder": tmp_path / "run", "out": tmp_path / "out"}
+    run = failed = 0
+    for module, names in {"training": ("train",), "using": ("sample", "evaluate", "score", "export")}.items():
+        found = importlib.import_module(f"genrl.interface.{module}")
+        for name in names:
+            examples = doctest.DocTestParser().get_doctest(getattr(found, name).__doc__, known, name, None, 0)
+            result = doctest.DocTestRunner().run(examples, clear_globs=False)
+            known |= examples.globs
+            run, failed = run + result.attempted, failed + result.failed
+    assert run >= 9 and not failed
