@@ -11,7 +11,6 @@ import typer
 
 from genrl.cli.arguments import Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
 from genrl.cli.folders import is_policy, is_vision_language
-from genrl.config.folders import near
 
 if TYPE_CHECKING:
     from genrl.config import VLAConfig, VLMConfig
@@ -160,6 +159,8 @@ def _settings_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLA
             raise typer.BadParameter(text, param_hint="--config")
         return None
     if file is not None and isinstance(config, VLAConfig) and not is_policy(path) and not is_policy(path / "policy"):
+        from genrl.config.folders import near
+
         text = f"{model} is neither a policy's folder nor the run of one{near(path)}"
         raise typer.BadParameter(text, param_hint="MODEL")
     changed = load(source, overrides)

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import typer
 
-from genrl.config.folders import runs_in
-
 
 def run_config(run: Path) -> Path:
     """The configuration file of a run folder. Raises BadParameter, naming the runs nearby, for any other folder."""
@@ -15,6 +13,8 @@ def run_config(run: Path) -> Path:
         return run / "config.yaml"
     if run.name == "config.yaml" and run.is_file():
         raise typer.BadParameter(f"{run} is a file: give the run folder, {run.parent}", param_hint="RUN")
+    from genrl.config.folders import runs_in
+
     around = run if run.is_dir() else run.parent
     raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
 
