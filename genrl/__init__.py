@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     """Imported on first use: `import genrl` needs no torch."""
     if name in _FUNCTIONS:
         return getattr(import_module(_FUNCTIONS[name]), name)
-    if not name.startswith("_"):
+    if name[0].isupper():  # not a module of this package, for which Python asks here first
         from genrl.config.method import KINDS, built_in
 
         for kind in KINDS:
