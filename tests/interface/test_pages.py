@@ -43,6 +43,17 @@ def test_the_call_in_the_readme_trains(root: Path, tmp_path: Path, monkeypatch: 
     assert {"reward/colourful_mean", "reward/shapes_mean"} <= known["result"].metrics[-1].keys()
 
 
+def test_the_page_of_the_interface_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").symlink_to(root / "assets")
+    known: dict[str, Any] = {}
+    for block in blocks(root / "docs" / "python.md"):
+        run(block, known, "docs/python.md")
+    assert known["result"].complete and known["more"].complete and len(known["more"].metrics) == 3
+    with pytest.raises(KeyboardInterrupt):
+        known["until"](None, {"reward/warm_mean": 0.5})
+
+
 @pytest.mark.parametrize("name", ["text_to_image", "vision_language", "policy_in_simulation"])
 def test_the_notebooks_show_what_they_did(name: str, root: Path) -> None:
     held = json.loads((root / "docs" / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
