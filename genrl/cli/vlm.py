@@ -53,11 +53,8 @@ def _choice(value: Any) -> str:
 def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     """Print the accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
     from genrl.runtime.progress import Progress
-    from genrl.vlm.evaluate import figures, judge, shows_pictures
-    from genrl.vlm.policies.contract import SequencePolicy
+    from genrl.vlm.evaluate import held_out
     from genrl.vlm.policies.folder import load_trained, open_policy
-    from genrl.vlm.rollout.data import Questions
-    from genrl.vlm.rollout.rollout import open_rewards
 
     if options.num_prompts is not None:
         evaluation = config.evaluation.model_copy(update={"questions": options.num_prompts})
@@ -65,24 +62,15 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     device = default_device()
     is_run = (model / "config.yaml").is_file()
     policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
-    asked = Questions(config, "eval")
-    rewards = open_rewards(config)
-    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
     with Progress(1, unit="answers") as progress:
-        progress.phase("evaluating", len(asked) * (1 + blind))
-        numbers = range(len(asked))
-        judged = judge(policy, config, rewards, asked, numbers, advance=progress.advance)
-        scores = figures(config, judged)
-        if blind:
-            unseen = judge(policy, config, rewards, asked, range(len(asked)), blind=True, advance=progress.advance)
-            scores["eval/accuracy_blind"] = figures(config, unseen)["eval/accuracy_mean"]
-    table = _table_of("right answers", "eval/accuracy", scores, f"{model}, {len(asked)} questions")
-    if blind:
+        scores, number = held_out(policy, config, lambda total: progress.phase("evaluating", total), progress.advance)
+    table = _table_of("right answers", "eval/accuracy", scores, f"{model}, {number} questions")
+    if "eval/accuracy_blind" in scores:
         table.add_row("with black pictures", f"{scores['eval/accuracy_blind']:.3f}", "")
     for label in (*config.reward_labels, "total"):
         table.add_row(safe(label), f"{scores[f'eval/{label}_mean']:.3f}", "")
     console.print(table)
-    record = {"model": str(model), "task": config.task.model_dump(mode="json"), "questions": len(asked)}
+    record = {"model": str(model), "task": config.task.model_dump(mode="json"), "questions": number}
     write_scores(options.out, record, scores)
 
 

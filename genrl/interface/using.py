@@ -8,13 +8,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from genrl.config.loading import AnyConfig, load
+from genrl.config.loading import AnyConfig, load, load_given
+from genrl.config.sections import labels_of
 from genrl.interface.objects import Lent, Rewards, Rows, pipeline_section, reward_sections, rows_name
-from rewards.given import lending
+from rewards.given import is_given, lending
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from genrl.config import VLAConfig, VLMConfig
     from genrl.diffusion.chosen import Chosen
 
 Form = Literal["diffusers", "kohya", "comfyui"]
@@ -54,7 +56,7 @@ def sample(
     name, source = _name(model, lent), rows_name(prompts, "prompts", lent)
     with lending(lent.objects):
         rows = load_prompts(source)
-        chosen = _chosen(name, lora, num_inference_steps, guidance_scale, height, width, arguments)
+        chosen = _chosen(name, lora, _call(num_inference_steps, guidance_scale, height, width, arguments))
         check_inputs(chosen.inputs, rows, source)
         texts, inputs = [row.text for row in rows], batch_inputs(chosen.inputs, rows)
         pipe = load_pipeline(chosen.model, chosen.adapter)
@@ -72,6 +74,7 @@ def evaluate(
     prompts: str | Path | Rows | None = None,
     rewards: Rewards | None = None,
     *,
+    config: str | Path | Mapping[str, Any] | None = None,
     lora: str | Path | None = None,
     batch_size: int = 8,
     seed: int | None = None,
@@ -81,10 +84,13 @@ def evaluate(
     width: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Mean scores of a pipeline, `{"eval/<reward>_mean": ...}`, over one picture per prompt from fixed noise.
+    """Figures of a model on what it is not trained on: `{"eval/<reward>_mean": ...}` of a pipeline over one picture per
+    prompt, from fixed noise; accuracy of a vision-language model; success of a policy in simulation.
 
-    model, prompts and the arguments of the call: as `sample`. Of a run, prompts, rewards and seed are its own where
-    they are not given. Raises ValueError for what does not fit.
+    Of a pipeline, model, prompts and the arguments of the call are as in `sample`; of a run, prompts, rewards and seed
+    are its own where they are not given. Of a vision-language model or a policy, model is a run folder, or a folder
+    with the `config` (a YAML file or mapping) that says what it is asked or where it acts. Raises ValueError for what
+    does not fit.
 
     >>> def bright(images):
     ...     return images.mean(dim=(1, 2, 3))
@@ -92,6 +98,58 @@ def evaluate(
     >>> 0 < scores["eval/bright_mean"] < 1
     True
     """
+    settings = _settings(model, config)
+    if settings is not None:
+        if prompts is not None or rewards is not None:
+            raise ValueError("genrl.evaluate: prompts and rewards are of a pipeline; here the configuration says them")
+        return _of_policy(Path(model), settings)
+    given = _call(num_inference_steps, guidance_scale, height, width, arguments)
+    return _of_pipeline(model, prompts, rewards, lora, batch_size, seed, given)
+
+
+def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAConfig | VLMConfig | None:
+    """The configuration to evaluate a policy or vision-language model by; None for a pipeline."""
+    from genrl.config import Config
+
+    file = Path(model) / "config.yaml" if isinstance(model, (str, Path)) else None
+    if config is None and (file is None or not file.is_file()):
+        return None
+    found = load_given(file if config is None else config, {}, "genrl.evaluate")[0]
+    if config is not None and (isinstance(found, Config) or file is None):
+        raise ValueError("config: says what a folder's vision-language model or policy is evaluated by; leave it out")
+    return None if isinstance(found, Config) else found
+
+
+def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
+    from genrl.config import VLAConfig
+    from genrl.runtime.progress import Progress
+
+    with Progress(1, unit="answers") as progress:
+        if isinstance(config, VLAConfig):
+            from genrl.vla.evaluate import success_rates
+            from genrl.vla.train import judge_policy
+
+            return dict(success_rates(judge_policy(config, model, progress)))
+        from genrl.vlm.evaluate import held_out
+        from genrl.vlm.policies.folder import load_trained, open_policy
+
+        if config.environment is not None:
+            raise ValueError(f"{model}: an agent is evaluated by `genrl eval`")
+        is_run = (model / "config.yaml").is_file()
+        device = _device()
+        policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
+        return held_out(policy, config, lambda total: progress.phase("evaluating", total), progress.advance)[0]
+
+
+def _of_pipeline(
+    model: Any,
+    prompts: str | Path | Rows | None,
+    rewards: Rewards | None,
+    lora: str | Path | None,
+    batch_size: int,
+    seed: int | None,
+    given: Mapping[str, Any],
+) -> dict[str, float]:
     from genrl.config.schema import Evaluation
     from genrl.data.prompts import load as load_prompts
     from genrl.diffusion.chosen import config_of
@@ -113,13 +171,13 @@ def evaluate(
     with lending(lent.objects):
         own = Evaluation() if config is None else config.evaluation
         rows = load_prompts(source, config.prompts.column if config else "prompt")
-        chosen = _chosen(name, lora, num_inference_steps, guidance_scale, height, width, arguments)
+        chosen = _chosen(name, lora, given)
         check_inputs(chosen.inputs, rows, source)
         if sections is None:
             assert config is not None
             scorers = open_scorers(config, _device())
         else:
-            labels = [str(keys["name"]).rpartition(":")[2] for keys in sections]
+            labels = labels_of([str(keys["name"]) for keys in sections])
             opened = [load_reward(keys["name"], keys.get("args", {}), device=_device()) for keys in sections]
             scorers = plain(dict(zip(labels, opened, strict=True)))
         with closing(scorers):
@@ -171,10 +229,10 @@ def score(
     lent, found = Lent(), {}
     sections = reward_sections(rewards, lent)
     with lending(lent.objects):
-        for keys in sections:
+        for name, keys in zip(labels_of([str(keys["name"]) for keys in sections]), sections, strict=True):
             reward, label = load_reward(keys["name"], keys.get("args", {}), device=_device()), str(keys["name"])
             values = ask(reward, images=images, prompts=texts, columns=columns, name=label).values
-            found[label.rpartition(":")[2]] = [None if math.isnan(value) else value for value in values]
+            found[name] = [None if math.isnan(value) else value for value in values]
     return found
 
 
@@ -220,25 +278,24 @@ def _name(model: Any, lent: Lent) -> str:
     return str(pipeline_section(model, lent)["path"])
 
 
-def _chosen(
-    name: str,
-    lora: str | Path | None,
+def _call(
     num_inference_steps: int | None,
     guidance_scale: float | None,
     height: int | None,
     width: int | None,
     arguments: Mapping[str, Any] | None,
-) -> Chosen:
-    from genrl.diffusion.chosen import Chosen, call_arguments, choose
-    from rewards.given import is_given
+) -> dict[str, Any]:
+    from genrl.diffusion.chosen import call_arguments
 
-    given = call_arguments(num_inference_steps, guidance_scale, height, width) | dict(arguments or {})
+    return call_arguments(num_inference_steps, guidance_scale, height, width) | dict(arguments or {})
+
+
+def _chosen(name: str, lora: str | Path | None, given: Mapping[str, Any]) -> Chosen:
+    from genrl.config import Model
+    from genrl.diffusion.chosen import Chosen, choose
+
     adapter = None if lora is None else str(lora)
-    if is_given(name):
-        from genrl.config import Model
-
-        return Chosen(Model(path=name), adapter, given)
-    return choose(name, adapter, None, given)
+    return Chosen(Model(path=name), adapter, dict(given)) if is_given(name) else choose(name, adapter, None, given)
 
 
 def _device() -> str:

@@ -23,7 +23,7 @@ from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import sample, score, text_of
+from genrl.vlm.rollout.rollout import open_rewards, sample, score, text_of
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
 
@@ -135,6 +135,22 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         total += reward.weight * np.nan_to_num(values)
     row["eval/total_mean"] = float(total.mean())
     return row
+
+
+def held_out(
+    policy: Policy, config: VLMConfig, begin: Callable[[int], None], advance: Callable[[int], None]
+) -> tuple[dict[str, float], int]:
+    """Metrics of a model on its held-out questions, also with black pictures where the configuration asks for it, and
+    how many questions they are. begin: told how many answers there will be; advance: how many more there are."""
+    asked, opened = Questions(config, "eval"), open_rewards(config)
+    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
+    numbers = range(len(asked))
+    begin(len(asked) * (1 + blind))
+    scores = figures(config, judge(policy, config, opened, asked, numbers, advance=advance))
+    if blind:
+        unseen = judge(policy, config, opened, asked, numbers, blind=True, advance=advance)
+        scores["eval/accuracy_blind"] = figures(config, unseen)["eval/accuracy_mean"]
+    return scores, len(asked)
 
 
 def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) -> None:

@@ -327,6 +327,32 @@ def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(pipe: Any, 
     assert np.array_equal(written[1], genrl.sample(run.folder, PROMPTS)[1])
 
 
+def test_evaluate_knows_questions_and_simulators(tmp_path: Path, root: Path) -> None:
+    asked = genrl.evaluate(
+        root / "assets" / "tiny-vlm",
+        config={
+            "vlm": {"path": "assets/tiny-vlm"},
+            "task": {"name": "count"},
+            "rewards": [{"name": "exact"}],
+            "generation": {"max_new_tokens": 12},
+            "evaluation": {"questions": 8},
+        },
+    )
+    assert 0 <= asked["eval/accuracy_blind"] <= asked["eval/accuracy_mean"] <= 1
+    acted = genrl.evaluate(
+        root / "assets" / "tiny-vla",
+        config={
+            "policy": {"path": "assets/tiny-vla"},
+            "environment": {"name": "minitable", "num_envs": 16},
+            "trainer": {"algorithm": "ppo"},
+            "evaluation": {"episodes": 16},
+        },
+    )
+    assert 0 < acted["eval/success_mean"] < 1
+    with pytest.raises(ValueError, match="here the configuration says them"):
+        genrl.evaluate(root / "assets" / "tiny-vla", PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
+
+
 def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> None:
     pictures = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     pictures[0].save(tmp_path / "red.png")
