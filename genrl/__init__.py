@@ -5,6 +5,7 @@ classes of methods (`genrl.FlowGRPO`) and of sections (`genrl.Sampling`) are wha
 """
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from genrl.quiet import hush
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from genrl.interface.using import sample as sample
     from genrl.interface.using import score as score
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("genrl-diffusion")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
 _FUNCTIONS = {
     **dict.fromkeys(("Result", "train", "resume"), "genrl.interface.training"),
     **dict.fromkeys(("evaluate", "export", "sample", "score"), "genrl.interface.using"),

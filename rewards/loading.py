@@ -182,7 +182,8 @@ def _require_extra(entry: BuiltIn, name: str) -> None:
     missing = missing_packages(entry.packages)
     if missing:
         raise ValueError(
-            f"reward {name!r} needs {missing}, which is not installed here: pip install 'genrl[{entry.extra}]'"
+            f"reward {name!r} needs {missing}, which is not installed here: "
+            f"pip install 'genrl-diffusion[{entry.extra}]'"
         )
 
 

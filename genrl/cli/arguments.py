@@ -52,6 +52,6 @@ def refuse(given: Mapping[str, object], what: str) -> None:
 
 def default_device() -> str:
     """The accelerator where there is one, else the CPU."""
-    import torch
+    from genrl.runtime import devices
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return devices.default_device()

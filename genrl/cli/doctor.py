@@ -18,12 +18,13 @@ import typer
 Finding = dict[str, str | int | float | bool | None]
 Report = dict[str, Finding]
 
-REQUIRED = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy",
-            "pillow", "pydantic", "typer", "rich")  # fmt: skip
+REQUIRED = ("genrl-diffusion", "torch", "diffusers", "transformers", "accelerate", "peft", "datasets", "safetensors",
+            "numpy", "pillow", "pydantic", "typer", "rich")  # fmt: skip
 OPTIONAL = {
     "rapidocr": "reward ocr",
     "onnxruntime": "reward ocr",
-    "bitsandbytes": "8-bit optimisers",
+    "bitsandbytes": "model.quantize: nf4",
+    "torchao": "model.quantize: int8, fp8; optimizer.name: adamw_8bit",
     "xformers": "attention",
     "flash-attn": "attention",
     "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
@@ -114,11 +115,12 @@ def _version(package: str) -> str | None:
 
 
 def _system() -> Finding:
-    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
+    import psutil
+
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "memory_gb": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**30, 1) if pages else None,
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "free_disk_gb": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
     }
 
@@ -126,11 +128,12 @@ def _system() -> Finding:
 def _torch() -> Finding:
     import torch
 
+    from genrl.runtime.devices import default_device
     from rewards.models.torchvision_compat import ensure
 
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    cuda = torch.cuda.is_available()
     finding: Finding = {
-        "device": "cuda" if cuda else "mps" if mps else "cpu",
+        "device": default_device(),
         "cuda_build": torch.version.cuda,
         "torchvision": ensure(),
         "distributed": ", ".join(_collectives()) or "none",
@@ -149,8 +152,9 @@ def _kernels() -> Finding:
     import torch
 
     from genrl.kernels import backend, joint_attention
+    from genrl.runtime.devices import default_device
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
     return {
         **backend.summary(),

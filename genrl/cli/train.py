@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -108,4 +109,7 @@ def _launch(nproc: int) -> None:
         arguments.append(argument)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    os.execv(sys.executable, [*command, "-m", "genrl", *arguments])
+    command += ["-m", "genrl", *arguments]
+    if sys.platform == "win32":  # has no exec: the shell would go on while it runs
+        raise typer.Exit(subprocess.call(command))
+    os.execv(sys.executable, command)

@@ -94,7 +94,7 @@ def model_folder(config: Config) -> Path | None:
 def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     yield from (_Wrong(tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
-        yield _Wrong(("engine", "kind"), "the package ray is not installed: pip install 'genrl[ray]'")
+        yield _Wrong(("engine", "kind"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'")
     if is_given(config.model.path):
         yield from _given_pipeline(config)
         return

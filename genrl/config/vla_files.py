@@ -19,7 +19,7 @@ from rewards.given import given, is_given
 Wrong = tuple[KeyPath, str]
 
 PACKAGES = {
-    "metaworld": ("metaworld", "'genrl[metaworld]'"),
+    "metaworld": ("metaworld", "'genrl-diffusion[metaworld]'"),
     "maniskill": ("mani_skill", "mani-skill"),
     "libero": ("libero", "hf-libero"),
 }
@@ -94,7 +94,7 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
         text = f"no environment {name!r}{hint}; there are {', '.join(known)}, gymnasium ids and path/file.py:function"
         yield key, text
     if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
-        yield ("environment", "workers"), "the package ray is not installed: pip install 'genrl[ray]'"
+        yield ("environment", "workers"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
 
 
 def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterator[Wrong]:

@@ -40,7 +40,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
     yield from _model(config, notes)
     if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
-        text = "vLLM is not installed: pip install 'genrl[vllm]', or write generation.vllm.url for a server's address"
+        text = "vLLM is not installed: pip install 'genrl-diffusion[vllm]', or name a server by generation.vllm.url"
         yield ("generation", "engine"), text
     yield from _task(config, notes)
     for number, stage in enumerate(config.stages):

@@ -20,6 +20,7 @@ import torch
 
 from genrl.config import Model
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
+from genrl.runtime.devices import default_device
 
 
 def serve(pipe: Any, arguments: dict[str, Any], requests: TextIO, answers: TextIO) -> None:
@@ -50,7 +51,7 @@ def main() -> None:
     pipe = load_pipeline(Model(path=args.pipeline))
     arguments = {"num_inference_steps": args.num_inference_steps, "guidance_scale": args.guidance_scale}
     check_call_arguments(pipe, arguments, section=None)
-    pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+    pipe.to(default_device())
     serve(pipe, arguments, sys.stdin, answers)
 
 

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from genrl.config.memory_estimate import snapshots
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
+from genrl.runtime.devices import empty_cache, peak_bytes, reset_peak, total_bytes
 from genrl.runtime.frame import halvings, too_large
 
 if TYPE_CHECKING:
@@ -63,9 +64,9 @@ def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[boo
 def fits(run: DiffusionRun, size: int) -> bool:
     """Whether this process has room for a micro-batch of this size. Weights and gradients are as before afterwards."""
     device = run.policy.device
-    if device.type == "cuda" and size > 2:
-        torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info(device)[1]
+    total = total_bytes(device)
+    if total is not None and size > 2:
+        empty_cache(device)
         one, two = (peak(run, n) for n in (1, 2))
         if one is None or two is None or one + (size - 1) * (two - one) > MARGIN * total:
             return False
@@ -75,17 +76,15 @@ def fits(run: DiffusionRun, size: int) -> bool:
 def peak(run: DiffusionRun, size: int) -> int | None:
     """Most bytes in use during a trial of this size (0 on a CPU); None where they did not suffice."""
     device = run.policy.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
     try:
         attempt(run, size)
     except torch.OutOfMemoryError:
         return None
     finally:
         run.loop.optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        empty_cache(device)
+    return peak_bytes(device)
 
 
 def attempt(run: DiffusionRun, size: int) -> None:

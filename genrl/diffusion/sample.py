@@ -29,6 +29,7 @@ from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.rollout.scoring import Scorers
+from genrl.runtime.devices import default_device
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
 
@@ -42,7 +43,7 @@ def load(model: Model, lora: str | None) -> Pipeline:
         if model.lora is not None and model.lora.frozen:
             add_frozen(pipe, model.lora.frozen)
             activate_all(pipe)
-    return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+    return pipe.to(default_device())
 
 
 def sample(

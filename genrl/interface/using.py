@@ -299,6 +299,6 @@ def _chosen(name: str, lora: str | Path | None, given: Mapping[str, Any]) -> Cho
 
 
 def _device() -> str:
-    import torch
+    from genrl.runtime.devices import default_device
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return default_device()

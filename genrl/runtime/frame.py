@@ -18,6 +18,7 @@ from accelerate.utils import set_seed
 from genrl.config import AnyConfig
 from genrl.config.method import code_of
 from genrl.runtime import checkpoint
+from genrl.runtime.devices import empty_cache
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.optimizers import check_optimizer
@@ -152,8 +153,7 @@ def shrink(loop: Loop, memory_hint: str) -> None:
     """
     gc.collect()
     loop.optimizer.zero_grad(set_to_none=True)
-    if loop.process.accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(loop.process.accelerator.device)
     was, *smaller = loop.trained.micro_batch_sizes()
     if not smaller:
         raise too_large(was, memory_hint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ from genrl.config import AnyConfig, dump
 from genrl.config.method import metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
+from genrl.runtime.devices import default_device, peak_bytes, resident_peak_bytes
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, Script
@@ -82,7 +82,7 @@ def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accel
     """
     run = Run(resume or Path(output))
     if accelerator.is_main_process:
-        stack.enter_context(run_folder.lock(run.folder))
+        stack.callback(run_folder.lock(run.folder).release)
     return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
 
 
@@ -127,7 +127,7 @@ def begin(
         )
     accelerator.wait_for_everyone()
     stop = stack.enter_context(catch_stop(ends_process=script is None))
-    spins = accelerator.num_processes > 1 and accelerator.device.type == "cuda"
+    spins = accelerator.num_processes > 1 and accelerator.device.type != "cpu"
     watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index, spins=spins)
     shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
     stack.enter_context(shown)
@@ -146,7 +146,7 @@ def begin(
 def make_accelerator(timeout_s: float) -> Accelerator:
     """accelerate's process group and device; nothing is wrapped by it, so models keep their own modules."""
     return Accelerator(
-        cpu=not torch.cuda.is_available(),  # MPS has no float64 and was never tried
+        cpu=default_device() == "cpu",
         # the watchdog ends what hangs; the group's own clock goes on while processes are stopped
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=PATIENCE * timeout_s))],
     )
@@ -154,6 +154,4 @@ def make_accelerator(timeout_s: float) -> Accelerator:
 
 def peak_memory_mb(device: torch.device) -> float:
     """Of this process since its start, in MiB: on the device, or resident where that is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return (resident_peak_bytes() if device.type == "cpu" else peak_bytes(device)) / 2**20

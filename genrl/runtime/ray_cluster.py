@@ -19,6 +19,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from genrl.runtime.run import DISTRIBUTIONS
+
 PATIENCE_S = 60.0
 """How long a cluster may take to answer."""
 START_S = 300.0
@@ -34,7 +36,7 @@ def connected(address: str | None = None) -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ValueError("Ray is not installed: pip install 'genrl[ray]'") from error
+        raise ValueError("Ray is not installed: pip install 'genrl-diffusion[ray]'") from error
     if is_connected():
         return ray
     key, asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
@@ -168,7 +170,7 @@ def gpu_share(actors: int) -> float:
 def versions() -> dict[str, str]:
     """What has to be the same wherever numbers are to be the same."""
     packages = ("genrl", "torch", "diffusers", "transformers", "peft")
-    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+    return {"python": platform.python_version()} | {name: version(DISTRIBUTIONS.get(name, name)) for name in packages}
 
 
 def check_versions(theirs: Mapping[str, str]) -> None:

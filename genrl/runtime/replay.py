@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from genrl.config import load as load_config
 from genrl.config.method import code_of
 from genrl.runtime import checkpoint
+from genrl.runtime.devices import default_device
 from genrl.runtime.frame import kind_of
 from genrl.runtime.guards import Dump, non_finite, read_dump
 from genrl.runtime.recorded import Dumpable, Recorded
@@ -73,7 +74,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             f"{source_run.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run"
         )
     dump, config = read_dump(folder), load_config(source_run.config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     opened = kind_of(config).reopen(config, device, dump.step)
     source = _put_weights(opened.weights, dump, source_run)
     settings = type(config.trainer).model_validate(dump.info["settings"])

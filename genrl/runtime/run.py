@@ -10,7 +10,6 @@ Files appear under their final name only when complete. Only the main process wr
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -26,9 +25,10 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
 from rewards.given import is_given
@@ -41,6 +41,8 @@ EDITABLE = (
     *("distributed.fsdp", "distributed.shard"),  # which processes hold the weights
 )
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
+DISTRIBUTIONS = {"genrl": "genrl-diffusion"}
+"""Names on the package index of packages that are imported by another; genrl on the index is another project."""
 logger = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\..+\.tmp-\d+")
 _BEFORE_TRAINING = {
@@ -264,27 +266,26 @@ def config_edits(old: str, new: str) -> dict[str, str]:
     }
 
 
-def lock(folder: Path) -> IO[str]:
-    """Hold the run for this process; keep the returned file open. The kernel frees it even after kill -9.
+def lock(folder: Path) -> FileLock:
+    """Hold the run for this process until the returned lock is released, or as a context ends. The system frees it even
+    after kill -9.
 
     Raises ValueError where another live process holds it, or nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "run.lock").open("w")
+        held = FileLock(folder / "run.lock", timeout=0)
+        held.acquire()
+    except Timeout:
+        raise ValueError(
+            f"another process is training in {folder}: wait for it, or choose another output=FOLDER."
+        ) from None
     except OSError as error:
         raise ValueError(
             f"the run folder {folder} cannot be written to: {error.strerror}. Make it writable, or choose another one "
             "with output=FOLDER."
         ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(
-            f"another process is training in {folder}: wait for it, or choose another output=FOLDER."
-        ) from None
-    return file
+    return held
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -340,7 +341,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            found[name] = metadata.version(DISTRIBUTIONS.get(name, name))
         except metadata.PackageNotFoundError:
             found[name] = "-"
     return found

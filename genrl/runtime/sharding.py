@@ -39,7 +39,7 @@ class Sharding:
     def over(cls, processes: Literal["all", "node", "one"], device: torch.device, *, offload: bool = False) -> Sharding:
         """processes: of a group: all of the run, those of one machine, or each by itself."""
         if not torch.distributed.is_initialized():  # a process that was started alone
-            backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = torch.distributed.get_default_backend_for_device(device)
             torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         world = torch.distributed.get_world_size()
         size = {"all": world, "node": int(os.environ.get("LOCAL_WORLD_SIZE", world)), "one": 1}[processes]
@@ -73,7 +73,7 @@ def shard(
         check_torch()
     for parameter in whole:
         parameter.data = parameter.data.to(sharding.device)
-    pinned = sharding.device.type == "cuda"
+    pinned = sharding.device.type != "cpu"
     waits = CPUOffloadPolicy(pin_memory=pinned) if sharding.offload else OffloadPolicy()
     reduced = None if compute is None else torch.float32
     precision = MixedPrecisionPolicy(compute, reduced, cast_forward_inputs=False)

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Self
+
+import psutil
 
 from genrl.runtime.run import Run
 
@@ -125,7 +126,10 @@ class Watchdog:
         self.enabled = faulthandler.is_enabled()
         faulthandler.enable(self.file)
         command = [sys.executable, "-I", "-S", "-c", _OUTSIDE, str(os.getpid()), str(self.timeout_s + GRACE_S)]
-        self.outside = subprocess.Popen([*command, str(self.stacks)], stdin=subprocess.PIPE, start_new_session=True)
+        self.outside: subprocess.Popen[bytes] | None = None  # it waits for a pipe, which Windows cannot
+        if sys.platform != "win32":
+            own = [*command, str(self.stacks)]
+            self.outside = subprocess.Popen(own, stdin=subprocess.PIPE, start_new_session=True)
         self.beat("starting", 0)
         self._write_heartbeat()
         self.thread.start()
@@ -134,8 +138,9 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.closed.set()
         self.thread.join()
-        self.outside.kill()
-        self.outside.communicate()
+        if self.outside is not None:
+            self.outside.kill()
+            self.outside.communicate()
         faulthandler.enable(2) if self.enabled else faulthandler.disable()
         self.file.close()
         self.stacks.unlink(missing_ok=True)
@@ -170,6 +175,8 @@ class Watchdog:
                 )
 
     def _tell_outside(self) -> None:
+        if self.outside is None:
+            return
         assert self.outside.stdin is not None
         with suppress(OSError):  # it is gone: hangs that hold the interpreter's lock are not seen any more
             os.write(self.outside.stdin.fileno(), b".")
@@ -229,11 +236,8 @@ def _killed(run: Run, processes: int) -> list[str]:
 def _runs(pid: int) -> bool:
     """Whether this process is there, and no zombie that waits for its parent."""
     try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, PermissionError):  # no /proc on this system; another user's
-        return True
-    except (ProcessLookupError, IndexError):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -15,6 +15,7 @@ from genrl.config.plugins import beside
 from genrl.config.vla import Diffusion, VLAConfig
 from genrl.runtime import checkpoint, frame
 from genrl.runtime.ahead import Ahead
+from genrl.runtime.devices import default_device
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
@@ -175,11 +176,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
 
 
 def _on_device(config: VLAConfig, model: Path) -> Any:
-    return load_trained(model, rename=config.policy.rename).to(_device())
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return load_trained(model, rename=config.policy.rename).to(default_device())
 
 
 def _first_steps(config: VLAConfig, model: Path) -> Any:
@@ -190,7 +187,7 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
     if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
         return None
     done = config.sampler.steps, config.sampler.ft_denoising_steps
-    found = load_first_steps(policy_folder(model), *done, device=_device())
+    found = load_first_steps(policy_folder(model), *done, device=default_device())
     if found or config.policy.path is None or not fine_tunes_last(config):
         return found
     return _on_device(config, Path(config.policy.path))

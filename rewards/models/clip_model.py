@@ -41,7 +41,9 @@ def load_clip(
     if not model.startswith(OPEN_CLIP):
         return ClipScorer(model, processor or model, device, reward, dtype)
     if importlib.util.find_spec("open_clip") is None:
-        raise ValueError(f"{reward}: {model!r} needs open_clip, which is not installed: pip install 'genrl[clip]'")
+        raise ValueError(
+            f"{reward}: {model!r} needs open_clip, which is not installed: pip install 'genrl-diffusion[clip]'"
+        )
     if processor is not None:
         raise ValueError(f"{reward}: {model!r} has its own tokenizer and preparation: leave processor out")
     from rewards.models.open_clip_model import OpenClipScorer

@@ -67,7 +67,7 @@ def require_extra() -> None:
     """Raise ValueError, with the pip command, if packages of the extra `serve` are missing."""
     missing = missing_packages(PACKAGES)
     if missing:
-        raise ValueError(f"serving needs {missing}, which is not installed here: pip install 'genrl[serve]'")
+        raise ValueError(f"serving needs {missing}, which is not installed here: pip install 'genrl-diffusion[serve]'")
 
 
 def child(settings: IO[str], report: IO[str]) -> None:

@@ -13,7 +13,7 @@ from tests.cli.commands import run
 @pytest.mark.slow
 def test_doctor(folder: Path) -> None:
     found = json.loads(run("doctor", "--json"))
-    assert found["packages"]["torch"] and found["torch"]["device"] in ("cpu", "cuda", "mps")
+    assert found["packages"]["torch"] and found["torch"]["device"] in ("cpu", "cuda", "mps", "xpu")
     assert found["torch"]["torchvision"] in ("absent", "works", "declared") and isinstance(found["advice"], list)
     assert found["kernels"]["compile"] and found["kernels"]["adaln"]
     assert "torch" in run("doctor")

@@ -13,7 +13,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (genrl[kernels])"
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (genrl-diffusion[kernels])"
 )
 
 Call = Callable[..., Tensor | tuple[Tensor, ...]]

@@ -127,7 +127,9 @@ def xformers_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, mask[:, None, None]
 
 
-@pytest.mark.skipif(not find_spec("xformers"), reason="xformers is not installed: pip install 'genrl[xformers]'")
+@pytest.mark.skipif(
+    not find_spec("xformers"), reason="xformers is not installed: pip install 'genrl-diffusion[xformers]'"
+)
 def test_xformers_itself_accepts_our_tensors_and_bias(
     xformers_inputs: tuple[Tensor, Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +160,7 @@ def test_xformers_itself_accepts_our_tensors_and_bias(
 def test_xformers_itself_computes_the_same(
     xformers_inputs: tuple[Tensor, Tensor, Tensor, Tensor], masked: bool
 ) -> None:
-    pytest.importorskip("xformers", reason="the extra is not installed: pip install 'genrl[xformers]'")
+    pytest.importorskip("xformers", reason="the extra is not installed: pip install 'genrl-diffusion[xformers]'")
     *rows, mask = (t.cuda() for t in xformers_inputs)
     found = {}
     for name in ("xformers", "math"):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from rewards.models.torchvision_compat import ensure
 
 ensure()
-open_clip = pytest.importorskip("open_clip", reason="the extra is not installed: pip install 'genrl[clip]'")
+open_clip = pytest.importorskip("open_clip", reason="the extra is not installed: pip install 'genrl-diffusion[clip]'")
 
 NAME, SIDE = "genrl-tiny-clip", 16
 CONFIG = {

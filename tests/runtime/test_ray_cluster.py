@@ -14,7 +14,7 @@ import pytest
 from genrl.runtime import ray_cluster
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+    pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["address", "environment"])

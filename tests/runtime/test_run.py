@@ -59,7 +59,7 @@ def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
 
 def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
     start(tmp_path)
-    runs.lock(tmp_path).close()
+    runs.lock(tmp_path).release()
     (tmp_path / ".config.yaml.tmp-123").write_text("killed while wri")
     for name in ("dumps", "heartbeat", "tensorboard"):
         (tmp_path / name).mkdir()
@@ -253,7 +253,7 @@ def test_one_process_per_run(tmp_path: Path) -> None:
     held = runs.lock(tmp_path)
     second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert second.returncode == 1 and "another process is training in" in second.stderr
-    held.close()
+    held.release()
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from genrl.config.memory_rules import is_text_encoder
 from genrl.diffusion.policy.encoding_store import Store
+from genrl.runtime.devices import empty_cache
 
 Fetch = Callable[[], None]
 Encode = Callable[[dict[str, Any]], Any]
@@ -72,8 +73,7 @@ class Memo:
         finally:
             for name in encoders:
                 setattr(self.pipe, name, None)
-            if self.home.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache(self.home)
 
     def require_encoders(self, arguments: Mapping[str, Any]) -> None:
         """Raise NotEncoded where they have been dropped."""

@@ -26,6 +26,7 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.runtime.devices import default_device
 
 Form = Literal["diffusers", "kohya", "comfyui"]
 KNOWN_TO_COMFYUI = (
@@ -132,7 +133,7 @@ def merged_is_alike(config: Config, lora: Path, out: Path, probe: Batch) -> None
 @torch.no_grad()
 def _step(config: Config, pipe: Pipeline, probe: Batch) -> Tensor:
     autocast = getattr(torch, config.model.autocast) if config.model.autocast else None
-    policy = Policy(pipe.to("cuda" if torch.cuda.is_available() else "cpu"), autocast=autocast)
+    policy = Policy(pipe.to(default_device()), autocast=autocast)
     return policy.roll_out(probe, stop=None if len(policy.denoisers) > 1 else 1).final.cpu()
 
 

@@ -1,4 +1,4 @@
-"""mp4 files through PyAV, which is an extra: `pip install 'genrl[av]'`. Pictures are uint8 [T, H, W, 3] RGB."""
+"""mp4 files through PyAV, an extra: `pip install 'genrl-diffusion[av]'`. Pictures are uint8 [T, H, W, 3] RGB."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ImportError("mp4 files need PyAV: pip install 'genrl[av]'") from error
+        raise ImportError("mp4 files need PyAV: pip install 'genrl-diffusion[av]'") from error
     return av
 
 

@@ -28,8 +28,8 @@ TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
 """Those of our own that read the text themselves."""
 OWN = ("grid", *TALKS)
 EXTRAS = {
-    "MiniGrid": ("minigrid", "pip install 'genrl[minigrid]'"),
-    "BabyAI": ("minigrid", "pip install 'genrl[minigrid]'"),
+    "MiniGrid": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
+    "BabyAI": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
     "MiniWorld": ("miniworld", "pip install miniworld"),
     "ALE": ("ale_py", "pip install ale-py"),
 }

@@ -72,5 +72,5 @@ class PaddleReader:
 def _require(package: str, extra: str) -> None:
     if missing_packages((package,)):
         raise ValueError(
-            f"ocr: the engine needs {package!r}, which is not installed here: pip install 'genrl[{extra}]'"
+            f"ocr: the engine needs {package!r}, which is not installed here: pip install 'genrl-diffusion[{extra}]'"
         )

@@ -53,7 +53,7 @@ class Reader:
         if len(models) != 1:
             found = ", ".join(model.name for model in models) or "none"
             raise ValueError(
-                f"rapidocr should ship one recogniser in {folder}; found {found}: pip install -U 'genrl[ocr]'"
+                f"rapidocr should ship one recogniser in {folder}; found {found}: pip install -U 'genrl-diffusion[ocr]'"
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1

@@ -180,7 +180,7 @@ def test_offloaded_rewards_are_refused(folder: Path, model: Path) -> None:
         runs.config(folder, model, rewards=rewards, engine=far_here.ENGINE, **changes("window"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl-diffusion[ray]'")
 def test_on_ray(folder: Path, model: Path) -> None:
     """Two real workers, to the bit."""
     here = train(runs.config(folder, model, output=str(folder / "here"), **changes("window")))

@@ -31,7 +31,7 @@ from tests.diffusion import runs
 from tests.ray_nodes import process_of
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+    pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 WORKERS = {"kind": "ray", "rollout_workers": 2}

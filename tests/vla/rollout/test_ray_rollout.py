@@ -29,7 +29,7 @@ from tests.vla.test_resume import straight_and_stopped
 from tests.vla.tiny_policies import SEES, TOLD, flow
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+    pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
 pytestmark = pytest.mark.slow
 WHERE: dict[str, Any] = {"name": "minitable", "num_envs": 8, "chunk": 4, "group_size": 2, "max_steps": 8}
 HOW: dict[str, Any] = {"decisions": 7, "seed": 3, "iteration": 2}

@@ -186,7 +186,7 @@ def test_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
         vla_runs.config(tmp_path, **({"iterations": 4, "environment": {"staleness": 2}} | change))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl-diffusion[ray]'")
 def test_on_ray(tmp_path: Path) -> None:
     """Two real actors, twice, to the bit."""
     one, two = (

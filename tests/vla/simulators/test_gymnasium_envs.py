@@ -26,7 +26,7 @@ headless()
 
 def needs(package: str, extra: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"needs {package}: pip install 'genrl[{extra}]'")
+    return pytest.mark.skipif(missing, reason=f"needs {package}: pip install 'genrl-diffusion[{extra}]'")
 
 
 def play(env: Environment, steps: int = 4, scale: float = 1.0, seed: int = 1) -> list[Any]:

@@ -21,7 +21,7 @@ THREE = ("reach-v3", "push-v3", "pick-place-v3")
 
 headless()
 if importlib.util.find_spec("metaworld") is None:
-    pytest.skip("needs Meta-World: pip install 'genrl[metaworld]'", allow_module_level=True)
+    pytest.skip("needs Meta-World: pip install 'genrl-diffusion[metaworld]'", allow_module_level=True)
 
 
 def test_every_task_has_a_sentence_of_its_own() -> None:

@@ -24,7 +24,7 @@ from tests.vla.simulators.test_vla_workers import actions, same, walk
 from tests.vla.tiny_policies import TOLD, flow
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+    pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
 pytestmark = pytest.mark.slow
 FRAIL = f"{Path(frail.__file__)}:make"
 HOW: dict[str, Any] = {"num_envs": 4, "chunk": 2, "ray_actors": 2, "workers": "ray"}

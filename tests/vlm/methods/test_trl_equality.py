@@ -21,7 +21,7 @@ from genrl.vlm.run import AnswersRun
 from rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
 
-trl = pytest.importorskip("trl", reason="pip install 'genrl[trl]'")
+trl = pytest.importorskip("trl", reason="pip install 'genrl-diffusion[trl]'")
 
 import datasets  # noqa: E402
 import transformers  # noqa: E402

@@ -165,7 +165,7 @@ def _task_class(task: str) -> Any:
     try:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
     except ModuleNotFoundError as error:
-        raise Misuse(f"Meta-World needs {error.name}: pip install 'genrl[metaworld]'") from error
+        raise Misuse(f"Meta-World needs {error.name}: pip install 'genrl-diffusion[metaworld]'") from error
     return ALL_V3_ENVIRONMENTS[task]
 
 
@@ -174,7 +174,7 @@ def _mujoco() -> Any:
     try:
         import mujoco
     except ModuleNotFoundError as error:
-        raise Misuse("Meta-World needs mujoco: pip install 'genrl[metaworld]'") from error
+        raise Misuse("Meta-World needs mujoco: pip install 'genrl-diffusion[metaworld]'") from error
     return mujoco
 
 

@@ -28,7 +28,9 @@ def picture() -> Image.Image:
 @pytest.fixture(scope="module", params=tiny_detectors.FAMILIES)
 def detector(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Detector:
     if request.param in NEEDS_SCIPY:
-        pytest.importorskip("scipy", reason="transformers needs scipy for this one: pip install 'genrl[geneval]'")
+        pytest.importorskip(
+            "scipy", reason="transformers needs scipy for this one: pip install 'genrl-diffusion[geneval]'"
+        )
     return Detector(str(tiny_detectors.FAMILIES[request.param](tmp_path_factory.mktemp("detector"))))
 
 

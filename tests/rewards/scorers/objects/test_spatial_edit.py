@@ -151,7 +151,9 @@ def test_a_thing_that_is_gone_scores_nothing_and_one_that_never_was_has_no_score
 def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="edit_rotate: .* is a 'yolos', which gives no masks; use a Mask2Former"):
         rewards.load("edit_rotate", {"detector": str(yolos)})
-    pytest.importorskip("scipy", reason="transformers needs scipy for Mask2Former: pip install 'genrl[geneval]'")
+    pytest.importorskip(
+        "scipy", reason="transformers needs scipy for Mask2Former: pip install 'genrl-diffusion[geneval]'"
+    )
     folder = tmp_path / "mask2former"
     reward = rewards.load("edit_rotate", {"detector": str(tiny_detectors.mask2former(folder)), "threshold": 0.05})
     images = torch.rand(1, 3, 40, 60, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from PIL import Image
 import rewards
 from rewards.models import torchvision_compat
 
-pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl[similarity]'")
+pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")
 
 
 @pytest.fixture

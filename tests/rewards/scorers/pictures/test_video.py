@@ -69,7 +69,7 @@ def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 2.0])
 def test_motion_is_the_shift_as_a_share_of_the_side(step: float) -> None:
-    pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl[ocr]'")
+    pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
     assert motion(moving(step)).item() == pytest.approx(step / 64, abs=0.3 / 64 if step else 1e-6)
 
 

@@ -21,7 +21,7 @@ import rewards
 from genrl.data import world
 from rewards.scorers.texts import ocr
 
-pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 'genrl[ocr]'")
+pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
 
 CAPITALS = string.ascii_uppercase
 
@@ -271,7 +271,7 @@ def test_case_and_spaces_are_read_where_they_count() -> None:
 
 @pytest.mark.skipif(shutil.which("tesseract") is None, reason="the program tesseract is not installed")
 def test_tesseract_reads_words_and_gives_no_dense_score() -> None:
-    pytest.importorskip("pytesseract", reason="the extra is not installed: pip install 'genrl[tesseract]'")
+    pytest.importorskip("pytesseract", reason="the extra is not installed: pip install 'genrl-diffusion[tesseract]'")
     reward = rewards.load("ocr", {"engine": "tesseract"})
     blank = Image.new("RGB", (128, 128), (200, 190, 180))
     images = tensor(written("MOON", 128), written("bread", 128), blank)

@@ -1,0 +1,73 @@
+"""Which device computes, and its memory: by torch's own interface, so that CUDA, ROCm (which torch calls cuda) and XPU
+are one. What a device's module lacks is asked of nothing.
+
+Never run on XPU or MPS hardware; a Mac's GPU (mps) is taken where GENRL_DEVICE=mps asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import psutil
+import torch
+
+VARIABLE = "GENRL_DEVICE"
+NOT_BY_ITSELF = ("mps",)
+"""Has no float64, and nobody has tried it: asked for by name only."""
+
+
+def default_device() -> str:
+    """The type of the accelerator that is at hand, else "cpu"; or what the environment variable GENRL_DEVICE names.
+
+    Raises ValueError where it names one that is not there.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    here = "cpu" if found is None else found.type
+    wanted = os.environ.get(VARIABLE)
+    if wanted is None:
+        return "cpu" if here in NOT_BY_ITSELF else here
+    if wanted not in ("cpu", here):
+        raise ValueError(
+            f"{VARIABLE}={wanted}: there is no such device here; leave it out, or write one of cpu, {here}"
+        )
+    return wanted
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that is cached and unused back to the device."""
+    _call(device, "empty_cache")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure `peak_bytes` anew."""
+    _call(device, "reset_peak_memory_stats", device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes of the device that tensors of this process held at a time; 0 where it does not say."""
+    return int(_call(device, "max_memory_allocated", device) or 0)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of the device; None where it does not say."""
+    found = _call(device, "mem_get_info", device)
+    return None if found is None else int(found[1])
+
+
+def resident_peak_bytes() -> int:
+    """Most memory that this process held since its start, beside devices."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return int(psutil.Process().memory_info().peak_wset)
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _call(device: torch.device, name: str, *given: Any) -> Any:
+    if device.type == "cpu":
+        return None
+    function = getattr(torch.get_device_module(device.type), name, None)
+    return None if function is None else function(*given)

@@ -1,0 +1,83 @@
+"""Devices by torch's own interface: which one is taken, and what is asked of one that is not at hand here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from genrl.runtime import devices
+
+
+def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    monkeypatch.delenv(devices.VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(("kind", "taken"), [(None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")])
+def test_the_accelerator_at_hand_is_taken_but_one_without_float64(
+    kind: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(kind, monkeypatch)
+    assert devices.default_device() == taken
+
+
+def test_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    found("mps", monkeypatch)
+    monkeypatch.setenv(devices.VARIABLE, "mps")
+    assert devices.default_device() == "mps"
+    found("cuda", monkeypatch)
+    monkeypatch.setenv(devices.VARIABLE, "cpu")
+    assert devices.default_device() == "cpu"
+    monkeypatch.setenv(devices.VARIABLE, "xpu")
+    with pytest.raises(ValueError, match="GENRL_DEVICE=xpu: there is no such device here; .* one of cpu, cuda"):
+        devices.default_device()
+
+
+def test_memory_is_asked_of_the_devices_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    module = SimpleNamespace(
+        empty_cache=lambda: called.append("empty"),
+        reset_peak_memory_stats=lambda device: called.append(f"reset {device}"),
+        max_memory_allocated=lambda device: 5 * 2**20,
+        mem_get_info=lambda device: (1, 7),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    device = torch.device("xpu")
+    devices.empty_cache(device)
+    devices.reset_peak(device)
+    assert called == ["empty", "reset xpu"]
+    assert devices.peak_bytes(device) == 5 * 2**20 and devices.total_bytes(device) == 7
+
+
+def test_a_device_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(empty_cache=lambda: None))
+    device = torch.device("mps")
+    devices.empty_cache(device)
+    devices.reset_peak(device)
+    assert devices.peak_bytes(device) == 0 and devices.total_bytes(device) is None
+    assert devices.total_bytes(torch.device("cpu")) is None and devices.resident_peak_bytes() > 2**20
+
+
+WITHOUT_UNIX = """
+import importlib, pkgutil, sys
+for name in ("fcntl", "resource", "pwd", "termios"):
+    sys.modules[name] = None
+import genrl, rewards
+from rewards.models.torchvision_compat import ensure
+ensure()
+for package in ("genrl.cli", "genrl.config", "genrl.data", "genrl.interface", "genrl.runtime"):
+    for entry in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        importlib.import_module(entry.name)
+print("imported")
+"""
+
+
+def test_all_that_starts_a_run_imports_without_what_windows_lacks(root: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_UNIX], cwd=root, capture_output=True, text=True)
+    assert done.stdout == "imported\n", done.stderr[-2000:]
