@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ def reward_sections(rewards: Rewards, lent: Lent) -> list[dict[str, Any]]:
 
     Raises ValueError for what is no reward, or has no name to be logged by.
     """
-    if callable(rewards) or isinstance(rewards, str):
+    if not isinstance(rewards, Iterable) or isinstance(rewards, str):
         rewards = [rewards]
     if isinstance(rewards, Mapping):
         rewards = [{"name": reward, "weight": weight} for reward, weight in rewards.items()]
@@ -118,7 +118,8 @@ def reward_sections(rewards: Rewards, lent: Lent) -> list[dict[str, Any]]:
             keys["name"] = lent.name(thing, label)
         elif not isinstance(thing, str):
             kind = type(thing).__name__
-            raise ValueError(f"rewards[{number}]: a {kind} is no reward; give a name, a function or an object to call")
+            text = f"found an object of type {kind}; give a name, a function or an object to call"
+            raise ValueError(f"rewards[{number}]: {text}")
         found.append(keys)
     return found
 

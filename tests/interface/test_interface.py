@@ -260,7 +260,8 @@ def test_trl_names_and_typing_errors_are_told_ours(root: Path) -> None:
     ("given", "message"),
     [
         ({"rewards": [lambda images: images]}, "a lambda has no name"),
-        ({"rewards": [3]}, r"rewards\[0\]: a int is no reward"),
+        ({"rewards": [3]}, r"rewards\[0\]: found an object of type int"),
+        ({"rewards": 5}, r"rewards\[0\]: found an object of type int"),
         ({"prompts": []}, "there are no rows"),
         ({"prompts": Dataset.from_dict({"text": PROMPTS})}, "no column 'prompt', found 'text'"),
         ({"prompts": [{"promt": "a red cube"}]}, "no column 'prompt', found 'promt'; did you mean 'promt'"),
@@ -301,7 +302,7 @@ def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(
 
 
 def test_a_loaded_object_that_is_no_pipeline_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a Linear is no diffusers pipeline"):
+    with pytest.raises(ConfigError, match="found an object of type Linear, not a diffusers pipeline"):
         small(tmp_path / "run", model=torch.nn.Linear(2, 2))
 
 
