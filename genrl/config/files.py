@@ -150,8 +150,8 @@ def _given_pipeline(config: Config) -> Iterator[_Wrong]:
         yield _Wrong(("engine", "kind"), text)
     read = partial(_settings_in_memory, pipe)
     if not read("model_index.json"):
-        text = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline; load one by DiffusionPipeline.from_pretrained"
-        yield _Wrong(("model", "path"), text)
+        found = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline"
+        yield _Wrong(("model", "path"), f"{found}; load one by DiffusionPipeline.from_pretrained")
         return
     adapted = [name for name, part in pipe.components.items() if getattr(part, "peft_config", None)]
     if adapted and model.lora is not None:
