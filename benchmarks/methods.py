@@ -103,23 +103,23 @@ _CLIP = (
 CLAIMS = (
     Claim(
         title="Does DiffusionNFT reach the same reward in fewer model calls?",
-        setting="The two configurations of the table, held against each other at one held-out reward.",
-        finding="Yes: 2.3 times fewer in the mean of three seeds (56, 63 and 79 thousand against 139, 155 and 152); in "
-        "80 iterations it is also the higher of the two on the scorer that neither is trained on. It learns from "
-        "finished samples at two noise levels, so an iteration is cheaper, and every picture counts at any level "
-        "instead of at three steps.",
+        setting="The two configurations of the table, compared at the same held-out reward.",
+        finding="Yes: 2.3 times fewer in the mean of three seeds (56, 63 and 79 thousand against 139, 155 and 152). "
+        "After 80 iterations it is also higher on the scorer on which neither is trained. It learns from "
+        "finished samples at two noise levels. So an iteration is cheaper, and every picture counts at any "
+        "level instead of at three steps.",
         methods={name: METHODS[name] for name in ("flow_grpo", "diffusion_nft")},
         level=0.58,
     ),
     Claim(
         title="Does PRDP keep rising on many prompts where DDPO falls?",
-        setting="Both on the agreement of picture and caption (`clipscore`), over all 272 prompts, 192 pictures an "
-        "iteration from 3 steps: PRDP 24 prompts x 8, DDPO 192 prompts x 1 against their history.",
+        setting="Both train on the agreement of picture and caption (`clipscore`), over all 272 prompts, 192 pictures "
+        "per iteration from 3 steps: PRDP 24 prompts x 8, DDPO 192 prompts x 1 against their history.",
         finding="PRDP ends higher on both seeds and rises at every evaluation of seed 0, where DDPO goes up and down "
-        "(.553, .546, .550, .566 at 10, 20, 30, 40); but DDPO does not fall, and the difference of .011 is "
-        "less than the standard error of .016 that 96 prompts leave. On compressibility, above, PRDP ends "
-        "lower in kB on each of three seeds at the same pictures. The collapse that the paper reports over "
-        "100,000 prompts is not reproduced. The rule of shapes moves for neither.",
+        "(.553, .546, .550, .566 at 10, 20, 30, 40). But DDPO does not fall, and the difference of .011 is "
+        "less than the standard error of .016 for 96 prompts. On compressibility, above, PRDP ends lower in kB "
+        "on each of three seeds with the same number of pictures. The collapse that the paper reports over "
+        "100,000 prompts is not reproduced. The `shapes` score moves for neither.",
         methods={
             "prdp_clip": Method(
                 "PRDP",
@@ -134,13 +134,13 @@ CLAIMS = (
     ),
     Claim(
         title="Does Adv-GRPO keep the held-out scorer up where a proxy alone makes it fall?",
-        setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, beside the model, from reference pictures; "
-        "beside it Flow-GRPO with the same settings on the same scorer, frozen. `shapes`, the rule, is "
-        "trained on in neither.",
+        setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, together with the model, from reference pictures. "
+        "It is compared with Flow-GRPO with the same settings on the same scorer, frozen. Neither trains on "
+        "`shapes`, the rule.",
         finding="Not shown. The held-out rule goes from .491 to .511 with Adv-GRPO and to .518 with the frozen scorer "
-        "(means of three seeds, spread .03 and .02): in 80 iterations the frozen scorer is not hacked, so there is "
-        "nothing to prevent, and neither moves the rule beyond its standard error of .035. Where a reward is hacked "
-        "here, with `jpeg` above, `shapes` falls to a quarter and less.",
+        "(means of three seeds, spread .03 and .02). In 80 iterations the frozen scorer is not hacked, so "
+        "there is nothing to prevent, and neither moves the rule beyond its standard error of .035. Where a "
+        "reward is hacked here, as `jpeg` is above, `shapes` falls to a quarter or less.",
         methods={
             "adv_grpo": METHODS["adv_grpo"],
             "proxy_grpo": Method(
@@ -157,11 +157,12 @@ CLAIMS = (
     ),
     Claim(
         title="Do PaCo-GRPO's small pictures cost less at an equal end reward?",
-        setting="The configuration, and the same rolled out and trained at 64 px; both are judged at 64 px.",
-        finding="No, not on this task. A picture at 56 px costs 0.7 to 0.8 of one at 64 px (measured apart, "
-        "[PaCo-GRPO](paco_grpo.md)), a whole run with its evaluations at 64 px 0.9; but training at 56 px ends at "
-        ".763 and at 64 px at .834 (three seeds, each of these above each of those). At 8 x 8 places a latent has no "
-        "room to spare: 7 x 7 may be another task here, as 768 px beside 1,024 need not be. That was not tested.",
+        setting="The configuration, and the same with rollouts and training at 64 px; both are judged at 64 px.",
+        finding="No, not on this task. A picture at 56 px costs 0.7 to 0.8 of one at 64 px (measured separately, "
+        "[PaCo-GRPO](paco_grpo.md)), and a whole run with its evaluations at 64 px costs 0.9. But training at "
+        "56 px ends at .763 and at 64 px at .834 (three seeds; each of the latter is above each of the "
+        "former). A latent of 8 x 8 places has no room to spare: 7 x 7 may be a different task here, which "
+        "need not hold for 768 px compared with 1,024. That was not tested.",
         methods={
             "paco_grpo": METHODS["paco_grpo"],
             "paco_full": Method(
@@ -176,22 +177,23 @@ CLAIMS = (
 HEAD = """
 # Every method on the embedded models
 
-Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU with three
-seeds (two where two are listed): mean ± sample standard deviation, and each seed. **Held-out** are the prompts of the
-evaluation, which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each
-from fixed noise, so a single figure has a standard error of about 0.03. A method is compared with itself before
-training; the rows are not a ranking, since models, budgets and rewards differ. The **second scorer** has
-weight 0. Model calls count every sample of a denoiser's batch; evaluation is not among them, CPU minutes have it, and
-loading; a dash says that the run was interrupted or made by hand.
+This page lists what every method reaches on the embedded models. Each row is an unchanged configuration of this
+repository, run to its end on one thread of a shared CPU with three seeds (two where two are listed): mean ± sample
+standard deviation, and each seed. **Held-out** are the prompts of the evaluation, on which no run trains: 96 of shapes
+(Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each from fixed noise, so a single figure has a
+standard error of about 0.03. A method is compared with itself before training. The rows are not a ranking, since
+models, budgets and rewards differ. The **second scorer** has weight 0. Model calls count every sample of a denoiser's
+batch, without evaluation. CPU minutes include evaluation and loading; a dash means that the run was interrupted or made
+by hand.
 """
 AFTER_TABLE = """
 ![held-out reward of each method over thousand forward-equivalents](img/methods.svg)
 
 Held-out reward over thousands of forward-equivalents (a call in training counts as three), one line per seed.
 
-`shapes` is the rule on what is drawn (partial credit, 0 to 1), `clipscore` the cosine of `assets/tiny-clip`, which
-learnt the same world from pictures and captions. On pictures of the untrained model the two agree only in part
-(correlation .40 within a prompt), so one may rise without the other. `jpeg` is the size in kB, a penalty.
+`shapes` scores by rule what a picture shows (partial credit, 0 to 1). `clipscore` is the cosine of `assets/tiny-clip`,
+which was trained on pictures and captions of the same world. On pictures of the untrained model the two agree only in
+part (correlation .40 within a prompt), so one may rise without the other. `jpeg` is the size in kB, as a penalty.
 
 Made by `python -m benchmarks.methods` (`train`, then `report`) from `benchmarks/methods.json`.
 """
@@ -319,7 +321,7 @@ def prices(claim: Claim, results: dict[str, list[Summary]]) -> str:
     """What each run pays until its held-out reward first reaches the level, linear between evaluations."""
     assert claim.level is not None
     lines = [
-        f"| method | thousand forward-equivalents until the held-out reward is {claim.level:g}, each seed |",
+        f"| method | thousands of forward-equivalents until the held-out reward is {claim.level:g}, each seed |",
         "| --- | --- |",
     ]
     for name, method in claim.methods.items():
