@@ -16,6 +16,9 @@ from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 
 Reduction = Literal["mean", "sum"]
 
+LARGEST_LOG_RATIO = 80.0
+"""Beyond e^88 a ratio is infinite in float32, and infinity times an advantage or a gradient of 0 is NaN."""
+
 
 class SurrogateOutput(NamedTuple):
     """loss [B], ratio [B] and clipped [B] (bool: the clip is active, this sample has no gradient)."""
@@ -53,12 +56,15 @@ def clipped_surrogate(
 
     The per-step policy loss of DDPO (arXiv 2305.13301), Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818).
     The clip range may differ by sample: two tensors of the shape of the advantage (`layer_tuning.dynamic_clip_bounds`).
+    A finite log-ratio above LARGEST_LOG_RATIO counts as that where it has no gradient: with an advantage of 0 or more.
     Raises ValueError for a negative clip range.
     """
     if bool(torch.as_tensor(clip_low).lt(0).any()) or bool(torch.as_tensor(clip_high).lt(0).any()):
         raise ValueError(f"a clip range cannot be negative, got {clip_low} below and {clip_high} above 1")
-    ratio = importance_ratio(log_prob, old_log_prob)
-    weight = advantage.detach().to(ratio.dtype)
+    log_ratio = log_prob - old_log_prob.detach()
+    weight = advantage.detach().to(log_ratio.dtype)
+    overflows = log_ratio.isfinite() & (log_ratio > LARGEST_LOG_RATIO)
+    ratio = torch.exp(log_ratio.masked_fill(overflows & (weight >= 0), LARGEST_LOG_RATIO))
     lowest, highest = 1.0 - clip_low, 1.0 + clip_high
     clipped = torch.clamp(ratio, lowest, highest)  # type: ignore[arg-type]  # two numbers or two tensors
     loss = torch.maximum(-weight * ratio, -weight * clipped)
