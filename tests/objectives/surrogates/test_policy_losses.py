@@ -153,7 +153,7 @@ def test_clipped_means_no_gradient(log_ratio: float, advantage: float, low: floa
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_a_ratio_beyond_float32_does_not_make_what_has_no_gradient_nan(weight: float) -> None:
-    """A sample left out (weight 0) adds nothing, one that is clipped its bound; what does have a gradient is infinite."""
+    """A sample left out (weight 0) adds 0, a clipped one its bound; what does have a gradient is infinite."""
     log_prob = torch.tensor([200.0, 0.0], requires_grad=True)
     out = policy_losses.clipped_surrogate(log_prob, torch.zeros(2), torch.tensor([weight, 1.0]), 0.2, 0.2)
     out.loss.sum().backward()
