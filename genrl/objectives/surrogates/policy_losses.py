@@ -33,16 +33,18 @@ def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     return torch.exp(log_prob - old_log_prob.detach())
 
 
-def staleness_weight(proximal_log_prob: Tensor, behaviour_log_prob: Tensor) -> Tensor:
+def staleness_weight(
+    proximal_log_prob: Tensor, behaviour_log_prob: Tensor, *, largest: float = LARGEST_STALENESS_WEIGHT
+) -> Tensor:
     """`w = pi_proximal / pi_behaviour` of a sample that older weights drew, elementwise, without gradient; 0 above
-    LARGEST_STALENESS_WEIGHT: its reward is not learned from.
+    `largest`: its reward is not learned from.
 
     A surrogate of `w A` whose ratio is to the proximal policy is decoupled PPO (arXiv 2110.00641, eq. 3): the clip is
     around the policy before the update and not around the one that drew. Of log-probabilities that are means over D
     numbers it is, as every ratio here, the weight of the sample to the power 1/D.
     """
     weight = torch.exp(proximal_log_prob.detach() - behaviour_log_prob.detach())
-    return torch.where(weight <= LARGEST_STALENESS_WEIGHT, weight, 0.0)
+    return torch.where(weight <= largest, weight, 0.0)
 
 
 def clipped_surrogate(
