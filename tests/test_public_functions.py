@@ -9,11 +9,9 @@ from pathlib import Path
 ROOMS = ("genrl/mdp", "genrl/objectives")
 
 AWAITED = {
-    "genrl.mdp.chains.noise_at_zero": "policies whose time runs from noise at 0 (GR00T) are not there yet",
+    "genrl.mdp.chains.noise_at_zero": "golden arrays of ReinFlow and of reversed time; policies like GR00T",
     "genrl.objectives.forward.matching.ema_decay": "Flow-GRPO's averaged weights as published have no key yet",
-    "genrl.objectives.forward.adversarial.top_patches_reward": "Adv-GRPO's reward by several layers has no run yet",
-    "genrl.objectives.surrogates.actor_critic.decoupled_surrogate": "golden arrays have it; runs: staleness_weight",
-    "genrl.objectives.surrogates.actor_critic.interpolated_proximal": "golden arrays have it; runs evaluate it",
+    "genrl.objectives.forward.adversarial.top_patches_reward": "golden arrays of Adv-GRPO; no run has several layers",
 }
 """Public functions that nothing calls, and what will, or why they are there."""
 

@@ -1,25 +1,16 @@
-"""Losses of an actor and a critic on action chunks: dual clip, decoupled PPO, value losses, DPPO's inner weights.
+"""Losses of an actor and a critic on action chunks: dual clip, value losses, DPPO's inner weights.
 
 Elementwise unless said otherwise, at whatever level the ratio has (chunk [B], action [B, C] or element [B, C, D]);
-advantages broadcast against it. The clipped surrogate itself is `policy_losses.clipped_surrogate`.
+advantages broadcast against it. The clipped surrogate itself is `policy_losses.clipped_surrogate`; decoupled PPO is
+that with advantages times `policy_losses.staleness_weight`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from genrl.objectives.surrogates.policy_losses import importance_ratio
-
-
-class DecoupledOutput(NamedTuple):
-    """loss and kept (bool: the behaviour policy was near enough), elementwise: average the loss over the kept ones."""
-
-    loss: Tensor
-    kept: Tensor
 
 
 def dual_clip(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
@@ -30,39 +21,6 @@ def dual_clip(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
     if bound <= 1:
         raise ValueError(f"the bound of a dual clip must exceed 1, got {bound}")
     return torch.minimum(loss, bound * advantage.detach().abs().to(loss.dtype))
-
-
-def decoupled_surrogate(
-    log_prob: Tensor,
-    proximal_log_prob: Tensor,
-    behaviour_log_prob: Tensor,
-    advantage: Tensor,
-    clip: float,
-    *,
-    largest_weight: float | None = None,
-) -> DecoupledOutput:
-    """PPO whose clip is around another policy than the one that acted (arXiv 2110.00641, eq. 3): for stale rollouts.
-
-    `w max(-A r, -A clip(r, 1 -+ clip))`, r = pi / pi_proximal, w = pi_proximal / pi_behaviour without gradient.
-    Elementwise, any shape. largest_weight: samples with a greater w are not kept (5 in pi_RL's asynchronous recipe).
-    """
-    ratio = importance_ratio(log_prob, proximal_log_prob)
-    weight = torch.exp(proximal_log_prob.detach() - behaviour_log_prob.detach())
-    gain = -advantage.detach().to(ratio.dtype)
-    loss = weight * torch.maximum(gain * ratio, gain * ratio.clamp(1.0 - clip, 1.0 + clip))
-    kept = torch.ones_like(weight, dtype=torch.bool) if largest_weight is None else weight <= largest_weight
-    return DecoupledOutput(loss, kept)
-
-
-def interpolated_proximal(log_prob: Tensor, behaviour_log_prob: Tensor, version: Tensor, current: float) -> Tensor:
-    """The proximal policy's log-prob, `l_b + a (l - l_b)`, a = (v - 1 - v_b) / (v - v_b) clamped to [0, 1].
-
-    Without gradient. v is the current version of the weights, v_b = version the one that acted: one update behind, the
-    proximal policy is the behaviour policy; far behind, nearly the current one. It saves a forward pass.
-    """
-    age = current - version.double()
-    share = torch.where(age > 0, (age - 1.0) / age.clamp(min=1e-9), 0.0).clamp(0.0, 1.0).to(log_prob.dtype)
-    return (behaviour_log_prob + share * (log_prob - behaviour_log_prob)).detach()
 
 
 def value_loss(

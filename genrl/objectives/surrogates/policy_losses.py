@@ -16,6 +16,9 @@ from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 
 Reduction = Literal["mean", "sum"]
 
+LARGEST_LOG_RATIO = 80.0
+"""Beyond e^88 a ratio is infinite in float32, and infinity times an advantage or a gradient of 0 is NaN."""
+
 
 class SurrogateOutput(NamedTuple):
     """loss [B], ratio [B] and clipped [B] (bool: the clip is active, this sample has no gradient)."""
@@ -30,16 +33,18 @@ def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     return torch.exp(log_prob - old_log_prob.detach())
 
 
-def staleness_weight(proximal_log_prob: Tensor, behaviour_log_prob: Tensor) -> Tensor:
+def staleness_weight(
+    proximal_log_prob: Tensor, behaviour_log_prob: Tensor, *, largest: float = LARGEST_STALENESS_WEIGHT
+) -> Tensor:
     """`w = pi_proximal / pi_behaviour` of a sample that older weights drew, elementwise, without gradient; 0 above
-    LARGEST_STALENESS_WEIGHT: its reward is not learned from.
+    `largest`: its reward is not learned from.
 
     A surrogate of `w A` whose ratio is to the proximal policy is decoupled PPO (arXiv 2110.00641, eq. 3): the clip is
     around the policy before the update and not around the one that drew. Of log-probabilities that are means over D
     numbers it is, as every ratio here, the weight of the sample to the power 1/D.
     """
     weight = torch.exp(proximal_log_prob.detach() - behaviour_log_prob.detach())
-    return torch.where(weight <= LARGEST_STALENESS_WEIGHT, weight, 0.0)
+    return torch.where(weight <= largest, weight, 0.0)
 
 
 def clipped_surrogate(
@@ -53,12 +58,15 @@ def clipped_surrogate(
 
     The per-step policy loss of DDPO (arXiv 2305.13301), Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818).
     The clip range may differ by sample: two tensors of the shape of the advantage (`layer_tuning.dynamic_clip_bounds`).
+    A finite log-ratio above LARGEST_LOG_RATIO counts as that where it has no gradient: with an advantage of 0 or more.
     Raises ValueError for a negative clip range.
     """
     if bool(torch.as_tensor(clip_low).lt(0).any()) or bool(torch.as_tensor(clip_high).lt(0).any()):
         raise ValueError(f"a clip range cannot be negative, got {clip_low} below and {clip_high} above 1")
-    ratio = importance_ratio(log_prob, old_log_prob)
-    weight = advantage.detach().to(ratio.dtype)
+    log_ratio = log_prob - old_log_prob.detach()
+    weight = advantage.detach().to(log_ratio.dtype)
+    overflows = log_ratio.isfinite() & (log_ratio > LARGEST_LOG_RATIO)
+    ratio = torch.exp(log_ratio.masked_fill(overflows & (weight >= 0), LARGEST_LOG_RATIO))
     lowest, highest = 1.0 - clip_low, 1.0 + clip_high
     clipped = torch.clamp(ratio, lowest, highest)  # type: ignore[arg-type]  # two numbers or two tensors
     loss = torch.maximum(-weight * ratio, -weight * clipped)

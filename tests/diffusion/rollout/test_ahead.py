@@ -20,8 +20,6 @@ from genrl.diffusion.rollout import ahead
 from genrl.diffusion.rollout.ray_rollouts import Order
 from genrl.diffusion.rollout.rollout import Finished, Job, Sheet, Source, Worker
 from genrl.diffusion.train import train
-from genrl.objectives.surrogates.actor_critic import decoupled_surrogate
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
 from tests.diffusion import runs
@@ -140,19 +138,6 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         rollouts, calls = run.ahead.take(0, worker, running={})
         assert len(rollouts.mine) == len(sheet.plan) and calls > 0
         assert threads.count("MainThread") == len(threads) >= 3
-
-
-def test_decoupled_surrogate() -> None:
-    """The clipped surrogate of the weighted advantage is decoupled PPO; weights above the largest are 0."""
-    generator = torch.Generator().manual_seed(0)
-    new, near, far = (torch.randn(200, generator=generator, dtype=torch.float64) * s for s in (0.2, 0.2, 2.0))
-    advantage = torch.randn(200, generator=generator, dtype=torch.float64)
-    weight = staleness_weight(near, far)
-    ours = clipped_surrogate(new, near, weight * advantage, 0.2, 0.2).loss
-    theirs = decoupled_surrogate(new, near, far, advantage, 0.2, largest_weight=5.0)
-    assert 0 < int(theirs.kept.sum()) < 200
-    torch.testing.assert_close(ours[theirs.kept], theirs.loss[theirs.kept])
-    assert ours[~theirs.kept].abs().max() == 0
 
 
 @pytest.mark.parametrize(

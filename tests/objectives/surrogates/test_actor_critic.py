@@ -18,7 +18,7 @@ from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.objectives.surrogates import actor_critic as ac
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight
 from tests.golden_cases import Case, check_all, error
 from tests.reference.dppo import quantile_clip
 from tests.reference.pi_rl import episode_weighted_mean, masked_mean
@@ -88,27 +88,28 @@ def check_policy_loss(case: Case) -> Errors:
     return result | {name: relative(value, case[name], 1e-4) for name, value in metrics.items()}
 
 
+def interpolated(new: Tensor, old: Tensor, version: Tensor, current: float) -> Tensor:
+    """pi_RL's estimate of the proximal policy's log-probability, which runs evaluate instead: the older the sample,
+    the nearer to the present policy's."""
+    age = current - version.double()
+    share = torch.where(age > 0, (age - 1.0) / age.clamp(min=1e-9), 0.0).clamp(0.0, 1.0)
+    return (old + share * (new - old)).detach()
+
+
 def check_decoupled(case: Case) -> Errors:
+    """Decoupled PPO as runs compute it: the clipped surrogate of weighted advantages around the proximal policy."""
     options = case.params
     log_prob, values = case["logprobs"].requires_grad_(), case["values"].requires_grad_()
     new, behaviour = (chains.aggregate(t, "chunk", "sum") for t in (log_prob, case["old_logprobs"]))
+    near = behaviour
     if options["proximal"] == "versions":
-        near = ac.interpolated_proximal(
-            log_prob, case["old_logprobs"], case["versions"], options["current_version"]
-        ).sum((1, 2))
+        near = interpolated(log_prob, case["old_logprobs"], case["versions"], options["current_version"]).sum((1, 2))
     elif options["proximal"] == "prox":
         near = case["proximal_logprobs"].sum((1, 2))
-    else:
-        near = behaviour
-    out = ac.decoupled_surrogate(
-        new,
-        near,
-        behaviour,
-        case["advantages"][:, 0],
-        options["clip"],
-        largest_weight=options["behave_weight_threshold"],
-    )
-    policy = masked_mean(out.loss, out.kept)
+    largest = math.inf if options["behave_weight_threshold"] is None else options["behave_weight_threshold"]
+    weight = staleness_weight(near, behaviour, largest=largest)
+    out = clipped_surrogate(new, near, weight * case["advantages"][:, 0], options["clip"], options["clip"])
+    policy = masked_mean(out.loss, weight > 0)
     bounds = {"clip": options.get("value_clip", 0.2), "huber_delta": options.get("huber_delta", 10.0)}
     errors = ac.value_loss(values, case["returns"], old_values=case["prev_values"], **bounds)
     total = policy + errors.mean()
@@ -257,25 +258,12 @@ def test_a_dual_clip_bounds_the_loss_of_bad_samples_only(difference: float, adva
         assert bounded == plain
 
 
-@given(st.integers(0, 1000))
-def test_decoupled_ppo_round_the_behaviour_policy_is_ppo(seed: int) -> None:
-    new, old, advantage = torch.randn(3, 6, generator=generator(seed))
-    out = ac.decoupled_surrogate(new, old, old, advantage, 0.2, largest_weight=1.5)
-    torch.testing.assert_close(out.loss, clipped_surrogate(new, old, advantage, 0.2, 0.2).loss)
-    assert out.kept.all()
-
-
-def test_a_stale_sample_is_not_kept() -> None:
-    near, old = torch.tensor([1.0, 0.0]), torch.zeros(2)
-    out = ac.decoupled_surrogate(near, near, old, torch.ones(2), 0.2, largest_weight=2.0)
-    assert out.kept.tolist() == [False, True]
-
-
-def test_the_proximal_policy_moves_with_age() -> None:
-    new, old = torch.ones(4, requires_grad=True), torch.zeros(4)
-    version = torch.tensor([7.0, 6.0, 5.0, 3.0])
-    near = ac.interpolated_proximal(new, old, version, 7.0)
-    assert near.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.75]) and not near.requires_grad
+def test_the_weight_of_a_stale_sample() -> None:
+    """p_proximal / p_behaviour, 0 above the bound; 1, and so plain PPO, where both are one policy. No gradient."""
+    near, old = torch.tensor([3.0, 1.0, 0.0, -1.0], requires_grad=True), torch.zeros(4)
+    weight = staleness_weight(near, old)
+    assert weight.tolist() == pytest.approx([0.0, math.e, 1.0, 1 / math.e]) and not weight.requires_grad
+    assert staleness_weight(near, old, largest=2.0).tolist() == pytest.approx([0.0, 0.0, 1.0, 1 / math.e])
 
 
 @given(st.integers(0, 1000))

@@ -151,6 +151,20 @@ def test_clipped_means_no_gradient(log_ratio: float, advantage: float, low: floa
     assert log_prob.grad.item() == pytest.approx(want, rel=1e-12, abs=1e-300)
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_ratio_beyond_float32_does_not_make_what_has_no_gradient_nan(weight: float) -> None:
+    """A sample left out (weight 0) adds 0, a clipped one its bound; what does have a gradient is infinite."""
+    log_prob = torch.tensor([200.0, 0.0], requires_grad=True)
+    out = policy_losses.clipped_surrogate(log_prob, torch.zeros(2), torch.tensor([weight, 1.0]), 0.2, 0.2)
+    out.loss.sum().backward()
+    assert out.loss.tolist() == pytest.approx([-1.2 * weight, -1.0])
+    assert log_prob.grad is not None and log_prob.grad.tolist() == [0.0, -1.0]
+    pushed_down = policy_losses.clipped_surrogate(log_prob, torch.zeros(2), -torch.ones(2), 0.2, 0.2)
+    assert pushed_down.loss.tolist() == [math.inf, 1.0]
+    infinite = policy_losses.clipped_surrogate(torch.tensor([math.inf]), torch.zeros(1), torch.zeros(1), 0.2, 0.2)
+    assert infinite.loss.isnan().all()
+
+
 @given(st.floats(-5, 5, allow_subnormal=False), CLIPS)
 def test_on_policy_it_is_the_policy_gradient(advantage: float, clip: float) -> None:
     log_prob = scalar(-0.7).requires_grad_()

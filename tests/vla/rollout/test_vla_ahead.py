@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "ppo of actions": {"trainer": {"values": "action", "level": "action", "discount": "smdp"}},
-    "dppo": {"sampler": "diffusion", "optimizer": {"lr": 1e-4}},
+    "dppo": {"sampler": "diffusion"},  # at this rate ratios overflow where the importance weight is 0
     "flow_noise": {"sampler": "flow_noise", "policy": {"freeze": "nothing"}},
     "grpo": vla_runs.GRPO,
 }
