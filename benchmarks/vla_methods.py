@@ -37,12 +37,13 @@ RESULTS = Path(__file__).with_suffix(".json")
 HEAD = """
 # Policies in simulation: what was measured
 
-Every row is a configuration of `configs/vla/` as it stands, run to its end on one thread of a shared CPU with three
-seeds; each starts from the same supervised policy, so seeds differ in episodes and noise alone. **Success** is that of
-the evaluation: 512 fixed episodes (Meta-World 96) without exploration; the standard error of one figure is at most
-0.022 (0.051). MiniTable is seen in pictures of 32 pixels, Meta-World is told its state. **To .85** is the number of
-environment steps until an evaluation first reaches it, linear between evaluations. Environment steps are those of
-rollouts; CPU minutes are of the learner's process, loading and evaluations included, and of its workers.
+This page lists what the methods for policies in simulation reach. Every row is an unchanged configuration of
+`configs/vla/`, run to its end on one thread of a shared CPU with three seeds; each starts from the same supervised
+policy, so seeds differ only in episodes and noise. **Success** is that of the evaluation: 512 fixed episodes
+(Meta-World 96) without exploration; the standard error of one figure is at most 0.022 (0.051). MiniTable is observed in
+pictures of 32 pixels, Meta-World through its state. **To .85** is the number of environment steps until an evaluation
+first reaches it, linear between evaluations. Environment steps are those of rollouts. CPU minutes are those of the
+learner's process, including loading and evaluations, and of its workers.
 """
 AFTER = """
 ![success over thousands of environment steps](img/vla_methods.svg)
@@ -118,25 +119,27 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 NOTES = """
-- **Flow-Noise** learns fastest here, and is the most exact in the end: its head can be careful where care is needed.
-  Flow-SDE follows; the same without a critic (GRPO, 64 groups of 8) is not far behind, at the same number of steps.
-- **ReinFlow** as configured explores less (0.1 to 0.24 against 0.2 to 0.6) and is slower; it begins higher since its
+- **Flow-Noise** learns fastest here, and is the most exact in the end: its head can reduce the noise where precision is
+  needed. Flow-SDE follows; the same without a critic (GRPO, 64 groups of 8) is not far behind, at the same number of
+  steps.
+- **ReinFlow** as configured explores less (0.1 to 0.24 against 0.2 to 0.6) and is slower. It begins higher because its
   means are clamped, in evaluation too.
-- **DPPO** starts from another policy: a diffusion policy learns to see later from the same demonstrations (.449). It
-  rises steadily and had not ended rising; ten trained steps make every decision ten samples, which costs five times the
-  time.
-- **Meta-World** (reach, push, pick-place, told their state) reaches .85 after about 130,000 steps and stays between .87
-  and .94; the last evaluations are not its best ones, and with 96 episodes they are not told apart. These three runs
-  were each judged on a list of their own, so they begin at .61, .59 and .50 (a defect since mended: the list is the
-  evaluation seed's alone).
+- **DPPO** starts from another policy: from the same demonstrations a diffusion policy takes longer to learn to use the
+  pictures (.449). It rises steadily and was still rising at the end. Ten trained steps make every decision ten samples,
+  which costs five times the time.
+- **Meta-World** (reach, push, pick-place, observed through their state) reaches .85 after about 130,000 steps and stays
+  between .87 and .94. The last evaluations are not its best ones, but 96 episodes cannot separate them. These three
+  runs were each evaluated on their own list of episodes, so they begin at .61, .59 and .50 (this defect has been fixed:
+  the list now depends only on the evaluation seed).
 - **Meta-World from pixels**, not in the table (64 pixels, two tasks, 10 demonstrations each, 600 supervised steps, a
-  frozen encoder): .389 before and .458 (.348 to .573, 72 episodes) after 149,000 environment steps, no gain that these
-  episodes can tell from none. `genrl train configs/vla/metaworld_sft.yaml policy.new.image_size=64
+  frozen encoder): .389 before and .458 (.348 to .573, 72 episodes) after 149,000 environment steps, which is not a
+  significant gain with so few episodes. Run `genrl train configs/vla/metaworld_sft.yaml policy.new.image_size=64
   environment.max_steps=100 'environment.tasks=[button-press-topdown-v3, drawer-open-v3]' trainer.batch_size=64
-  trainer.steps_per_iteration=150 iterations=4`, then `metaworld.yaml` with the same tasks and limit and
-  `policy.freeze=encoder environment.num_envs=96 iterations=16`.
-- None of these settings was searched over beyond a few runs; pi_RL's, DPPO's and ReinFlow's own constants are for
-  policies a thousand times larger, and where a configuration departs from them it says so.
+  trainer.steps_per_iteration=150
+  iterations=4`, then `metaworld.yaml` with the same tasks and limit and `policy.freeze=encoder environment.num_envs=96
+  iterations=16`.
+- None of these settings was tuned beyond a few runs. The constants of pi_RL, DPPO and ReinFlow are for policies a
+  thousand times larger; a configuration that departs from them says so.
 """
 
 

@@ -41,20 +41,20 @@ RESULTS = Path(__file__).with_suffix(".json")
 HEAD = """
 # Presets for vision-language models: what was measured
 
-Every row is a configuration of `configs/vlm/` as it stands, run to its end on one thread of a shared CPU; a mean ±
-sample standard deviation stands where there are several seeds, and then each of them. All start from the same
-embedded model, so seeds differ in questions and drawn answers alone; `q_hawkeye.yaml` has a model and a task of its
-own (scores of picture quality, right within half a point) and is not to be compared with the others. **Right** is the
-share of 256 held-out questions that are answered rightly, most probable tokens, on pictures arranged as no training
-picture is: the standard error of one figure is at most 0.031. **Reward** is the weighted sum that is trained on, of
-the same answers. Tokens are those of all drawn answers, left-out groups included; CPU seconds are of the process,
-loading and evaluations included (a dash: the run was interrupted). Settings are the presets' own with one learning
-rate for all, not searched over.
+This page lists what the presets for vision-language models reach. Every row is an unchanged configuration of
+`configs/vlm/`, run to its end on one thread of a shared CPU. If there are several seeds, it gives the mean ± sample
+standard deviation, and each seed. All start from the same embedded model, so seeds differ only in questions and sampled
+answers. `q_hawkeye.yaml` has its own model and task (scores of picture quality, right within half a point) and cannot
+be compared with the others. **Right** is the share of 256 held-out questions that are answered correctly with the most
+probable tokens. Their pictures have arrangements that no training picture has; the standard error of one figure is at
+most 0.031. **Reward** is the weighted sum that is trained on, for the same answers. Tokens are those of all sampled
+answers, including groups that are left out. CPU seconds are those of the process, including loading and evaluations (a
+dash: the run was interrupted). Settings are the presets' own with one learning rate for all, without tuning.
 """
 AFTER = """
-![share of right answers over thousands of drawn tokens](img/vlm_methods.svg)
+![share of right answers over thousands of sampled tokens](img/vlm_methods.svg)
 
-Share of right answers at each evaluation over thousands of drawn tokens, one line per seed.
+Share of right answers at each evaluation over thousands of sampled tokens, one line per seed.
 
 Made by `python -m benchmarks.vlm_methods` (`train`, then `report`) from `benchmarks/vlm_methods.json`.
 """

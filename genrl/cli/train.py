@@ -17,7 +17,7 @@ Changes = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Changes: iterations, checkpoint, evaluation, trackers, output, where rewards run and samples are drawn.",
+        help="Changes: iterations, checkpoint, evaluation, trackers, output, where rewards run and samples come from.",
     ),
 ]
 Processes = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine, one per device.")]

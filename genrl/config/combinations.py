@@ -135,7 +135,7 @@ def _buckets(config: Config) -> Iterator[Finding]:
         text = "how many samples fit depends on their size; find batch_size by hand, for the largest"
         yield ("sampling.fit_batch", at), text
     if config.kernels.compile:
-        text = "each size is compiled anew, and what was drawn may be replayed by another graph; remove one of them"
+        text = "each size is compiled separately, so samples may be replayed by another graph; remove one of them"
         yield ("kernels.compile", at), text
 
 
@@ -143,7 +143,7 @@ def _pipeline_args(config: Config) -> Iterator[Finding]:
     for name in config.sampling.pipeline_args:
         key = f"sampling.pipeline_args.{name}"
         if name in OWN_KEY:
-            yield (key, OWN_KEY[name]), f"has a key of its own; write {OWN_KEY[name]} instead"
+            yield (key, OWN_KEY[name]), f"has its own key; write {OWN_KEY[name]} instead"
         elif name in OURS:
             yield (key,), "is set by the trainer; remove it"
     yield from _strength(config)

@@ -29,14 +29,14 @@ def engine_rules(config: Config) -> Iterator[Finding]:
         text = "is for models that one process cannot hold, and every rollout worker holds the whole one; leave one out"
         yield (config.sharded_by, at), text
     if config.distributed.context > 1:
-        yield ("distributed.context", at), "a rollout worker draws its samples alone; write 1, or leave engine out"
+        yield ("distributed.context", at), "a rollout worker computes its samples alone; write 1, or leave engine out"
     if config.kernels.compile:
         yield ("kernels.compile", at), "a graph compiled elsewhere may round differently; write false"
     if config.sampling.fit_batch:
         yield ("sampling.fit_batch", at), "what fits here need not fit there; find batch_size by hand"
     workers, pieces = engine.rollout_workers, sum(map(len, trainer.cut(config, 1)))
     if workers > pieces:
-        text = f"{workers} workers, but micro-batches for {pieces} only in an iteration: each draws one at a time"
+        text = f"{workers} workers, but micro-batches for {pieces} only in an iteration: each samples one at a time"
         yield ("engine.rollout_workers", "sampling.batch_size"), f"{text}; use {pieces} or less, or a smaller batch"
     if engine.reward_workers:
         yield from _reward_workers(config, engine.reward_workers, pieces)
@@ -75,7 +75,7 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
     if trainer.keeps_graphs:
         yield ("trainer.keep_graph", at), "kept graphs are of the weights that drew; write false"
     if not getattr(trainer, "guidance_in_training", True):
-        text = "samples are weighted by how likely they still are, and another policy is trained than draws; write 0"
+        text = "samples are weighted by the policy that sampled, and another one is trained; write 0"
         yield (at, "trainer.guidance_in_training"), text
     if config.distributed.context > 1:
         yield ("distributed.context", at), "was not tried with it; write 1"

@@ -303,7 +303,7 @@ def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> 
     sampling = config.sampling
     if not sampling.buckets:
         if written := [column for column in NAMES if column in found.column_names]:
-            text = f"the column {written[0]} is not read; sampling.buckets: rows draws each prompt in its own size"
+            text = f"the column {written[0]} is not read; sampling.buckets: rows samples each prompt in its own size"
             notes.append(f"prompts.{name}: {text}")
         return
     rows = sized(found.rows, sampling.buckets, sampling.picture_column, str(getattr(config.prompts, name)))

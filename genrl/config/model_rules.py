@@ -85,7 +85,7 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
 def _single_file(model: Model) -> Iterator[Finding]:
     if not is_single_file(model.path):
         if model.config is not None:
-            text = "is for a checkpoint in one .safetensors or .gguf file, and this is a pipeline of its own; remove it"
+            text = "is for a checkpoint in one .safetensors or .gguf file, and this is a whole pipeline; remove it"
             yield ("model.config", "model.path"), text
         return
     if model.config is None:

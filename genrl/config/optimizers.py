@@ -61,7 +61,7 @@ def optimizer_problems(config: AnyConfig) -> Iterator[Finding]:
     name, known = settings.name, OPTIMIZERS.get(settings.name)
     for key in settings.args:
         if key in OWN_KEYS:
-            yield (f"optimizer.args.{key}", f"optimizer.{key}"), f"has a key of its own; write optimizer.{key}"
+            yield (f"optimizer.args.{key}", f"optimizer.{key}"), f"has its own key; write optimizer.{key}"
     if known is None and ":" not in name:
         near = get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""

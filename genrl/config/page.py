@@ -12,10 +12,10 @@ from genrl.config.loading import ROOTS
 
 HEAD = """# Configuration
 
-One YAML file says everything about a run, and its top-level sections what kind of run it is: one with `policy` trains
-a policy in simulation, one with `vlm` a vision-language model, any other a diffusion pipeline. It is validated before
-anything is loaded: an unknown key, a wrong type or settings that contradict each other are errors that name the file,
-the line, the key and the nearest legal value.
+This page lists every key of a configuration. One YAML file describes a run, and its top-level sections decide what kind
+of run it is: with `policy` it trains a policy in simulation, with `vlm` a vision-language model, otherwise a diffusion
+pipeline. The file is validated before anything is loaded: an unknown key, a wrong type or settings that contradict each
+other raise errors that name the file, the line, the key and the nearest legal value.
 
 ```bash
 genrl check configs/quickstart.yaml             # validate, count model calls, estimate memory; no weights are read
@@ -31,14 +31,15 @@ genrl config schema > genrl.schema.json         # completion in editors
 - **Numbers** are read as YAML 1.2 does: `1e-4` is a number, `on` is text, `010` is 10.
 - **Paths** are relative to the folder the command is run in.
 - The **resolved configuration** is saved as `config.yaml` in the run folder and runs as it stands.
-- With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers`, `output` and where rewards and
-  simulators run (`remote`, `isolate`, `outage`; `workers`, `timeout_s`) or samples are drawn (`engine`) may be changed.
+- With `genrl resume`, only some keys may be changed: `iterations`, `checkpoint`, `evaluation`, `trackers`, `output`,
+  and where rewards and simulators run (`remote`, `isolate`, `outage`; `workers`, `timeout_s`) or samples are generated
+  (`engine`).
 
 `configs/quickstart.yaml`, `configs/ocr.yaml` and `configs/flow_grpo.yaml` run on the embedded model, and so do those
 in `configs/diffusion/` that are named after a method alone: `mix_grpo`, `mix_grpo_flash`, `flow_grpo_fast`,
 `tree_rpo`, `branch_grpo`, `tree_grpo`, `b2_diffurl`, `adv_grpo`, `dance_grpo`, `grpo_guard`, `ddpo`, `prdp`,
 `paco_grpo`, `prompt_rl`, `spo` and `talk2move`. The others there, named after a published model, are recipes with the
-field's defaults and their sources. No machine that could run those was at hand: they are validated, not run.
+field's defaults and their sources. We had no machine that could run them: they are validated, not run.
 
 Keys and defaults, made from the schemas in `genrl/config/`:
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler")
 """Schedulers of consistency models."""
 NOT_DDIM = (
-    "a consistency model jumps to the clean picture in each step and noises it anew, which no kernel does; train the "
+    "a consistency model jumps to the clean picture in each step and adds new noise, which no kernel does; train the "
     "model that it was distilled from, or a few-step model of another scheduler"
 )
 

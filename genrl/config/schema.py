@@ -49,11 +49,11 @@ class Offload(Section):
 
     text_encoders: Literal["encode_then_free", "between"] | None = None
     """encode_then_free = all prompts are encoded before the denoiser is on the device, and the encoders dropped;
-    between = they wait on the CPU but while they encode; null = they stay."""
+    between = they are on the CPU except while they encode; null = always on the device."""
     denoiser: Literal["blocks"] | None = None
     """blocks = its frozen weights wait on the CPU, and a block is on the device while it computes; null = they stay."""
     vae: Literal["between"] | None = None
-    """between = it waits on the CPU but while it encodes or decodes; null = it stays."""
+    """between = it is on the CPU except while it encodes or decodes; null = always on the device."""
 
 
 class Model(Section):
@@ -63,8 +63,8 @@ class Model(Section):
     """Folder of a saved diffusers pipeline (has model_index.json), a hub id such as org/name, or one .safetensors or
     .gguf file (with config)."""
     config: Text | None = None
-    """Of such a file: folder or hub id of the pipeline that it was made from, for its class, the settings of
-    its networks, and what the file lacks."""
+    """For such a file: folder or hub id of the pipeline that it was made from, for its class, the settings of its
+    networks, and what the file lacks."""
     revision: Text | None = None
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
     variant: Text | None = None
@@ -87,14 +87,14 @@ class Model(Section):
     offload: Offload = Offload()
     """What leaves the device while it is idle."""
     encodings: Text | None = None
-    """Folder in which encodings of prompts are kept for other processes and later runs; null = in memory alone."""
+    """Folder in which encodings of prompts are kept for other processes and later runs; null = only in memory."""
     encodings_gb: Positive = 20.0
     """Most that the folder may hold, in GB; what was used longest ago goes first."""
     slice_vae: Flag = False
-    """Decode pictures one by one: less memory where they are large; the same up to rounding."""
+    """Decode pictures one at a time: less memory for large ones; equal up to rounding."""
     tile_vae: Flag = False
-    """Encode and decode large pictures in overlapping tiles: least memory, a little other pixels where tiles meet. A
-    VAE that decodes in no other way (Allegro) needs it."""
+    """Encode and decode large pictures in overlapping tiles: least memory, slightly different pixels where tiles meet.
+    A VAE that can decode only in tiles (Allegro) needs it."""
 
 
 class Kernels(Section):
@@ -112,7 +112,7 @@ class Kernels(Section):
     evaluation_attention: Attention | Literal["sage"] | None = None
     """Another one for evaluation, where no ratio depends on it; null = as in training."""
     compile: Flag | Literal["cuda_graphs"] = False
-    """Compile the denoiser by torch, in sampling, training and evaluation: true, or cuda_graphs = with its launches
+    """Compile the denoiser with torch, in sampling, training and evaluation: true, or cuda_graphs = with its launches
     recorded too (a GPU; algorithms flow_grpo and diffusion_nft; not tried on one yet)."""
 
 
@@ -132,7 +132,7 @@ class Gate(Section):
     """A reward counts only where another one is good enough; elsewhere it is replaced before it is normalised."""
 
     reward: Text
-    """The other one, as it is named in the log: its name, or what stands after the colon of a file."""
+    """The other reward, as the log names it: its name, or the part after the colon of a file."""
     at_least: Number
     """Threshold, in the other one's own units."""
     otherwise: Number = 0.0
@@ -160,7 +160,7 @@ class Reward(Section):
     weight: Number = 1.0
     """Factor in the sum that is trained on; 0 = only logged; negative = a penalty."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the reward's class, where it has them also device and dtype."""
+    """Keyword arguments of the reward's class, also device and dtype if it has them."""
     schedule: tuple[tuple[Whole, Number], ...] = ()
     """Points [iteration, factor on the weight], linear between them and constant outside; empty = 1."""
     normalize: Literal["none", "group", "running"] = "none"
@@ -177,13 +177,13 @@ class Reward(Section):
     """URL of a `genrl serve` of this reward, which is then not loaded here, or a list of several; null = none. Their
     token, if they ask for one, is taken from the environment variable GENRL_REWARD_TOKEN."""
     isolate: Flag | Text = False
-    """Run it in a process of its own, started and ended with the run; a folder = in that virtual environment."""
+    """Run it in its own process, started and ended with the run; a folder = in that virtual environment."""
     outage: Outage = Outage()
     """What happens when the server or the process does not answer."""
 
 
 class Sampling(Section):
-    """How pictures (or videos) are drawn for training."""
+    """How pictures (or videos) are generated for training."""
 
     num_inference_steps: Count = 10
     """Denoising steps of a rollout (Flow-GRPO on SD3.5: 10); at a strength below 1 those that are left."""
@@ -196,9 +196,9 @@ class Sampling(Section):
     num_frames: Count | None = None
     """Frames of a video pipeline; null = its default, or a picture."""
     buckets: Literal["rows"] | tuple[tuple[Count, Count] | tuple[Count, Count, Count], ...] = ()
-    """Several sizes, each micro-batch of one: a list of [height, width] or [height, width, frames], to which prompts
-    are dealt in turn (with inputs: by the shape of their first picture); rows = by the columns height, width and
-    num_frames; empty = one size. In evaluation too."""
+    """Several sizes, one per micro-batch: a list of [height, width] or [height, width, frames], assigned to prompts in
+    turn (with inputs: by the shape of their first picture); rows = by the columns height, width and num_frames; empty =
+    one size. In evaluation too."""
     prompts_per_iteration: Count = 8
     """Different prompts in one iteration, over all processes (Flow-GRPO: 48)."""
     group_size: Count = 8
@@ -206,20 +206,20 @@ class Sampling(Section):
     batch_size: Count = 8
     """Samples per call of the denoiser, in rollout and in training alike."""
     fit_batch: Flag = False
-    """Take batch_size as the most: before training find how many fit into memory, by halving, in all processes; and do
-    an iteration again with half where memory runs out later."""
+    """Take batch_size as the maximum: before training find how many samples fit into memory, by halving, in all
+    processes; and repeat an iteration with half of it if memory runs out later."""
     same_initial_noise: Flag = False
-    """Start all samples of a group from one noise (DanceGRPO: true)."""
+    """Start all samples of a group from the same noise (DanceGRPO: true)."""
     pipeline_args: dict[str, Any] = {}
     """Further keyword arguments of the pipeline's call, for example max_sequence_length."""
     inputs: dict[str, Text] = {}
     """Pictures that the pipeline is given with each prompt: argument of its call -> column that names the file, for
     example {image: source_image} to train an editing model."""
     staleness: Whole = 0
-    """Draw each iteration by the weights of so many iterations before: 0 = by the newest; 1 or more = rollout workers
-    (`engine`) draw while the model is trained. Flow-GRPO, PaCo-GRPO, GRPO-Guard, DDPO, DiffusionNFT (docs/ray.md)."""
+    """Sample each iteration with the weights of so many iterations before: 0 = the newest; 1 or more = rollout workers
+    (`engine`) sample while the model is trained. Flow-GRPO, PaCo-GRPO, GRPO-Guard, DDPO, DiffusionNFT (docs/ray.md)."""
     score_in_background: Flag = False
-    """Score a micro-batch in a second thread while the next one is drawn; the results are the same."""
+    """Score a micro-batch in a second thread while the next one is sampled; the results are the same."""
 
     def scheduled(self, steps: int) -> int:
         """Steps of the schedule that the pipeline is asked for, where it is to run `steps` of it: at a strength below 1
@@ -262,7 +262,7 @@ class Evaluation(Section):
     guidance_scale: NonNegative | None = None
     """Guidance; null = sampling.guidance_scale."""
     height: Count | None = None
-    """Pixels; null = sampling.height (PaCo-GRPO trains at a lower resolution than it is judged at)."""
+    """Pixels; null = sampling.height (PaCo-GRPO trains at a lower resolution than it is evaluated at)."""
     width: Count | None = None
     """Pixels; null = sampling.width."""
     batch_size: Count | None = None
@@ -274,12 +274,13 @@ class Evaluation(Section):
 
 
 class Engine(Section):
-    """Where samples are drawn, if not in the processes that train (docs/ray.md)."""
+    """Where samples are generated, if not in the processes that train (docs/ray.md)."""
 
     kind: Literal["ray"]
     """ray = by Ray actors, each with a copy of the pipeline."""
     rollout_workers: Count
-    """Actors that draw, over all processes; with those that score at most one per CPU of the cluster."""
+    """Actors that generate samples, over all processes; together with those that score, at most one per CPU of the
+    cluster."""
     reward_workers: Whole = 0
     """Actors that score, each with all rewards that are on no server; 0 = the processes that train score."""
     address: Text | None = None
@@ -295,11 +296,11 @@ class Config(Section):
     model: Model
     """Which pipeline is trained, and how its weights are held."""
     prompts: Prompts
-    """What is drawn."""
+    """Prompts for training and evaluation."""
     rewards: Annotated[tuple[Reward, ...], Field(min_length=1)]
     """What is rewarded: a list of {name, weight, args}; the weighted sum is trained on."""
     sampling: Sampling = Sampling()
-    """How samples are drawn."""
+    """How samples are generated."""
     trainer: Trainer
     """Which algorithm, and its settings."""
     optimizer: Optimizer = Optimizer()
@@ -313,7 +314,7 @@ class Config(Section):
     distributed: Distributed = Distributed()
     """Several processes."""
     engine: Engine | None = None
-    """Where samples are drawn; null = in the processes that train."""
+    """Where samples are generated; null = in the processes that train."""
     kernels: Kernels = Kernels()
     """Fused kernels, attention back-ends, compilation."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
@@ -321,7 +322,7 @@ class Config(Section):
     iterations: Count = 300
     """Rounds of sampling and training (DanceGRPO and MixGRPO: 300)."""
     idle_iterations: Count | None = 5
-    """Iterations in a row that change no weight after which the run stops and says why; null = it goes on."""
+    """Stop the run, with the reason, after so many iterations in a row that change no weight; null = never."""
     seed: Whole = 0
     """Seed of everything random: prompts, noise, windows, initial adapters."""
     output: Text = "runs/genrl"

@@ -30,18 +30,18 @@ class LoRA(LowRank):
     model_config = ConfigDict(serialize_by_alias=True)
 
     type: Literal["lora", "dora", "rslora", "lokr"] = "lora"
-    """lora; dora: with the length of each row apart; rslora: multiplied by alpha / sqrt(rank); lokr: Kronecker
-    products. No loha: diffusers cannot read it."""
+    """lora; dora: with the length of each row learnt separately; rslora: multiplied by alpha / sqrt(rank); lokr:
+    Kronecker products. No loha: diffusers cannot read it."""
     ranks: dict[str, Count] = {}
-    """Other ranks: of a whole component (transformer_2), or of layers whose name ends so, a regular expression; alpha
-    follows, so that alpha / rank stays the same (not rslora's)."""
+    """Other ranks, for a whole component (transformer_2) or for layers whose name ends in a match of the regular
+    expression; alpha follows, so that alpha / rank stays the same (not rslora's)."""
     begin: Text | None = Field(default=None, alias="from")
-    """Folder or hub id (org/name, or org/name:file.safetensors) of a LoRA to go on training; its type, rank, alpha and
-    targets are taken. null = a new one."""
+    """Folder or hub id (org/name, or org/name:file.safetensors) of a LoRA to continue training; its type, rank, alpha
+    and targets are used. null = a new one."""
     frozen: tuple[Text, ...] = ()
     """The same, of LoRAs that are active throughout and not trained."""
     text_encoders: Flag = False
-    """Adapt the attention of the text encoders too whose adapters diffusers loads (CLIP's of Stable Diffusion and
+    """Also adapt the attention of those text encoders whose adapters diffusers loads (CLIP's of Stable Diffusion and
     FLUX.1); prompts are then encoded in every model call."""
 
 
@@ -49,8 +49,8 @@ class Optimizer(Section):
     """The optimiser and its schedule (docs/optimizers.md)."""
 
     name: Text = "adamw"
-    """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for what is no matrix), prodigy, or a class:
-    package.module:Class, path/file.py:Class."""
+    """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for everything that is not a matrix), prodigy, or a
+    class: package.module:Class, path/file.py:Class."""
     args: dict[str, Any] = {}
     """Further arguments of the optimiser, for example {eps: 1e-6}."""
     lr: Positive = 3e-4
@@ -81,9 +81,9 @@ class Monitor(Section):
     """The name of the log's `eval/<name>_mean`. Pictures: a reward of weight 0, never trained on; answers: a reward, or
     accuracy; robots and episodes: success."""
     tolerance: NonNegative
-    """How far below its best evaluation it may lie, in its own units."""
+    """How far it may fall below its best evaluation, in its own units."""
     patience: Count = 2
-    """So many evaluations in a row have to lie lower for training to end."""
+    """Training ends after so many lower evaluations in a row."""
     action: Literal["stop", "roll_back"] = "roll_back"
     """End with the weights as they are, or with those of the best evaluation."""
 
@@ -101,7 +101,7 @@ class Distributed(Section):
     """Several processes."""
 
     fsdp: Flag = False
-    """Shard the model over the processes (FSDP2): with adapters its frozen weights, else weights, gradients and
+    """Shard the model over the processes (FSDP2): with adapters its frozen weights, otherwise weights, gradients and
     optimiser state."""
     shard: Literal["all", "node"] = "all"
     """With fsdp: over all processes, or over those of each machine, which holds the model once."""

@@ -33,7 +33,7 @@ class NewPolicy(Section):
     horizon: Count = 4
     """Actions in a chunk."""
     image_size: Whole = 32
-    """Side of the picture it looks at, in pixels; 0 = it is told the state of the environment instead."""
+    """Side of the picture that it sees, in pixels; 0 = it gets the state of the environment instead."""
     train_steps: Ways = 20
     """Noise levels of a diffusion policy (DPPO: 20 from states, 100 from pictures)."""
     args: dict[str, Any] = {}
@@ -63,15 +63,16 @@ class Policy(Section):
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True
-    """With a frozen encoder: train on what it computed in the rollout, not anew (pi0, SmolVLA: anew, it is too big)."""
+    """With a frozen encoder: train on the features that it computed in the rollout (pi0 and SmolVLA compute them again,
+    since they are too big to keep)."""
     lora: PolicyLoRA | None = None
     """pi0, pi0.5, SmolVLA: low-rank adapters in the layers that would be trained; null = their weights are trained."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """pi0, pi0.5, SmolVLA: numbers of the weights that are not trained, and of what these compute; null = float32, and
     as in the file what the folder itself freezes. What is trained is float32."""
     gradient_checkpointing: Flag = False
-    """pi0, pi0.5, SmolVLA: compute the activations of the layers again in the backward pass, not keep them: less
-    memory, a third more training time."""
+    """pi0, pi0.5, SmolVLA: compute the activations of the layers again in the backward pass instead of keeping them:
+    less memory, a third more training time."""
 
     @property
     def frozen(self) -> bool:
@@ -98,7 +99,7 @@ class Environment(Section):
     """Processes that the simulators run in; 0 = this one; ray = Ray actors, which act with copies of the policy;
     ray_simulators = Ray actors, and the policy stays here."""
     staleness: Whole = 0
-    """Act by the weights of so many iterations before: 0 = by the newest; 1 or more = with workers: ray, actors act
+    """Act with the weights of so many iterations before: 0 = the newest; 1 or more = with workers: ray, actors act
     while the policy is trained. PPO, GRPO (docs/ray.md)."""
     timeout_s: Positive = 60.0
     """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
@@ -267,7 +268,7 @@ class Evaluation(Section):
     episodes: Count = 256
     """Episodes, always the same."""
     num_envs: Count | None = None
-    """Environments side by side; null = environment.num_envs, or `episodes` where they are fewer."""
+    """Environments side by side; null = environment.num_envs, or `episodes` if that is fewer."""
     seed: Whole = 1234
     """Seed of the episodes and of the initial noise."""
     videos: Whole = 4
@@ -309,7 +310,7 @@ class VLAConfig(Section):
     iterations: Count = 30
     """Rounds of acting and training."""
     idle_iterations: Count | None = 5
-    """Iterations in a row that change no weight after which the run stops and says why; null = it goes on."""
+    """Stop the run, with the reason, after so many iterations in a row that change no weight; null = never."""
     seed: Whole = 0
     """Seed of everything random: episodes, noise, minibatches, new weights."""
     output: Text = "runs/genrl"

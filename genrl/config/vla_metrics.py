@@ -34,12 +34,12 @@ SIMULATION = {
         "units of the policy, -1 to 1",
     ),
     "rollout/env_steps": MetricDoc(
-        "actions executed in rollouts since the run began, evaluations apart",
-        "The cost that success curves are drawn over.",
+        "actions executed in rollouts since the run began, without evaluations",
+        "The horizontal axis of success curves.",
         "actions",
     ),
     "rollout/log_prob_off": MetricDoc(
-        "largest difference between log-probabilities of the first decisions as they were drawn and as the trainer "
+        "largest difference between log-probabilities of the first decisions as they were sampled and as the trainer "
         "scores them before any update, by the weights that acted",
         "0 on the CPU. More than 1e-6 of the largest one ends the run.",
         "nats",

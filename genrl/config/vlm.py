@@ -55,8 +55,8 @@ class VLM(Section):
     null = a copy per answer, in the model's own attention."""
 
     gradient_checkpointing: Flag = False
-    """Compute the activations of the blocks again in the backward pass, not keep them: less memory, a third more
-    training time, and prompts are computed once for each answer."""
+    """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
+    more training time, and prompts are computed once for each answer."""
 
     @property
     def makes(self) -> str | None:
@@ -98,7 +98,7 @@ class Task(Section):
     """Easy questions first (Jigsaw-R1); null = all from the start."""
     passes: Ways | None = None
     """Ask every training question so many times before training, and leave out those that the model never or always
-    answers rightly (MedVLThinker: 16); null = leave out none."""
+    answers correctly (MedVLThinker: 16); null = leave out none."""
 
 
 class VLLMEngine(Section):
@@ -111,7 +111,7 @@ class VLLMEngine(Section):
     memory: Share = 0.4
     """In this process: share of the GPU's memory for the engine, its copy of the weights included."""
     context: Count | None = None
-    """In this process: most tokens of question and answer together; null = what the model can."""
+    """In this process: the maximum number of tokens of question and answer together; null = the model's maximum."""
     sleep: Flag = True
     """In this process: leave the memory to training after sampling, and copy the weights before. Needs a GPU."""
     eager: Flag = False
@@ -139,8 +139,8 @@ class Generation(Section):
     batch_size: Count | None = None
     """Answers sampled side by side, whole groups; null = all of a process."""
     staleness: Whole = 0
-    """Draw answers by the weights of so many iterations before: 0 = by the newest; 1 or more = a vLLM server (vllm.url)
-    draws while the model is trained. Methods over groups of answers with clipped ratios (docs/ray.md)."""
+    """Sample answers with the weights of so many iterations before: 0 = the newest; 1 or more = a vLLM server
+    (vllm.url) samples while the model is trained. Methods over groups of answers with clipped ratios (docs/ray.md)."""
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
     """vlm.output image: scale of classifier-free guidance, in sampling and in the log-probabilities that are trained; 1
     = none, null = the model's own."""
@@ -164,7 +164,7 @@ class VLMReward(Section):
     views: Literal["max", "sum", "mean"] = "mean"
     """vlm.output voxels: from the scores of the six rendered views to one (Hi-GRPO: HPSv2.1 max, UnifiedReward sum)."""
     conversational: Flag = False
-    """Hand it prompts and completions as lists of messages, as TRL does for conversational data."""
+    """Pass it prompts and completions as lists of messages, as TRL does for conversational data."""
 
 
 class VLMOptimizer(Optimizer):
@@ -184,9 +184,10 @@ class VLMEvaluation(Section):
     questions: Count = 256
     """Held-out questions, always the same."""
     right_at: Number = 1.0
-    """An answer is right where the first reward is at least this."""
+    """An answer counts as right if the first reward is at least this."""
     blind: Flag = True
-    """At the start and the end, ask with black pictures too: what is right then does not come from seeing."""
+    """At the start and the end, ask with black pictures too: answers that are right then do not come from the
+    picture."""
     monitor: Monitor | None = None
     """End training when a held-out figure falls; null = never."""
 
@@ -197,7 +198,7 @@ class Stage(Section):
     iterations: Count
     """How many of the run's iterations."""
     task: Task | None = None
-    """Its questions to train on; null = those of the run. Evaluated are those of the run."""
+    """Its training questions; null = those of the run. The evaluation uses those of the run."""
     preset: Text | None = None
     """Its method, in place of `trainer.preset`; null = that of the run. The other keys of `trainer` stay."""
 
@@ -220,16 +221,16 @@ class Synthesis(Section):
     """Pictures made during the run from descriptions that the model writes (Syn-GRPO)."""
 
     pipeline: Text
-    """Folder or hub id of the diffusers pipeline that renders them, in a process of its own."""
+    """Folder or hub id of the diffusers pipeline that renders them, in its own process."""
     ask: Text
     """What the model is asked about a question's picture; the description is its answer in <answer> tags."""
     check: Text
-    """A text reward that is 1 where a description keeps the answer (column `answer`); others are not rendered, and are
-    worth 0."""
+    """A text reward that is 1 if a description keeps the answer (column `answer`); other descriptions are not rendered
+    and get reward 0."""
     questions: Count = 1
     """Questions of an iteration that are described, group_size times each."""
     delay: Count = 1
-    """Iterations later, the pictures stand in for those of as many questions, and the descriptions are trained on."""
+    """After so many iterations the pictures replace those of as many questions, and the descriptions are trained on."""
     num_inference_steps: Count = 20
     """Denoising steps."""
     guidance_scale: NonNegative = 4.0
@@ -250,9 +251,9 @@ class VLMConfig(Section):
     generation: Generation = Generation()
     """How answers are sampled."""
     rewards: tuple[VLMReward, ...] = ()
-    """What answers are worth; the first one decides what is right in evaluation. An environment has its own."""
+    """Rewards for answers; the first one decides which answers are right in evaluation. An environment has its own."""
     trainer: Trainer = Field(default_factory=default_method)
-    """The method; null = groups of answers by grpo, or of episodes where there is an environment."""
+    """The method; null = groups of answers by grpo, or of episodes if there is an environment."""
     stages: tuple[Stage, ...] = ()
     """Parts of the run one after the other (LMM-R1), whose iterations add up to `iterations`; [] = one."""
     augmentation: Augmentation | None = None
@@ -274,7 +275,7 @@ class VLMConfig(Section):
     iterations: Count = 200
     """Rounds of answering and training."""
     idle_iterations: Count | None = 5
-    """Iterations in a row that change no weight after which the run stops and says why; null = it goes on."""
+    """Stop the run, with the reason, after so many iterations in a row that change no weight; null = never."""
     seed: Whole = 0
     """Seed of everything random: answers, the order of questions, adapters."""
     output: Text = "runs/genrl"

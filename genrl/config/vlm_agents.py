@@ -29,7 +29,7 @@ class Environment(Section):
     invalid_reward: Number = -0.05
     """Added to the reward of such a step."""
     images: Annotated[int, Field(strict=True, ge=1, le=4)] = 1
-    """Pictures in a prompt: that many last ones (VL-DAC: 1 to 4). Tools show them all."""
+    """Pictures in a prompt: the last so many (VL-DAC: 1 to 4). Tools show them all."""
     picture: Count | None = None
     """Side to which pictures are reduced, in pixels; null = as they are rendered."""
     max_steps: Count | None = None
@@ -37,9 +37,9 @@ class Environment(Section):
     parallel: Count = 16
     """With a critic: episodes side by side, over all processes."""
     steps: Count = 16
-    """With a critic: steps in each of them in an iteration (VL-DAC: 128 to 256 steps together). Episodes go on in the
-    next iteration."""
+    """With a critic: steps in each of them in an iteration (VL-DAC: 128 to 256 steps together). Unfinished episodes
+    continue in the next iteration."""
     processes: Flag = False
-    """Each environment in a process of its own, which is killed and begun anew where it hangs."""
+    """Run each environment in its own process, which is killed and restarted if it hangs."""
     timeout_s: Positive = 60.0
     """With `processes`: longest that a step may take."""

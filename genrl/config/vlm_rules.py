@@ -43,7 +43,7 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
     if task.name is not None and (wrong := _unknown(task.name, TASKS)):
         yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
-        yield ("task.eval", "task.name"), "a generated task has held-out questions of its own; leave eval out"
+        yield ("task.eval", "task.name"), "a generated task has its own held-out questions; leave eval out"
     if task.train is not None and task.eval is None and config.evaluation.every:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
@@ -149,9 +149,7 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
     if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
         there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
         for key in [key for key, asked in there.items() if asked]:
-            text = (
-                "the server draws before it is known what this asks of the iterations before; leave it out, or write 0"
-            )
+            text = "this needs results of earlier iterations, before which the server samples; leave it out, or write 0"
             yield (key, at), text
     if config.distributed.fsdp:
         yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"

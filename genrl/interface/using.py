@@ -221,7 +221,9 @@ def score(
         read = [torch.from_numpy(np.array(open_picture(one))).movedim(-1, 0).float() / 255 for one in images]
         sizes = {tuple(picture.shape) for picture in read}
         if len(sizes) > 1:
-            raise ValueError(f"images: pictures of one call have one size, found {sorted(sizes)}; score them apart")
+            raise ValueError(
+                f"images: pictures of one call have one size, found {sorted(sizes)}; score each size alone"
+            )
         images = torch.stack(read)
     texts = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
     if len(texts) != len(images):

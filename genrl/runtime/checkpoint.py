@@ -194,7 +194,7 @@ def to_resume(folder: Path) -> Path | None:
         listed = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped.items())
         raise ValueError(
             f"no checkpoint in {folder} can be read; nothing was changed:\n{listed}\nPut back what is missing, or "
-            f"start anew in another folder: genrl train {folder.parent / 'config.yaml'} output=FOLDER"
+            f"start again in another folder: genrl train {folder.parent / 'config.yaml'} output=FOLDER"
         )
     _warn(skipped)
     return best

@@ -385,8 +385,9 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every key of `metrics.jsonl` and of the trackers, made from `genrl/runtime/metrics.py`. One row is written",
-        "per iteration; `step` is the number of finished iterations; the row of step 0 is the model before training.",
+        "This page explains every key of `metrics.jsonl` and of the trackers, and is made from",
+        "`genrl/runtime/metrics.py`. One row is written per iteration; `step` is the number of finished iterations;",
+        "the row of step 0 is the model before training.",
         "`<name>` is the name of a reward, or `reward/part` for a part of one. A value that is not finite is `null`.",
         "Metrics marked * differ from run to run; all others are equal, byte for byte, in two runs with one seed",
         "on one machine.",

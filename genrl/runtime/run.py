@@ -203,7 +203,7 @@ def _check_first_save(run: Run, config: str) -> None:
     if rows and rows[-1]["step"] > every:
         raise ValueError(
             f"{run.folder} has no checkpoint left, and it has done {rows[-1]['step']} iterations; nothing was changed. "
-            f"Put its checkpoints back, or start anew in another folder: genrl train {run.config} output=FOLDER"
+            f"Put its checkpoints back, or start again in another folder: genrl train {run.config} output=FOLDER"
         )
 
 

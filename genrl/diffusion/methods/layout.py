@@ -38,8 +38,8 @@ class Window(Section):
     high: Count | None = None
     """The window ends before this step; null = before the last step, which is never stochastic."""
     schedule: Literal["random", "progressive", "decaying", "geometric", "backward"] = "random"
-    """Its place in an iteration: uniform; down the schedule (MixGRPO), faster and faster; early starts likelier
-    (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
+    """Its position in an iteration: uniform; moving down the schedule (MixGRPO), or faster and faster; early positions
+    more likely (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
     every: Count = 25
     """Iterations that it stays in one place (progressive; decaying: at first)."""
     stride: Whole = 1

@@ -88,8 +88,8 @@ class PolicyGradient(Stochastic, Updating):
     guidance_in_training: Flag = True
     """Use classifier-free guidance in training as in sampling. An input of the model (FLUX.1-dev) always stays."""
     keep_graph: Flag = False
-    """Keep the activations of the trained steps from sampling and go backward from there, instead of running these
-    steps again: the same gradient, for one update per iteration and where they fit into memory together."""
+    """Keep the activations of the trained steps from sampling and backpropagate through them, instead of running these
+    steps again: the same gradient, for one update per iteration and if they fit into memory together."""
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

@@ -53,9 +53,10 @@ class DiffusionDPO(Preference):
     """The trained model becomes the reference every so many optimiser steps (Flow-GRPO's online DPO: 40); null = never
     (Diffusion-DPO)."""
     timesteps_per_pair: Count = 1
-    """Noise levels trained per pair, each drawn anew (Diffusion-DPO: 1)."""
+    """Noise levels trained per pair, each sampled separately (Diffusion-DPO: 1)."""
     guidance_in_training: Flag = False
-    """Train under the guidance of sampling (peers: false); where it is an input of the model (FLUX.1-dev) it stays."""
+    """Train with the guidance of sampling (other trainers: false); if it is an input of the model (FLUX.1-dev), it
+    stays."""
 
     @property
     def uses_reference(self) -> bool:

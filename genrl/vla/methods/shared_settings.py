@@ -22,7 +22,7 @@ class Update(VLAMethod):
     takes_older_samples: ClassVar[bool] = True
 
     level: Literal["chunk", "action", "element"] = "chunk"
-    """What has a ratio of its own: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
+    """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
     reduction: Literal["sum", "mean"] = "sum"
     """Log-densities of the numbers of one ratio: sum (pi_RL), or mean (DPPO; divide the clip range likewise)."""
     clip_range: Margin = 0.2

@@ -54,7 +54,7 @@ class Adversary(Section):
     """Which iterations train it, and which the model: in turns (see every); it, while it scores samples above
     references, else the model (the paper's for PickScore); or both on the same samples."""
     every: Ways = 10
-    """Of alternate: each so many-th iteration trains the model, all others the reward (Adv-GRPO: 10)."""
+    """For alternate: one in so many iterations trains the model, all others the reward (Adv-GRPO: 10)."""
     warmup: Whole = 0
     """First iterations that train the reward alone; with together at least 1."""
     steps: Count = 1

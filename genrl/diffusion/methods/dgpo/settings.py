@@ -58,7 +58,7 @@ class DGPO(Matching):
     clip_range: Margin = 1e-2
     """No gradient where the ratio to the slow average is beyond 1 +- c (DGPO: 1e-2, PickScore 5e-2, unguided 1e-3)."""
     switch_after: Whole = 200
-    """After so many optimiser steps the slow average draws the samples (DGPO: 200, GenEval 500)."""
+    """After so many optimiser steps the slow average generates the samples (DGPO: 200, GenEval 500)."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch (DGPO: 1); at most the number of micro-batches."""
     inner_epochs: Count = 1

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "diff_instruct/divergence": MetricDoc(
-        "mean over samples of sigma^2 (sqrt(|s_assistant - s_teacher|^2 + c^2) - c) at the drawn noise levels",
+        "mean over samples of sigma^2 (sqrt(|s_assistant - s_teacher|^2 + c^2) - c) at the sampled noise levels",
         "How far the generator's pictures are from the teacher's, as the assistant sees it: about 0 at the start, when "
         "the assistant is the teacher; it rises as the assistant learns, then falls as the generator does.",
     ),

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from genrl.config.schema import Config
 
 METRICS = {
-    "draft/steps": MetricDoc("denoising steps that the gradient runs through", "As configured, or as drawn.", "steps"),
+    "draft/steps": MetricDoc(
+        "denoising steps that the gradient runs through", "As configured, or as sampled.", "steps"
+    ),
     "draft/pull": MetricDoc(
         "mean over samples of the norm of d loss / d x_0, through the decoder and the rewards",
         "0: the reward is flat there, or margin is reached. It rises where pictures leave what the reward model knows.",
@@ -34,8 +36,8 @@ class Draft(Differentiating):
     algorithm: Literal["draft"] = "draft"
     """Which trainer."""
     truncation: Literal["draft", "alignprop", "refl"] = "draft"
-    """Steps that gradients run through: the last K; the last k, k drawn from 1 to K (AlignProp); or one of the last K,
-    whose prediction of the finished picture is rewarded (ReFL)."""
+    """Steps that gradients run through: the last K; the last k, with k sampled from 1 to K (AlignProp); or one of the
+    last K, whose prediction of the finished picture is rewarded (ReFL)."""
     steps: Count | None = None
     """K; null = 1 (DRaFT-1), all (AlignProp), or a quarter (ReFL: 10 of 40)."""
     margin: Number | None = None

@@ -43,7 +43,8 @@ class FlowGRPO(Windowed):
     algorithm: Literal["flow_grpo"] = "flow_grpo"
     """Which trainer."""
     noise_outside_window: Flag = False
-    """Draw the steps outside the window too, without training them (B2-DiffuRL); false = they are deterministic."""
+    """Add noise to the steps outside the window too, without training them (B2-DiffuRL); false = they are
+    deterministic."""
     tree: Tree | None = None
     """Share the beginnings of a group's samples (docs/trees.md); null = independent samples."""
     tail_ratio: Share | None = None

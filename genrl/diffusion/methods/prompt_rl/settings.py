@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 METRICS = {
     "rewriter/format": MetricDoc(
         "share of the answers that end and hold one new prompt between their tags, which the text encoders take whole",
-        "Goes to 1 early. The others are drawn from the prompt as it is.",
+        "Goes to 1 early. For the others the original prompt is rendered.",
         "share 0..1",
     ),
     "rewriter/gain": MetricDoc(
@@ -54,7 +54,7 @@ METRICS = {
     "rewriter/grad_norm": MetricDoc("norm of the language model's gradient before clipping", "As `grad_norm`."),
     "timing/rewrite_s": MetricDoc("wall time of writing the new prompts", "Beside `timing/sample_s`.", "s", False),
     "eval_rewritten/<name>_mean": MetricDoc(
-        "as `eval/<name>_mean`, drawn from rewritten prompts and scored by the prompts as they were",
+        "as `eval/<name>_mean`, for pictures of rewritten prompts, scored against the original prompts",
         "What a user of both models gets; `eval/<name>_mean` is what one of the flow model alone gets.",
         "the reward's own",
     ),
@@ -77,8 +77,8 @@ class Rewriter(Section):
         "Rewrite this prompt for an image generator, so that the image shows exactly what it asks for. "
         "Write the new prompt between <answer> and </answer>.\n\n{prompt}"
     )
-    """What it is told; {prompt} stands for the prompt. It is the user's message where the tokenizer has a chat
-    template."""
+    """The instruction to the language model; {prompt} stands for the prompt. It is the user's message if the tokenizer
+    has a chat template."""
     max_new_tokens: Count = 128
     """Longest answer; one that does not end by then has format reward 0."""
     temperature: Positive = 1.0
@@ -141,7 +141,7 @@ class PromptRL(Windowed):
     rewriter: Rewriter
     """The language model."""
     retained: Whole = 2
-    """Samples of each group that are drawn from the prompt as it is (PromptRL: 2 of 8)."""
+    """Samples of each group that use the original prompt (PromptRL: 2 of 8)."""
     reward_column: Text | None = None
     """Column of the prompts that names the one reward which judges their samples (PromptRL's reward tags); null = the
     weighted sum."""

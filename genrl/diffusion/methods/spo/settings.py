@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "spo/valid_ratio": MetricDoc(
-        "share of comparisons whose best and worst candidate are decidedly apart: tanh(gap / 2) > threshold",
+        "share of comparisons whose best and worst candidate clearly differ: tanh(gap / 2) > threshold",
         "Only these are trained on. Near 0: lower trainer.threshold, or raise the weights of the rewards.",
         "share 0..1",
     ),
@@ -50,7 +50,7 @@ class SPO(Stochastic, Updating):
     algorithm: Literal["spo"] = "spo"
     """Which trainer."""
     candidates: Ways = 4
-    """Next states drawn at each compared step, of which one goes on (SPO: 4 on SD 1.5, 2 on SDXL)."""
+    """Next states sampled at each compared step; the chain continues from one of them (SPO: 4 on SD 1.5, 2 on SDXL)."""
     first: Whole = 4
     """First step at which candidates are compared (SPO: 4 of 20)."""
     threshold: Fraction = 0.3

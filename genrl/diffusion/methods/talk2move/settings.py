@@ -24,7 +24,7 @@ class StepEvaluation(Section):
     samples: Ways = 4
     """Edits of each instruction at each step, from one noise (Talk2Move: 2 to 4)."""
     every: Count | None = None
-    """Find it anew every so many iterations; null = once, before the first."""
+    """Determine it again every so many iterations; null = once, before the first."""
 
 
 class Talk2Move(GroupRelative):
@@ -47,7 +47,8 @@ class Talk2Move(GroupRelative):
     noise_level: NonNegative | None = 1.0
     """Noise of the kernel (Talk2Move: flow_sde at 1); wan_sde: null."""
     exit_step: Count | None = None
-    """Steps that are drawn and trained, from the first; null = found by step_evaluation (Talk2Move: 4 of 10)."""
+    """Stochastic steps, which are trained, counted from the first; null = determined by step_evaluation (Talk2Move: 4
+    of 10)."""
     shortcut: Count = 2
     """Deterministic steps from there to the picture (Talk2Move: 2)."""
     step_evaluation: StepEvaluation = StepEvaluation()

@@ -61,7 +61,8 @@ class PPO(Update):
     denoising_gamma: Share = 1.0
     """Discount of the advantage per denoising step before the last trained one (DPPO: 0.99)."""
     clip_base: Margin | None = None
-    """Clip range at the noisiest trained step, rising to `clip_range` at the last; null = the same at all (DPPO)."""
+    """Clip range at the noisiest trained step, rising to `clip_range` at the last; null = the same at all steps
+    (DPPO)."""
 
     @property
     def first_episodes(self) -> bool:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class Answers(RecipeMethod):
-    """Groups of answers to questions, worth what the rewards say: a published method by name, and what is changed of
-    it."""
+    """Groups of answers to questions, scored by the rewards: a published method by name, and your changes to it."""
 
     title: ClassVar[str] = "Methods over groups of answers"
     takes_older_samples: ClassVar[bool] = True

@@ -38,7 +38,7 @@ class Critic(Section):
 
 
 class Episodes(RecipeMethod):
-    """Episodes in an environment: a published method by name, and what is changed of it."""
+    """Episodes in an environment: a published method by name, and your changes to it."""
 
     acts: ClassVar[bool] = True
     title: ClassVar[str] = "Vision-language agents"
