@@ -49,7 +49,7 @@ def markdown() -> str:
     """The page."""
     lines = [HEAD.rstrip("\n")]
     for root, title in TITLES.items():
-        lines += ["", f"# {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
+        lines += ["", f"## {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
         _section(ROOTS[root], "", lines, {})
     return "\n".join(lines) + "\n"
 
@@ -59,7 +59,7 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
     that are on the page; they are not written again."""
     known[section] = name
     if name:
-        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split())]
+        lines += ["", f"### {name}", "", " ".join((section.__doc__ or "").split())]
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[BaseModel], str]] = []
     functions: list[tuple[str, list[type[BaseModel]]]] = []
@@ -85,7 +85,7 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
 
 def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> None:
     """A heading, and a table of functions by name with their constants."""
-    lines += ["", f"## {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
+    lines += ["", f"### {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
     for model in models:
         constants = [
             f"`{key}` {'required' if field.is_required() else f'`{_shown(field.default)}`'}: {field.description}"
@@ -93,7 +93,12 @@ def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> No
             if key != "name"
         ]
         cells = [f"`{_kind(model)}`", model.__doc__ or "", " ".join(constants)]
-        lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+
+
+def _cell(text: str) -> str:
+    """On one line of a table. `[scores] [B]`, a name and its shape, would be a link to Markdown."""
+    return " ".join(text.replace("|", "/").replace("] [", "] \\[").split())
 
 
 def _kind(section: type[BaseModel]) -> str:
