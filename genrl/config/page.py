@@ -67,7 +67,7 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
         key, models = field.alias or own, _models(field.annotation)
         inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
-        meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line
+        meaning = _cell(field.description or "")
         meaning += "".join(f" As `{known[model]}`." for model in models[:1] if model in known)
         lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
@@ -97,8 +97,10 @@ def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> No
 
 
 def _cell(text: str) -> str:
-    """On one line of a table. `[scores] [B]`, a name and its shape, would be a link to Markdown."""
-    return " ".join(text.replace("|", "/").replace("] [", "] \\[").split())
+    """On one line of a table. `[scores] [B]`, a name and its shape, would be a link to Markdown, `<name>` HTML."""
+    parts = " ".join(text.replace("|", "/").replace("] [", "] \\[").split()).split("`")
+    parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]  # the others are code
+    return "`".join(parts)
 
 
 def _kind(section: type[BaseModel]) -> str:
