@@ -56,13 +56,13 @@ HEAD = """
 
 Find the method for your model and reward. The linked pages give equations, settings and measurements of each.
 
-Each table compares methods **at equal cost**: the same model, the same held-out prompts and the same number of model calls
-(policies: environment steps; language models: generated tokens). Start and end are means over seeds, with the sample
-standard deviation. The values are read from the curves of finished runs, linear between two evaluations. Learning rates and
-schedules are those of each configuration, so a run planned for this cost could end elsewhere.
+Each table compares methods **at equal cost**: the same model, the same held-out prompts and the same number of model
+calls (policies: environment steps; language models: generated tokens). Start and end are means over seeds, with the
+sample standard deviation. The values are read from the curves of finished runs, linear between two evaluations. Learning
+rates and schedules are those of each configuration, so a run planned for this cost could end elsewhere.
 
-All runs are on [embedded models](../assets/README.md). They are tiny, and larger ones may rank methods differently. Final
-values, second scorers and each seed are in [Results](results.md).
+All runs are on [embedded models](../assets/README.md). They are tiny, and larger ones may rank methods differently.
+Final values, second scorers and each seed are in [Results](results.md).
 """
 
 
@@ -82,10 +82,14 @@ def rows(shown: Mapping[str, tuple[str, Sequence[Curve], str]], cost: float, uni
     for name, (written, curves, use) in shown.items():
         values = [y for y in (at(curve, cost) for curve in curves) if y is not None]
         if not values or len(values) < len(curves):
-            raise ValueError(f"{name}: {len(curves)} runs, of which {len(values)} reach {cost:g} {unit}; lower the cost")
+            raise ValueError(
+                f"{name}: {len(curves)} runs, of which {len(values)} reach {cost:g} {unit}; lower the cost"
+            )
         spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
         start = mean(curve[0][1] for curve in curves)
-        found.append((mean(values), f"| {written} | {start:.3f} | **{mean(values):.3f}**{spread} | {len(values)} | {use} |"))
+        found.append(
+            (mean(values), f"| {written} | {start:.3f} | **{mean(values):.3f}**{spread} | {len(values)} | {use} |")
+        )
     head = f"| method | {value}, start | after {cost:g} {unit} | seeds | use it when |\n| --- | --- | --- | --- | --- |"
     return "\n".join([head, *(line for _, line in sorted(found, key=lambda pair: -pair[0]))])
 
@@ -140,23 +144,25 @@ def page() -> str:
     parts = [
         HEAD.strip(),
         "## Pipelines",
-        "Flow-matching model `assets/tiny-t2i`, reward `shapes`: the rule for what a picture shows, from 0 to 1. The unit is "
-        "a forward pass for one sample; a model call in training counts as three.",
+        "Flow-matching model `assets/tiny-t2i`, reward `shapes`: the rule for what a picture shows, from 0 to 1. The unit "
+        "is a forward pass for one sample; a model call in training counts as three.",
         rows(of_pipelines(SHAPES), SHAPES_COST, "thousand forward-equivalents", held_out("reward")),
         "Noise-predicting model `assets/tiny-sd`, reward `jpeg`: minus the size of the file in kB.",
         rows(of_pipelines(JPEG), JPEG_COST, "thousand forward-equivalents", held_out("reward")),
         "These have models, rewards or data of their own and are compared with nothing here:",
         apart(),
         "## Policies in simulation",
-        "MiniTable in pictures of 32 pixels, nine instructions, from a supervised policy; DPPO starts from another one. "
-        "Methods that learn from data are on [a page of their own](vla_offline.md).",
+        "MiniTable in pictures of 32 pixels, nine instructions, from a supervised policy; DPPO starts from another "
+        "one. Methods that learn from data are on [a page of their own](vla_offline.md).",
         rows(of_policies(), POLICY_COST, "thousand environment steps", "success"),
         "## Vision-language models",
         "Questions about pictures, `assets/tiny-vlm`. All are presets of one method ([how they are put "
         "together](vlm.md#methods)), with one learning rate that was not searched over.",
-        rows(of_answers(), TOKEN_COST, "thousand generated tokens", "right answers").replace("use it when", "configuration"),
-        "DAPO generates more answers than it trains on, and these tokens count. After equal iterations it is among the best "
-        "([results](vlm_results.md)).",
+        rows(of_answers(), TOKEN_COST, "thousand generated tokens", "right answers").replace(
+            "use it when", "configuration"
+        ),
+        "DAPO generates more answers than it trains on, and these tokens count. After equal iterations it is among the "
+        "best ([results](vlm_results.md)).",
         "Made by `python -m benchmarks.equal_cost` from `benchmarks/methods.json`, `vla_methods.json` and "
         "`vlm_methods.json`.",
     ]

@@ -1,7 +1,7 @@
 """What mkdocs does not do itself: repository files that pages link to, and the page of the command line.
 
-Pages link to files as a reader of the repository needs it (`../configs/quickstart.yaml`). The site carries those files as
-pages below `source/`, so that the links work offline too; a link to a file that does not exist stops the build.
+Pages link to files as a reader of the repository needs it (`../configs/quickstart.yaml`). The site carries those files
+as pages below `source/`, so that the links work offline too. A link to a file that does not exist stops the build.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def prose(markdown: str) -> str:
 
 
 def rewrite(markdown: str, page: Path, uri: str) -> str:
-    """The text with links to repository files, seen from `page`, pointing to their pages on the site, seen from `uri`."""
+    """The text of `page` with its links to repository files pointing to their pages on the site, seen from `uri`."""
     here = os.path.dirname(uri)
 
     def moved(match: re.Match[str]) -> str:
