@@ -58,8 +58,8 @@ Find the method for your model and reward. The linked pages give equations, sett
 
 Each table compares methods **at equal cost**: the same model, the same held-out prompts and the same number of model
 calls (policies: environment steps; language models: generated tokens). Start and end are means over seeds, with the
-sample standard deviation. The values are read from the curves of finished runs, linear between two evaluations. Learning
-rates and schedules are those of each configuration, so a run planned for this cost could end elsewhere.
+sample standard deviation. The values are read from the curves of finished runs, linear between two evaluations.
+Learning rates and schedules are those of each configuration, so a run planned for this cost could end elsewhere.
 
 All runs are on [embedded models](../assets/README.md). They are tiny, and larger ones may rank methods differently.
 Final values, second scorers and each seed are in [Results](results.md).
@@ -144,8 +144,8 @@ def page() -> str:
     parts = [
         HEAD.strip(),
         "## Pipelines",
-        "Flow-matching model `assets/tiny-t2i`, reward `shapes`: the rule for what a picture shows, from 0 to 1. The unit "
-        "is a forward pass for one sample; a model call in training counts as three.",
+        "Flow-matching model `assets/tiny-t2i`, reward `shapes`: the rule for what a picture shows, from 0 to 1. The "
+        "unit is a forward pass for one sample; a model call in training counts as three.",
         rows(of_pipelines(SHAPES), SHAPES_COST, "thousand forward-equivalents", held_out("reward")),
         "Noise-predicting model `assets/tiny-sd`, reward `jpeg`: minus the size of the file in kB.",
         rows(of_pipelines(JPEG), JPEG_COST, "thousand forward-equivalents", held_out("reward")),

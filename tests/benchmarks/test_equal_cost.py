@@ -22,7 +22,7 @@ def test_values_between_evaluations() -> None:
 
 def test_a_run_that_ends_before_is_refused() -> None:
     shown = {"short": ("Short", [[(0.0, 1.0), (10.0, 3.0)], [(0.0, 1.0), (4.0, 3.0)]], "never")}
-    assert "| Short | 1.000 | **2.500** ± 0.707 | 2 | never |" in equal_cost.rows(shown, 4, "steps", "reward")
+    assert "| Short | 1.000 | **2.400** ± 0.849 | 2 | never |" in equal_cost.rows(shown, 4, "steps", "reward")
     with pytest.raises(ValueError, match="short: 2 runs, of which 1 reach 8 steps; lower the cost"):
         equal_cost.rows(shown, 8, "steps", "reward")
 

@@ -109,6 +109,7 @@ def test_start_shows_the_reward_as_it_is(root: Path) -> None:
     assert (root / "docs" / "example_reward.py").read_text().strip() in (root / "docs" / "start.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_call_on_the_start_page_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = next(block for block in blocks(root / "docs" / "start.md", "python") if "genrl.train" in block)
     monkeypatch.chdir(tmp_path)
