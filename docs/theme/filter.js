@@ -3,6 +3,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const page = location.pathname.split("/").pop();
   if (page !== "configuration.html" && page !== "metrics.html") return;
   const article = document.querySelector("article");
+  article.classList.add("keys");
   const blocks = [...article.children];
   const isHeading = (block) => /^H[1-4]$/.test(block.tagName);
   const rowsOf = (block) => [...block.querySelectorAll("tbody tr")];
