@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test lint vllm bench drills clean
+.PHONY: demo demo-vla test lint docs docs-serve vllm bench drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
+	@echo "make docs    the documentation as a site, into site/; make docs-serve shows it while you write"
 	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
 	@echo "make drills  kills, damage, full disks, ...: what a run survives, into runs/benchmarks (half an hour)"
 	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
@@ -32,7 +33,7 @@ $(VENV)/genrl: pyproject.toml constraints.txt
 
 $(VENV)/genrl-dev: $(VENV)/genrl
 	@echo "installing what the tests need into $(VENV)"
-	$(PIP) --editable '.[ocr,video,kernels,dev]'
+	$(PIP) --editable '.[ocr,video,kernels,docs,dev]'
 	@touch $@
 
 demo: $(VENV)/genrl
@@ -49,6 +50,17 @@ lint: $(VENV)/genrl-dev
 
 test: lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15
+
+$(VENV)/genrl-docs: $(VENV)/genrl
+	@echo "installing what the site needs into $(VENV)"
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/genrl-docs
+	OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/genrl-docs
+	OMP_NUM_THREADS=1 $(BIN)/mkdocs serve
 
 $(VLLM)/genrl: pyproject.toml tests/vlm/vllm_environment.py
 	$(PYTHON) -m venv $(VLLM)
@@ -71,4 +83,4 @@ drills: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.drills --out runs/benchmarks
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -50,7 +50,7 @@ def markdown() -> str:
     """The page."""
     lines = [HEAD.rstrip("\n")]
     for root, title in TITLES.items():
-        lines += ["", f"# {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
+        lines += ["", f"## {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
         _section(ROOTS[root], "", lines, {})
     return "\n".join(lines) + "\n"
 
@@ -60,7 +60,7 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
     that are on the page; they are not written again."""
     known[section] = name
     if name:
-        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split())]
+        lines += ["", f"### {name}", "", " ".join((section.__doc__ or "").split())]
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[BaseModel], str]] = []
     functions: list[tuple[str, list[type[BaseModel]]]] = []
@@ -68,7 +68,7 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
         key, models = field.alias or own, _models(field.annotation)
         inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
-        meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line
+        meaning = _cell(field.description or "")
         meaning += "".join(f" As `{known[model]}`." for model in models[:1] if model in known)
         lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
@@ -86,7 +86,7 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
 
 def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> None:
     """A heading, and a table of functions by name with their constants."""
-    lines += ["", f"## {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
+    lines += ["", f"### {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
     for model in models:
         constants = [
             f"`{key}` {'required' if field.is_required() else f'`{_shown(field.default)}`'}: {field.description}"
@@ -94,7 +94,14 @@ def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> No
             if key != "name"
         ]
         cells = [f"`{_kind(model)}`", model.__doc__ or "", " ".join(constants)]
-        lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+
+
+def _cell(text: str) -> str:
+    """On one line of a table. `[scores] [B]`, a name and its shape, would be a link to Markdown, `<name>` HTML."""
+    parts = " ".join(text.replace("|", "/").replace("] [", "] \\[").split()).split("`")
+    parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]  # the others are code
+    return "`".join(parts)
 
 
 def _kind(section: type[BaseModel]) -> str:

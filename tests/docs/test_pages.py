@@ -1,0 +1,136 @@
+"""The pages for readers who begin: short sentences, commands that exist, files that load, code that runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from genrl.cli.app import app
+from genrl.config import load
+
+MOST_WORDS = 35
+LOADS = {"train", "check", "plan", "encode"}
+"""Commands whose first argument is a configuration, or the word FILE."""
+PAGES = [
+    "index.md",
+    "start.md",
+    "loop.md",
+    "gallery.md",
+    *(
+        f"guides/{name}.md"
+        for name in (
+            "one_card",
+            "reward",
+            "several_gpus",
+            "simulation",
+            "vision_language",
+            "reward_hacking",
+            "read_metrics",
+        )
+    ),
+]
+
+
+def prose(markdown: str) -> str:
+    """Without front matter, blocks of code and the targets of links; each cell, item and heading a paragraph."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", markdown, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^(#+|-|\d+\.) (.*)$", r"\n\2", text, flags=re.MULTILINE)
+    return "\n".join(line.replace("|", "\n\n") if line.startswith("|") else line for line in text.splitlines())
+
+
+def sentences(markdown: str) -> list[str]:
+    """They end with a full stop, question mark, exclamation mark or colon before a space, or with the paragraph."""
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", prose(markdown))]
+    return [one for part in paragraphs for one in re.split(r"(?<=[.?!])\s+(?=[A-Z`\[*])", part) if one]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every `genrl ...` in the page's blocks of shell, without comments."""
+    for line in "\n".join(blocks(page, "bash")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["genrl"]:
+            yield words[1:]
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = " ".join(["word"] * (MOST_WORDS + 1))
+    text = f"# Head\n\nShort one. {long.capitalize()}. Short\nagain.\n\n- an item\n- {long}\n\n| a | {long} |\n"
+    assert [len(one.split()) for one in sentences(text)] == [1, 2, 36, 2, 2, 36, 1, 36]
+
+
+@pytest.mark.parametrize("name", [page for page in PAGES if page not in ("loop.md", "gallery.md")])
+def test_sentences_are_short(name: str, root: Path) -> None:
+    long = [
+        one for one in sentences((root / "docs" / name).read_text(encoding="utf-8")) if len(one.split()) > MOST_WORDS
+    ]
+    assert not long, f"docs/{name}: more than {MOST_WORDS} words: {long}"
+
+
+def test_every_guide_is_read(root: Path) -> None:
+    assert {f"guides/{page.name}" for page in (root / "docs" / "guides").iterdir()} < set(PAGES)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_exist_and_their_files_load(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    group: Any = typer.main.get_command(app)
+    for command, *arguments in commands(root / "docs" / name):
+        assert command in group.commands, f"genrl {command}"
+        context = group.commands[command].make_context(command, list(arguments), resilient_parsing=False)
+        if command in LOADS:
+            load(context.params["file"] if "file" in context.params else arguments[0], overrides(arguments[1:]))
+
+
+def overrides(arguments: list[str]) -> list[str]:
+    return [word for word in arguments if "=" in word and not word.startswith("-")]
+
+
+def test_yaml_blocks_are_sections(root: Path) -> None:
+    known = {"rewards", "environment", "task", "evaluation"}
+    for name in PAGES:
+        for block in blocks(root / "docs" / name, "yaml"):
+            assert set(yaml.safe_load(block)) <= known, f"docs/{name}: {block}"
+
+
+def test_start_shows_the_reward_as_it_is(root: Path) -> None:
+    assert (root / "docs" / "example_reward.py").read_text().strip() in (root / "docs" / "start.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_call_on_the_start_page_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = next(block for block in blocks(root / "docs" / "start.md", "python") if "genrl.train" in block)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").symlink_to(root / "assets")
+    known: dict[str, Any] = {}
+    exec(compile(code, "docs/start.md", "exec"), known)
+    assert known["result"].complete and known["picture"].size == (64, 64)
+    assert known["result"].metrics[-1]["reward/bright_mean"] > 0
+
+
+def test_the_loop_shows_the_method_as_it_is(root: Path) -> None:
+    """But for the comments: every line of the block is one of the method's."""
+    (block,) = blocks(root / "docs" / "loop.md", "python")
+    source = (root / "genrl" / "diffusion" / "methods" / "diffusion_nft" / "train.py").read_text()
+    for line in (line.split("  #")[0].strip() for line in block.splitlines()):
+        assert line.removesuffix(")").split("(metrics")[0] in source, line
+
+
+def test_the_figures_of_the_hacked_reward_are_the_measured_ones(root: Path) -> None:
+    results = (root / "docs" / "results.md").read_text()
+    (row,) = [line for line in results.splitlines() if line.startswith("| [DDPO](ddpo.md) | jpeg")]
+    guide = (root / "docs" / "guides" / "reward_hacking.md").read_text()
+    table = re.findall(r"^\| (?:trained|watched).*\| (\S+) \| \*\*(\S+)\*\* \|$", guide, re.MULTILINE)
+    assert len(table) == 2 and all(f"{start} → **{end}**" in row for start, end in table)
