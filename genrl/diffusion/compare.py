@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -102,8 +102,11 @@ def is_lora(name: str) -> bool:
 def _keys(file: Path) -> list[str]:
     if not file.is_file():
         return []
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no .safetensors file, or is cut off: {error}") from error
 
 
 def _index(model: Model) -> dict[str, Any]:

@@ -62,7 +62,8 @@
     element("download").disabled = done === 0;
     element("left").replaceChildren();
     element("right").replaceChildren();
-    element("zoom").disabled = element("play").hidden = true;
+    element("download").classList.toggle("next", pair === undefined);
+    element("zoom").hidden = element("play").hidden = true;
     if (pair === undefined) return;
     element("prompt").textContent = pair.prompt;
     element("source").hidden = pair.source === undefined;
@@ -73,9 +74,9 @@
       figure.style.aspectRatio = sample.kind === "audio" ? "auto" : `${sample.width} / ${sample.height}`;
       figure.append(player(sample, side));
     }
-    element("zoom").disabled = pair.left.kind === "audio";
+    element("zoom").hidden = pair.left.kind === "audio";
     element("play").hidden = pair.left.kind === "image";
-    setZoom(1);
+    setZoom(zoom);
   }
 
   function vote(answer) {
@@ -96,6 +97,10 @@
     zoom = level;
     element("level").textContent = `${zoom}×`;
     document.documentElement.style.setProperty("--zoom", zoom);
+    for (const figure of [element("left"), element("right")]) { // its middle is what is seen
+      figure.scrollTop = (figure.scrollHeight - figure.clientHeight) / 2;
+      figure.scrollLeft = (figure.scrollWidth - figure.clientWidth) / 2;
+    }
   }
 
   function play() {
