@@ -92,7 +92,7 @@ def compare(
 
         reading = read_votes(read, key)
         return typer.echo(json.dumps(asdict(reading), indent=1)) if as_json else _print(reading)
-    refuse({"--key": key, "--json": as_json}, "making a page; they read votes, with --read")
+    refuse({"--key": key, "--json": as_json}, "making a page: it reads votes, with --read")
     if a is None or b is None:
         raise typer.BadParameter("give two models, A and B, or --read votes.json", param_hint="A B")
     from genrl.cli.pipelines import call_arguments
@@ -187,7 +187,7 @@ def _print(reading: Reading) -> None:
     judges = "1 judge" if reading.judges == 1 else f"{reading.judges} judges"
     table = scores_table(
         f"B = {reading.b} over A = {reading.a}; {judges}, {reading.total.rate.count} of {reading.shown} pairs",
-        "prompts", "pairs", "B", "tie", "A", "win rate of B", "95 % interval", "without ties",
+        "prompts", "pairs", "B", "tie", "A", "win rate of B", "95 % interval", "pairs that B won, ties aside",
     )  # fmt: skip
     for name, tally in (("all", reading.total), *reading.categories.items()):
         counts = (tally.b, tally.ties, tally.a)
@@ -213,4 +213,4 @@ def _shares(share: Share | None) -> tuple[str, str]:
 
 
 def _long(share: Share | None) -> str:
-    return "-" if share is None else f"{share.value:.3f} ({share.low:.3f} to {share.high:.3f}), {share.count}"
+    return "-" if share is None else f"{share.value:.3f} ({share.low:.3f} to {share.high:.3f}) of {share.count}"

@@ -27,7 +27,7 @@ from genrl.diffusion.rollout.scoring import Scorers, score
 from genrl.diffusion.sample import load, samples
 from genrl.runtime.compare.media import Media, encode
 from genrl.runtime.compare.page import Page, Pair, check_size
-from genrl.runtime.devices import empty_cache
+from genrl.runtime.devices import default_device, empty_cache
 
 INDEX = "model_index.json"
 TOGETHER = 64
@@ -190,9 +190,8 @@ def _made(side: Side, rows: Sequence[Prompt], seeds: Sequence[int]) -> Iterator[
     rate = _rate(pipe)
     for sample in samples(pipe, [row.text for row in rows], seeds, side.chosen.arguments, inputs):
         yield sample, rate
-    device = pipe.device
     del pipe
-    empty_cache(device)
+    empty_cache(torch.device(default_device()))
 
 
 def _rate(pipe: Pipeline) -> int | None:

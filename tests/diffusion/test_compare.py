@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from genrl.diffusion.compare import compare, is_lora, sides
 from genrl.diffusion.rollout.scoring import plain
 from genrl.diffusion.train import train
 from genrl.runtime.compare.page import LARGEST_PAGE, Page, key_path
+from genrl.runtime.mp4 import import_av
 from tests.diffusion import families, runs
 from tests.runtime.compare import pages
 
@@ -125,6 +128,31 @@ def test_a_page_that_would_be_too_large_stops_at_the_first_sample(
     with pytest.raises(ValueError, match="a page has at most 0 MB. Give --num-prompts or --per-prompt"):
         compare(*sides(str(model), str(other), None, None, ARGUMENTS), ROWS, page, advance=made.append)
     assert made == [] and LARGEST_PAGE > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind"), [("wan_t2v", "video"), ("ace_step", "audio")])
+def test_videos_and_sounds(family: str, kind: str, tmp_path: Path) -> None:
+    made = families.FAMILIES[family]()
+    made.pipe.save_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        for parameter in made.pipe.transformer.parameters():
+            parameter.mul_(1.3)
+    made.pipe.save_pretrained(tmp_path / "b")
+    out = tmp_path / "compare.html"
+    page = Page(out, question="", beside=True)
+    call = {**made.call, "num_inference_steps": 2}
+    compare(*sides(str(tmp_path / "a"), str(tmp_path / "b"), None, None, call), ROWS[:1], page, fps=8)
+    page.write({})
+    (pair,) = pages.data(out)["pairs"]
+    assert pair["left"]["kind"] == pair["right"]["kind"] == kind
+    raw = (tmp_path / pair["left"]["url"]).read_bytes()
+    if kind == "audio":
+        with wave.open(io.BytesIO(raw)) as file:
+            assert file.getframerate() == made.pipe.vae.config.sampling_rate and file.getnframes() > 0
+    else:
+        with import_av().open(io.BytesIO(raw)) as container:
+            assert container.streams.video[0].frames == call["num_frames"]
 
 
 class TestSides:

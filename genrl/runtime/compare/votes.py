@@ -33,7 +33,7 @@ class Tally:
     """Votes for B."""
     a: int
     ties: int
-    rate: Share | None
+    rate: Share
     """Win rate of B over A, ties by half; trials are pairs."""
     decided: Share | None
     """Share of the pairs without an overall tie on which B won."""
@@ -142,10 +142,11 @@ def reading(key: Mapping[str, Any], answers: Mapping[str, Sequence[str]], judges
 
 
 def tally(votes: Sequence[Sequence[float]]) -> Tally:
-    """votes: of each pair those of its judges, 1 = B, 0 = A, 0.5 = tie."""
+    """votes: of each pair, of which there is one at least, those of its judges: 1 = B, 0 = A, 0.5 = tie."""
     counts = Counter(value for of_pair in votes for value in of_pair)
-    won = decided(votes)
-    return Tally(counts[1.0], counts[0.0], counts[0.5], win_rate(votes), share(sum(won), len(won)))
+    won, rate = decided(votes), win_rate(votes)
+    assert rate is not None
+    return Tally(counts[1.0], counts[0.0], counts[0.5], rate, share(sum(won), len(won)))
 
 
 def _predictor(label: str, pairs: Mapping[str, Any], votes: Mapping[str, Sequence[float]]) -> Predictor:

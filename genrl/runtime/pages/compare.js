@@ -38,6 +38,7 @@
 
   function player(sample, side) {
     const node = document.createElement({ image: "img", video: "video", audio: "audio" }[sample.kind]);
+    node.addEventListener("error", () => warn(`This browser cannot show the ${side} ${sample.kind}.`));
     node.src = sample.url;
     if (sample.kind === "image") {
       node.alt = `the ${side} picture`;

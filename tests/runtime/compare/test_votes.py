@@ -46,7 +46,7 @@ def test_counts_rates_and_categories(vote: Vote) -> None:
     found = read([vote("votes.json", choices)])
     assert (found.a, found.b, found.judges, found.shown) == ("model-before", "model-after", 1, COUNT)
     assert (found.total.b, found.total.ties, found.total.a) == (5, 3, 2)
-    assert found.total.rate is not None and found.total.rate.value == 6.5 / 10 and found.total.rate.count == 10
+    assert found.total.rate.value == 6.5 / 10 and found.total.rate.count == 10
     wanted = binomtest(5, 7).proportion_ci(method="wilson")
     assert found.total.decided is not None and found.total.decided.value == 5 / 7
     assert (found.total.decided.low, found.total.decided.high) == pytest.approx((wanted.low, wanted.high))
@@ -68,7 +68,7 @@ def test_several_judges(vote: Vote) -> None:
     found = read([first, second])
     assert found.judges == 2 and found.agreement is not None
     assert (found.agreement.pairs, found.agreement.same) == (3, pytest.approx(2 / 3))
-    assert found.total.rate is not None and found.total.rate.count == 5
+    assert found.total.rate.count == 5
     assert found.total.rate.value == pytest.approx((1 + 1 + 0.5 + 0 + 1) / 5)
     assert (found.total.b, found.total.a) == (6, 2)
 
