@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from genrl.data.prompts import Prompt
     from genrl.diffusion.compare import Side
     from genrl.diffusion.rollout.scoring import Scorers
+    from genrl.runtime.compare.page import Page
     from genrl.runtime.compare.statistics import Share
     from genrl.runtime.compare.votes import Reading
 
@@ -103,19 +104,47 @@ def compare(
     asked = Asked(
         prompts, num_prompts, per_prompt, seed, out, reward or (), no_rewards, category, question, beside, fps
     )
+    if is_answering(a) or is_answering(b):
+        others = {"--prompts": prompts, "--per-prompt": per_prompt > 1, "--seed": seed, "--reward": reward}
+        refuse(
+            others | {"--model": model, "--dtype": dtype, "pipeline arguments": given}, "models that answer questions"
+        )
+        return _make_of_answers(a, b, asked)
     from genrl.diffusion.compare import sides
 
     _make(*sides(a, b, model, dtype, given), asked)
 
 
+def is_answering(name: str) -> bool:
+    """Whether this is the run of a vision-language model, or of another one that answers by tokens."""
+    from genrl.config import VLMConfig, load
+
+    file = Path(name) / "config.yaml"
+    return file.is_file() and isinstance(load(file), VLMConfig)
+
+
+def _make_of_answers(a: str, b: str, asked: Asked) -> None:
+    """Write the page of models whose pictures or sounds answer held-out questions, and its key."""
+    from genrl.runtime.compare.page import Page
+    from genrl.runtime.progress import Progress
+    from genrl.vlm.compare import compare as fill
+
+    page = Page(asked.out, question=asked.question, beside=asked.beside)
+    with Progress(1, unit="samples") as progress:
+        fill(
+            a, b, page, number=asked.num_prompts, column=asked.category, scores=not asked.no_rewards,
+            begin=lambda total: progress.phase("sampling", total), advance=progress.advance,
+        )  # fmt: skip
+    _finish(page, {"a": {"name": a}, "b": {"name": b}})
+
+
 def _make(first: Side, second: Side, asked: Asked) -> None:
     """Write the page and its key."""
-    from genrl.cli.tables import number, size
     from genrl.data.prompts import load
     from genrl.diffusion.compare import compare as fill
     from genrl.diffusion.evaluate import spread
     from genrl.diffusion.rollout.rollout import check_inputs
-    from genrl.runtime.compare.page import SECONDS_PER_PAIR, Page, check_pairs
+    from genrl.runtime.compare.page import Page, check_pairs
     from genrl.runtime.progress import Progress
 
     run = second.run or first.run
@@ -136,11 +165,18 @@ def _make(first: Side, second: Side, asked: Asked) -> None:
             seed=asked.seed, per_prompt=asked.per_prompt, column=column, fps=asked.fps,
             begin=lambda total: progress.phase("sampling", total), advance=progress.advance,
         )  # fmt: skip
-    written, key = page.write({"a": first.described(), "b": second.described(), "prompts": source, "seed": asked.seed})
+    _finish(page, {"a": first.described(), "b": second.described(), "prompts": source, "seed": asked.seed})
+
+
+def _finish(page: Page, models: dict[str, Any]) -> None:
+    """Write the page and its key, and say what they are."""
+    from genrl.cli.tables import number, size
+    from genrl.runtime.compare.page import SECONDS_PER_PAIR
+
+    written, key = page.write(models)
     minutes = max(1, round(len(page) * SECONDS_PER_PAIR / 60))
-    typer.echo(
-        f"{written}: {number(len(page))} pairs, {size(written.stat().st_size)}, about {minutes} minutes to judge"
-    )
+    what = f"{number(len(page))} pairs, {size(written.stat().st_size)}, about {minutes} minutes to judge"
+    typer.echo(f"{written}: {what}")
     if page.identical:
         typer.echo(f"{page.identical} pairs are left out: both models made the same sample, to the byte")
     typer.echo(f"{key}: keep it; it says which side was which, and `genrl compare --read votes.json` needs it")

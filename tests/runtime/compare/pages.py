@@ -46,10 +46,14 @@ def data(out: Path) -> Any:
     return json.loads(found[1])
 
 
+def content(url: str, folder: Path) -> bytes:
+    """The file that a page shows, within it or beside it."""
+    return base64.b64decode(url.split(",", 1)[1]) if url.startswith("data:") else (folder / url).read_bytes()
+
+
 def picture(url: str, folder: Path) -> np.ndarray:
     """The pixels that a page shows, uint8 [H, W, 3]."""
-    raw = base64.b64decode(url.split(",", 1)[1]) if url.startswith("data:") else (folder / url).read_bytes()
-    return np.asarray(Image.open(io.BytesIO(raw)).convert("RGB"))
+    return np.asarray(Image.open(io.BytesIO(content(url, folder))).convert("RGB"))
 
 
 def votes(out: Path, file: Path, answers: dict[str, str], judge: str = "one") -> Path:
