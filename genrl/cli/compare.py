@@ -175,7 +175,7 @@ def _finish(page: Page, models: dict[str, Any]) -> None:
 
     written, key = page.write(models)
     minutes = max(1, round(len(page) * SECONDS_PER_PAIR / 60))
-    what = f"{number(len(page))} pairs, {size(written.stat().st_size)}, about {minutes} minutes to judge"
+    what = f"{number(len(page))} pairs, {size(written.stat().st_size)}, about {minutes} min to judge"
     typer.echo(f"{written}: {what}")
     if page.identical:
         typer.echo(f"{page.identical} pairs are left out: both models made the same sample, to the byte")
