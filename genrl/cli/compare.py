@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from genrl.runtime.compare.votes import Reading
 
 Which = "run folder, LoRA (folder or file), pipeline folder or hub id"
+Further = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further pipeline arguments of both: num_frames=33.")
+]
+Category = Annotated[
+    str | None, typer.Option(help="Column of the prompts to list results by; default: category, where it is.")
+]
+Beside = Annotated[bool, typer.Option("--beside", help="Write the samples into a folder beside the page, not into it.")]
+Read = Annotated[
+    list[Path] | None, typer.Option(help="Print what the votes of a page say; once per judge: --read FILE.")
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,10 +59,7 @@ class Asked:
 def compare(
     a: Annotated[str | None, typer.Argument(metavar="A", help=f"The first model: {Which}.")] = None,
     b: Annotated[str | None, typer.Argument(metavar="B", help="The second model, likewise.")] = None,
-    pipeline_args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Further pipeline arguments of both: num_frames=33."),
-    ] = None,
+    pipeline_args: Further = None,
     model: Annotated[str | None, typer.Option(help="What a LoRA is put onto; default: the other model's base.")] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: a run's held-out one.")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread; default: all.")] = None,
@@ -66,17 +73,11 @@ def compare(
     dtype: Precision = None,
     reward: Annotated[list[str] | None, typer.Option(help="Reward to compare with people; default: the runs'.")] = None,
     no_rewards: Annotated[bool, typer.Option("--no-rewards", help="Score nothing.")] = False,
-    category: Annotated[
-        str | None, typer.Option(help="Column of the prompts to list results by; default: category, where it is.")
-    ] = None,
+    category: Category = None,
     question: Annotated[str, typer.Option(help="What the judges are asked.")] = "Which one do you prefer?",
-    beside: Annotated[
-        bool, typer.Option("--beside", help="Write the samples into a folder beside the page, not into it.")
-    ] = False,
+    beside: Beside = False,
     fps: Annotated[int, typer.Option(min=1, help="Frames per second of videos.")] = 16,
-    read: Annotated[
-        list[Path] | None, typer.Option(help="Print what the votes of a page say; once per judge: --read FILE.")
-    ] = None,
+    read: Read = None,
     key: Annotated[Path | None, typer.Option(help="The page's key; default: found beside the votes or here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result of --read as JSON.")] = False,
 ) -> None:
