@@ -55,7 +55,7 @@ def evaluate(name: str, options: Options) -> None:
     seed = own.seed if options.seed is None else options.seed
     num_prompts = len(rows)
     rows = [row for row in rows for _ in range(own.group_size)]
-    scorers = _named(options.reward) if options.reward or not config else _of_run(config, Path(name))
+    scorers = named_rewards(options.reward) if options.reward or not config else rewards_of_run(config, Path(name))
     with closing(scorers):
         metrics = evaluate_pipeline(
             load(chosen.model, chosen.adapter),
@@ -90,7 +90,7 @@ def _rows(source: str, config: Config | None, options: Options) -> list[Prompt]:
     return sized(rows, buckets, config.sampling.picture_column if config else None, source)
 
 
-def _of_run(config: Config, run: Path) -> Scorers:
+def rewards_of_run(config: Config, run: Path) -> Scorers:
     """The rewards of a run; one that is trained beside the model as the newest checkpoint has it."""
     from genrl.config.method import module_of
     from genrl.diffusion.rollout.scoring import open_scorers
@@ -101,7 +101,7 @@ def _of_run(config: Config, run: Path) -> Scorers:
     return scorers
 
 
-def _named(names: Sequence[str]) -> Scorers:
+def named_rewards(names: Sequence[str]) -> Scorers:
     """The rewards that `--reward` names, each labelled by the last part of its name."""
     import rewards
     from genrl.diffusion.rollout.scoring import plain

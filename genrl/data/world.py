@@ -14,6 +14,7 @@ of `WORDS` is held out: "eval" signs show those, "train" and "all" signs never d
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -21,7 +22,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, RELATIONS, SHAPES, Group, outline
+from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, RELATIONS, SHAPES, Group, outline, parse
 
 Split = Literal["train", "eval", "all"]
 Kind = Literal["single", "count", "two", "position", "mixed", "word"]
@@ -180,6 +181,19 @@ def caption(scene: Scene) -> str:
     if scene.sign is not None:
         return f'a {scene.sign.colour} sign that says "{scene.sign.text}"'
     return f" {scene.relation or 'and'} ".join(_phrase(group) for group in scene.groups)
+
+
+def kind_of(text: str) -> Kind | None:
+    """The kind of scene that a caption of the world's grammar asks for; None for any other text."""
+    if re.fullmatch(r'an? \w+ sign that says "\w+"', text):
+        return "word"
+    asked = parse(text)
+    if asked is None:
+        return None
+    several = any(group.count > 1 for group in asked.groups)
+    if len(asked.groups) == 1:
+        return "count" if several else "single"
+    return "position" if asked.relation else "mixed" if several else "two"
 
 
 def _phrase(group: Group) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from PIL.Image import Image
+from torch import Tensor
 
 import rewards
 from genrl.config import Model
@@ -92,13 +93,26 @@ def drawn(
     inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> Iterator[Image]:
     """One picture per text, each alone, text k from the noise of seed + k; of a video its frames side by side."""
+    for one in samples(pipe, texts, range(seed, seed + len(texts)), arguments, inputs):
+        yield to_pil(one)
+
+
+def samples(
+    pipe: Pipeline,
+    texts: Sequence[str],
+    seeds: Sequence[int],
+    arguments: Mapping[str, Any],
+    inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> Iterator[Tensor]:
+    """What the pipeline makes of each text, alone, from the noise of its seed, on the CPU: a picture [3, H, W] or video
+    [F, 3, H, W] in [0, 1], or a sound [channels, S] in [-1, 1]."""
     shown = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)  # one for each picture tells nothing
-    for k, text in enumerate(texts):
-        generator = torch.Generator().manual_seed(seed + k)
+    for k, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
+        generator = torch.Generator().manual_seed(seed)
         call = {**arguments, **{name: values[k] for name, values in inputs.items()}}
         made = pipe(prompt=text, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
-        yield to_pil(made.cpu())
+        yield made.cpu()
     pipe.set_progress_bar_config(**shown)
 
 

@@ -8,12 +8,13 @@ Z_95 = 1.959963984540054
 """Half-width of 95 % of a standard normal."""
 
 
-def wilson(successes: int, trials: int, *, z: float = Z_95) -> tuple[float, float]:
+def wilson(successes: float, trials: int, *, z: float = Z_95) -> tuple[float, float]:
     """The score interval of a success rate, `(low, high)` in [0, 1] (Wilson 1927):
 
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),  p = successes / n.
 
     The rates whose own z sqrt(p (1 - p) / n) reaches the one that was seen; sensible at 0, at 1 and for few trials.
+    successes: a tie may count as half.
     Raises ValueError unless 0 <= successes <= trials and 0 < trials.
     """
     if not 0 <= successes <= trials or trials < 1:

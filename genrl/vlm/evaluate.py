@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from genrl.config.vlm import VLMConfig
+from genrl.runtime.compare.media import as_wav
 from genrl.runtime.intervals import wilson
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
@@ -62,15 +61,6 @@ class Shown:
         self.images += list(images[: self.number - len(self.images)])
         for sound in sampled.made.get("audio", [])[: self.number - len(self.sounds)]:
             self.sounds[f"{len(self.sounds):02d}"] = as_wav(sound, sampled.made["rate"][0])
-
-
-def as_wav(sound: Tensor, rate: int) -> bytes:
-    """A waveform [S] in [-1, 1] as a .wav file of 16 bits."""
-    stream = io.BytesIO()
-    with wave.open(stream, "wb") as file:
-        file.setparams((1, 2, rate, len(sound), "NONE", "not compressed"))
-        file.writeframes((sound.clamp(-1, 1) * 32767).short().numpy().tobytes())
-    return stream.getvalue()
 
 
 def shows_pictures(questions: Questions) -> bool:

@@ -53,6 +53,12 @@ def test_captions_of_shapes_are_read_back(kind: world.Kind) -> None:
         ]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_a_scene_is_read_from_its_caption(kind: world.Kind) -> None:
+    assert {world.kind_of(world.caption(scene)) for scene in scenes(kind, "all", 40)} == {kind}
+    assert world.kind_of("a cat") is None
+
+
 def test_things_lie_inside_and_apart() -> None:
     for scene in scenes("mixed", "all", 60):
         for i, a in enumerate(scene.things):

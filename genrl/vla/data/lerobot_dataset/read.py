@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from genrl.runtime.mp4 import read_mp4
 from genrl.vla.data.lerobot_dataset import layout
 from genrl.vla.data.lerobot_dataset.layout import Episode
-from genrl.vla.data.mp4 import read_mp4
 from genrl.vla.policies.policy import Statistics
 
 _CONVERT = "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=<its repository>"
