@@ -146,4 +146,3 @@ def test_installed_methods(tmp_path: Path, method: Callable[..., str], monkeypat
     assert type(loaded(tmp_path, "own").trainer).__name__ == "Own"
     assert "own" in json_schema()["$defs"]["Config"]["properties"]["trainer"]["discriminator"]["mapping"]
     assert "did you mean own?" in refusal(tmp_path, "owm")
-    outside.cache_clear()
