@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test lint vllm bench drills clean
+.PHONY: demo demo-vla test lint docker-check vllm bench drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
 	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
+	@echo "make docker-check lint the Dockerfile by hadolint"
 	@echo "make drills  kills, damage, full disks, ...: what a run survives, into runs/benchmarks (half an hour)"
 	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
 
@@ -46,6 +47,9 @@ lint: $(VENV)/genrl-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy genrl rewards
 	$(BIN)/lint-imports
+
+docker-check: $(VENV)/genrl-dev
+	$(BIN)/hadolint Dockerfile
 
 test: lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15
