@@ -35,9 +35,7 @@ def export(
     form: Annotated[
         Literal["diffusers", "kohya", "comfyui"], typer.Option("--format", help="Form of a LoRA's file.")
     ] = "diffusers",
-    push: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Upload it to this repository.")
-    ] = None,
+    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload it to this repository.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Of a repository that --push makes.")] = False,
 ) -> None:
     """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card; or a policy.

@@ -23,7 +23,7 @@ def check_repo(repo: str) -> None:
     """Raises ValueError for what is no name of a repository, org/name, and where nobody is logged in."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not re-exported
 
     try:
         validate_repo_id(repo)

@@ -147,12 +147,12 @@ def log_picture(tracker: Any, step: int, name: str, picture: Image) -> None:
 
 
 def log_video(tracker: Any, step: int, name: str, file: Path) -> None:
-    """A film in a file (gif), to a tracker that takes films."""
+    """A film in a gif file, to a tracker that takes films."""
     match tracker.name:
         case "wandb":
             import wandb
 
-            tracker.log({name: wandb.Video(str(file), format=file.suffix[1:])}, step=step)
+            tracker.log({name: wandb.Video(str(file), format="gif")}, step=step)
         case "swanlab":
             import swanlab
 

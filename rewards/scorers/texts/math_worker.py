@@ -26,7 +26,7 @@ def delimited(text: str) -> str:
 
 def read(text: str) -> list[object]:
     """What a text may mean, the most probable first; nothing where it holds neither a number nor a formula."""
-    found: list[object] = parse(delimited(text), parsing_timeout=None)  # type: ignore[arg-type]  # None is allowed
+    found: list[object] = parse(delimited(text), parsing_timeout=None)
     return found
 
 
