@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test lint docs docs-serve vllm bench drills clean
+.PHONY: demo demo-vla test lint docs docs-serve docker-check vllm bench drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make lint    linters, types and import rules only"
 	@echo "make docs    the documentation as a site, into site/; make docs-serve shows it while you write"
 	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
+	@echo "make docker-check lint the Dockerfile by hadolint"
 	@echo "make drills  kills, damage, full disks, ...: what a run survives, into runs/benchmarks (half an hour)"
 	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
 
@@ -47,6 +48,9 @@ lint: $(VENV)/genrl-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy genrl rewards
 	$(BIN)/lint-imports
+
+docker-check: $(VENV)/genrl-dev
+	$(BIN)/hadolint Dockerfile
 
 test: lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15

@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="YAML configuration, for example configs/ocr.yaml.")]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="YAML configuration: configs/ocr.yaml, or hub:org/name/config.yaml."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Changes to the file, for example optimizer.lr=1e-4 ema=null."),
@@ -24,6 +27,18 @@ Height = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
 Width = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Annotated[Dtype | None, typer.Option(help="Default: the run's, or float32.")]
+
+
+def opened(file: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]]:
+    """A configuration file and the changes to it; one on the hub is fetched. Raises ValueError where it cannot be."""
+    given = list(overrides or ())
+    name = file.as_posix()
+    if not name.startswith("hub:"):  # hub.PREFIX, without its imports
+        return file, given
+    from genrl.runtime import hub
+
+    found, needed = hub.fetch(name)
+    return found, needed + given
 
 
 def key_values(texts: Sequence[str] | None, example: str, param_hint: str | None = None) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from genrl.cli.arguments import opened
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -42,6 +44,8 @@ def check(
 
     Example: `genrl check configs/quickstart.yaml sampling.group_size=16 --explain`
 
+    A configuration on the hub is written `hub:org/name/config.yaml`.
+
     `--memory 24GB` says whether a run that trains a pipeline fits on such a card, and if not which keys to change, in
     their order (docs/memory.md).
 
@@ -61,13 +65,14 @@ def check(
     from genrl.cli.tables import console, print_keys, safe
 
     card = None if memory is None else card_bytes(memory)
-    checked = examine(files[0], overrides)
+    file, changes = opened(files[0], overrides)
+    checked = examine(file, changes)
     console.print("[green]valid[/green]")
     for note in checked.notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
     for part in checked.summary:
         console.print(part)
-    for part in _cards(files[0], overrides, checked, card):
+    for part in _cards(file, changes, checked, card):
         console.print(part)
     if explain:
         print_keys(checked.config)
@@ -154,7 +159,7 @@ def _report(files: Sequence[Path], overrides: Sequence[str]) -> int:
     wrong = 0
     for file in files:
         try:
-            notes = len(examine(file, overrides).notes)
+            notes = len(examine(*opened(file, overrides)).notes)
         except (ValueError, RuntimeError) as error:
             if not is_message(error):
                 raise

@@ -25,10 +25,11 @@ OPTIONAL = {
     "onnxruntime": "reward ocr",
     "bitsandbytes": "model.quantize: nf4",
     "torchao": "model.quantize: int8, fp8; optimizer.name: adamw_8bit",
-    "xformers": "attention",
-    "flash-attn": "attention",
+    "xformers": "kernels.attention: xformers",
+    "flash-attn": "kernels.attention: flash2",
     "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
     "triton": "fused kernels",
+    "math-verify": "reward math",
     "ftfy": "prompts of Wan and other video pipelines",
     "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",
 }

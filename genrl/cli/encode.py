@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from genrl.cli.arguments import ConfigFile, Overrides, default_device
+from genrl.cli.arguments import ConfigFile, Overrides, default_device, opened
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,7 +25,7 @@ def encode(file: ConfigFile, overrides: Overrides = None) -> None:
     from genrl.cli.tables import console, size
     from genrl.config import Config, check_files, load_located
 
-    config, origins = load_located(file, overrides or ())
+    config, origins = load_located(*opened(file, overrides))
     if not isinstance(config, Config):
         raise typer.BadParameter(f"{file} trains no pipeline, so there is nothing to encode", param_hint="FILE")
     check_files(config, origins)

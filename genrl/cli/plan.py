@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from genrl.cli.arguments import ConfigFile, Overrides
+from genrl.cli.arguments import ConfigFile, Overrides, opened
 
 if TYPE_CHECKING:
     from genrl.config import Config
@@ -33,7 +33,7 @@ def plan(file: ConfigFile, overrides: Overrides = None) -> None:
     from genrl.cli.tables import printable
     from genrl.config import Config, VLAConfig, load
 
-    config = load(file, overrides or ())
+    config = load(*opened(file, overrides))
     if not isinstance(config, Config):
         what = "a policy" if isinstance(config, VLAConfig) else "a vision-language model"
         text = f"{file} trains {what}; a plan shows how a pipeline samples; `genrl check` says what this run does"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,7 +25,9 @@ def add_to(app: typer.Typer) -> None:
 
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; new or empty.")],
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder to write; new or empty. With --push: RUN/hub/NAME.")
+    ] = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="Checkpoint after this many iterations; default: the newest.")
     ] = None,
@@ -32,6 +35,8 @@ def export(
     form: Annotated[
         Literal["diffusers", "kohya", "comfyui"], typer.Option("--format", help="Form of a LoRA's file.")
     ] = "diffusers",
+    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload it to this repository.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Of a repository that --push makes.")] = False,
 ) -> None:
     """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card; or a policy.
 
@@ -42,18 +47,42 @@ def export(
 
     A policy is written in LeRobot's layout: `genrl export runs/vla/flow_sde --out my-policy`; a vision-language model
     as transformers saves it (a LoRA as PEFT does; `--full` merges it).
+
+    `--push org/name` uploads the folder with the card, the configuration and pictures (docs/hub.md).
     """
     from genrl.config import Config, VLAConfig, load
     from genrl.interface.using import export as write
 
     config = load(run_config(run))
-    check_new(out)
+    out = _folder_to_write(run, out, push, private)
     if isinstance(config, VLAConfig):
         refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")
     elif not isinstance(config, Config):
         refuse({"--format": form != "diffusers"}, "a vision-language model, which is written as PEFT does")
     write(run, out, step=step, full=full, form=form)
     typer.echo(f"written to {out}")
+    if push is not None:
+        from genrl.runtime import hub
+
+        typer.echo(f"uploaded to {hub.push(run, out, push, private=private)}")
+
+
+def _folder_to_write(run: Path, out: Path | None, push: str | None, private: bool) -> Path:
+    """Where the model is written; by default, for the hub, a folder of the run that is written anew. Before any work,
+    raises BadParameter for one in use, and ValueError for what cannot be uploaded."""
+    if push is None:
+        refuse({"--private": private}, "a folder on this machine")
+        if out is None:
+            raise typer.BadParameter("give the folder to write, or --push ORG/NAME", param_hint="--out")
+    else:
+        from genrl.runtime import hub
+
+        hub.check_repo(push)
+        if out is None:
+            out = run / "hub" / push.partition("/")[2]
+            shutil.rmtree(out, ignore_errors=True)
+    check_new(out)
+    return out
 
 
 def report(run: RunFolder) -> None:

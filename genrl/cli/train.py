@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli.arguments import ConfigFile, Overrides, RunFolder
+from genrl.cli.arguments import ConfigFile, Overrides, RunFolder, opened
 from genrl.cli.folders import run_config
 
 Changes = Annotated[
@@ -44,6 +44,8 @@ def train(
 
     Example: `genrl train configs/quickstart.yaml iterations=50 optimizer.lr=1e-4`
 
+    A configuration on the hub: `genrl train hub:org/name/config.yaml`
+
     Several processes: `--nproc 2`, or start it yourself with torchrun or accelerate launch, on several machines too.
     """
     if resume:
@@ -63,7 +65,7 @@ def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int
     from genrl.config import Config, check_files, load_located
     from genrl.config.shares import processes_problem
 
-    config, origins = load_located(file, overrides or ())
+    config, origins = load_located(*opened(file, overrides))
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")

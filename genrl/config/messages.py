@@ -34,7 +34,6 @@ OTHER_NAMES = {
     "steps": "sampling.num_inference_steps",
     "num_steps": "sampling.num_inference_steps",
     "num_images_per_prompt": "sampling.group_size",
-    "num_generations": "sampling.group_size",
     "num_image_per_prompt": "sampling.group_size",
     "cfg": "sampling.guidance_scale",
     "cfg_scale": "sampling.guidance_scale",
@@ -59,6 +58,15 @@ OTHER_NAMES = {
     "eval_freq": "evaluation.every",
     "eval_steps": "evaluation.every",
 }
+TRL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "reward_funcs": ("rewards",),
+    "train_dataset": ("prompts.train", "task.train"),
+    "eval_dataset": ("prompts.eval", "task.eval"),
+    "peft_config": ("model.lora", "vlm.lora"),
+    "num_generations": ("sampling.group_size", "generation.group_size"),
+    "max_completion_length": ("generation.max_new_tokens",),
+}
+"""Ours, for pipelines and for vision-language models. Looked at first: some are nearly the name of another key."""
 MOVED: Mapping[KeyPath, str] = {
     ("model", "offload_text_encoders"): "model.offload.text_encoders: between (or encode_then_free)",
     ("model", "offload_vae"): "model.offload.vae: between",
@@ -155,6 +163,8 @@ def suggestions(key: str, section: KeyPath, siblings: list[str], everywhere: Map
     def here(names: list[str]) -> list[str]:
         return [dotted((*section, name)) for name in names]
 
+    if named := [path for path in TRL_NAMES.get(key, ()) if path in everywhere]:
+        return named
     near = get_close_matches(key, siblings, n=2, cutoff=0.75)
     other_names = {name: path for name, path in OTHER_NAMES.items() if path in everywhere}
     if dotted((*section, key)) not in everywhere:  # else it is another trainer's

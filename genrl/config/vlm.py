@@ -154,7 +154,7 @@ class VLMReward(Section):
     """One reward of the weighted sum."""
 
     name: Text
-    """A function of `rewards.scorers.texts.verifiable` (exact, numeric, choice, iou, tag_format ...), or
+    """A function of `rewards.scorers.texts.verifiable` (exact, numeric, choice, iou, tag_format ...), `math`, or
     path/file.py:function, also as TRL takes it; others as `genrl rewards` lists them where they need no picture of a
     sampler."""
     weight: Number = 1.0

@@ -152,7 +152,11 @@ def evaluate_held_out(
 
 
 def show(found: Evaluated, folder: Path, log: MetricLogger, iteration: int, name: str = "samples/grid") -> None:
-    """The pictures of an evaluation in `folder` and as a grid, each with its scores."""
+    """The pictures of an evaluation in `folder` and as a grid, each with its scores; all scores as trackers' table."""
+    labels = list(found.scored.values)
+    columns = zip(*(found.scored.values[label].tolist() for label in labels), strict=True)
+    rows = [[prompt, *values] for prompt, values in zip(found.prompts, columns, strict=True)]
+    log.log_table(iteration, f"{name}_rewards", ["prompt", *labels], rows)
     if not found.images:
         return
     scores = {label: values[found.shown].tolist() for label, values in found.scored.values.items()}

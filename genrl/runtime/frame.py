@@ -20,12 +20,12 @@ from genrl.config.method import code_of
 from genrl.runtime import checkpoint
 from genrl.runtime.devices import empty_cache
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
-from genrl.runtime.metrics import check_trackers
 from genrl.runtime.optimizers import check_optimizer
 from genrl.runtime.process import Process, begin, claim, make_accelerator
 from genrl.runtime.report import write_report
 from genrl.runtime.run import Run, Script
 from genrl.runtime.signals import killed_ranks
+from genrl.runtime.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genrl.config import vla_metrics, vlm_metrics
 from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings
+from genrl.runtime import trackers
 from genrl.runtime.run import Run, json_line
 
 if TYPE_CHECKING:
@@ -278,20 +280,20 @@ class MetricLogger:
     def __init__(
         self,
         run: Run,
-        trackers: Sequence[str] = (),
+        names: Sequence[str] = (),
         *,
         config: Mapping[str, object] | None = None,
         resumed_from: int = 0,
         enabled: bool = True,
         own: Mapping[str, MetricDoc] | None = None,
     ) -> None:
-        """trackers: names known to accelerate. config: shown by trackers that show one. enabled: main process. own:
+        """names: of trackers known to accelerate. config: shown by trackers that show one. enabled: main process. own:
         what the run's method logs beside the catalogue."""
-        check_trackers(trackers)
+        trackers.check_trackers(names)
         self.own = own
         self.run = run
         self.enabled = enabled
-        self.trackers = [_start_tracker(name, run, config, resumed_from) for name in trackers] if enabled else []
+        self.trackers = [trackers.start(name, run, config, resumed_from) for name in names] if enabled else []
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """The row of `step` finished iterations (0: before training). NaN, infinity and None are written as null.
@@ -316,68 +318,23 @@ class MetricLogger:
     def log_picture(self, step: int, name: str, picture: Image) -> None:
         """To the trackers that take pictures; the files in samples/ are written by `pictures`."""
         for tracker in self.trackers:
-            if tracker.name == "tensorboard":
-                import numpy as np
+            trackers.log_picture(tracker, step, name, picture)
 
-                tracker.log_images({name: np.asarray(picture.convert("RGB"))[None]}, step=step, dataformats="NHWC")
-            elif tracker.name in ("wandb", "swanlab"):
-                tracker.log_images({name: [picture]}, step=step)
+    def log_video(self, step: int, name: str, file: Path) -> None:
+        """A film in a file (gif), to the trackers that take films."""
+        for tracker in self.trackers:
+            trackers.log_video(tracker, step, name, file)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[trackers.Row]) -> None:
+        """Rows of texts and numbers (NaN is empty), to the trackers that take tables."""
+        clean = [[None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows]
+        for tracker in self.trackers:
+            trackers.log_table(tracker, step, name, columns, clean)
 
     def finish(self) -> None:
         for tracker in self.trackers:
             tracker.finish()
         self.trackers = []
-
-
-_PROJECT = "genrl"
-_RUN_NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for an unknown tracker or a missing package, before anything is trained."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-    from accelerate.utils import LoggerType
-
-    installed = {str(name) for name in get_available_trackers()}
-    for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"trackers: unknown tracker {name!r}; allowed: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
-        if name in LoggerType.list() and name not in installed:
-            raise ValueError(
-                f"trackers: {name} is not installed. Run `pip install {name}`, or take it out of trackers."
-            )
-
-
-def _start_tracker(name: str, run: Run, config: Mapping[str, object] | None, resumed_from: int) -> Any:
-    """accelerate's tracker of that name, writing into the run folder where it writes files."""
-    from accelerate import PartialState
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    PartialState()  # accelerate's trackers write to a logger that needs it; shared with the Accelerator if there is one
-    kind = LOGGER_TYPE_TO_CLASS[name]
-    if name == "tensorboard":  # rows after the step that is resumed from are hidden; config.yaml holds the config
-        tracker = kind("tensorboard", run.folder, purge_step=resumed_from + 1 if resumed_from else 0)
-        tracker.start()
-        return tracker
-    if kind.requires_logging_directory:
-        tracker = kind(run.folder.name, run.folder)
-    else:
-        named = {_RUN_NAME_ARGUMENT[name]: run.folder.name} if name in _RUN_NAME_ARGUMENT else {}
-        tracker = kind(_PROJECT, **named)
-    tracker.start()
-    if config is not None:
-        tracker.store_init_configuration(_flat(config))
-    return tracker
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    found: dict[str, bool | int | float | str | None] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-    return found
 
 
 def markdown() -> str:

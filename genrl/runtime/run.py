@@ -3,6 +3,7 @@
     runs/<name>/config.yaml     the resolved configuration
                 run.json        versions, git commit, command, seed, times
                 metrics.jsonl   one row per iteration
+                trackers.json   what trackers with a server know the run by
                 tensorboard/  samples/  checkpoints/  dumps/  lora/  report.html
 
 Files appear under their final name only when complete. Only the main process writes here, except `dumps/`.
@@ -52,6 +53,7 @@ _BEFORE_TRAINING = {
     "run.json",
     "run.lock",
     "tensorboard",
+    "trackers.json",
 }  # what a start that failed leaves
 
 
@@ -92,6 +94,10 @@ class Run:
     @property
     def lora(self) -> Path:
         return self.folder / "lora"
+
+    @property
+    def trackers(self) -> Path:
+        return self.folder / "trackers.json"
 
     @property
     def report(self) -> Path:
@@ -135,6 +141,7 @@ def start(
         )
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
+    run.trackers.unlink(missing_ok=True)  # of a start that failed: a new run is new to trackers, too
     for name, text in files.items():
         write_atomic(folder / name, text)
     write_atomic(run.config, config)

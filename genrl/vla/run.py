@@ -25,7 +25,7 @@ from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_png
 from genrl.runtime.process import Process
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.run import read_metrics
 from genrl.runtime.sharding import unsharded
 from genrl.runtime.versions import Versions
 from genrl.vla.data.videos import contact_sheet, write_clips
@@ -266,7 +266,7 @@ class VLARun:
             return self.judge(iteration)
         found = self.judged(iteration)
         if self.process.is_main:
-            show(found, self.process.run, iteration)
+            show(found, self.process, iteration)
         return success_rates(found)
 
     def judged(self, iteration: int) -> Judged:
@@ -359,12 +359,16 @@ def measured(
     return Acted(rollout, parts, env.waited_s - waited, env.dropped - dropped, seconds)
 
 
-def show(found: Judged, run: Run, iteration: int) -> None:
-    """Films of an evaluation in videos/step-..., and their contact sheet among the samples."""
+def show(found: Judged, process: Process, iteration: int) -> None:
+    """Films of an evaluation in videos/step-..., their contact sheet among the samples, and both in the trackers."""
     if found.clips:
         name = f"step-{iteration:06d}"
-        write_clips(run.videos / name, found.clips, fps=FPS)
-        save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
+        for file in write_clips(process.run.videos / name, found.clips, fps=FPS):
+            if file.suffix == ".gif":
+                process.log.log_video(iteration, f"videos/{file.stem}", file)
+        sheet = contact_sheet(found.clips)
+        save_png(sheet, process.run.samples / f"{name}.png")
+        process.log.log_picture(iteration, "samples/grid", sheet)
 
 
 def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:

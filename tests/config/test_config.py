@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
 from genrl.config.json_schemas import all_keys
 from genrl.config.loading import ROOTS
-from genrl.config.messages import OTHER_NAMES
+from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
@@ -101,6 +101,15 @@ def test_files_of_one_name_train_into_different_folders(tmp_path: Path, file: st
 
 def test_every_suggested_key_exists() -> None:
     assert set(OTHER_NAMES.values()) <= set(all_keys())
+
+
+@pytest.mark.parametrize("file", ["quickstart.yaml", "vlm/quickstart.yaml"])
+@pytest.mark.parametrize("name", TRL_NAMES)
+def test_names_of_trl_are_answered_by_ours(root: Path, file: str, name: str) -> None:
+    known = [path for path in TRL_NAMES[name] if path != "generation.max_new_tokens" or file.startswith("vlm")]
+    ours = known[-1] if file.startswith("vlm") else (known or [None])[0]
+    with pytest.raises(ConfigError, match=f"did you mean {ours}[?]" if ours else f"{name}: unknown key; top-level"):
+        load(root / "configs" / file, [f"{name}=1"])
 
 
 def test_all_problems_in_one_message(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_failing_import_of_the_users_file_is_the_users_error(mine: str) -> Non
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = loading.BUILT_IN["ocr"]._replace(packages=("rapidocr_not_here",))
     monkeypatch.setitem(loading.BUILT_IN, "ocr", entry)
-    with pytest.raises(ValueError, match=r"needs rapidocr_not_here, .* pip install 'genrl\[ocr\]'"):
+    with pytest.raises(ValueError, match=r"needs rapidocr_not_here, .* pip install 'genrl-diffusion\[ocr\]'"):
         rewards.load("ocr")
 
 

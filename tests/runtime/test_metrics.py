@@ -8,8 +8,9 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 from PIL import Image
 
-from genrl.runtime.metrics import METRICS, SECTIONS, MetricLogger, check_trackers, document, markdown
+from genrl.runtime.metrics import METRICS, SECTIONS, MetricLogger, document, markdown
 from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.trackers import check_trackers
 
 
 def test_the_page_is_made_from_the_catalogue(root: Path) -> None:

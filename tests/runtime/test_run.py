@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "open", read_only)  # root may write anywhere
+    monkeypatch.setattr(os, "open", read_only)  # root may write anywhere
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: Read-only file system.*output=FOLDER"):
         runs.lock(tmp_path)
 

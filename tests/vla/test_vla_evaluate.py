@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.cli.vla import export
 from genrl.runtime.progress import Progress
 from genrl.vla import train
 from genrl.vla.evaluate import evaluate, success_rates
@@ -15,7 +14,7 @@ from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.policies.folder import load_first_steps, load_policy
 from genrl.vla.policies.policy import ACTION
 from genrl.vla.rollout.sampling import Acting, FlowSteps, Frozen, act
-from genrl.vla.setup import load_trained, sampler_of
+from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder

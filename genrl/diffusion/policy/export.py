@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +42,8 @@ from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments
 from genrl.runtime import checkpoint
+from genrl.runtime.cards import as_code
+from genrl.runtime.cards import table as table_of
 from genrl.runtime.run import Run, read_metrics, write_atomic
 from genrl.runtime.weights import result
 
@@ -257,9 +258,9 @@ def write_card(
     """
     is_lora = config.model.lora is not None and not whole
     code = "\n".join(_card_code(config, folder, prompts[0] if prompts else "a prompt", is_lora=is_lora))
-    table = _card_table(rows)
-    examples = "\n".join(f"- {_code(json.dumps(prompt, ensure_ascii=False))}" for prompt in prompts)
-    rewards = ", ".join(f"{_code(reward.name)} (weight {reward.weight:g})" for reward in config.rewards)
+    table = table_of(rows)
+    examples = "\n".join(f"- {as_code(json.dumps(prompt, ensure_ascii=False))}" for prompt in prompts)
+    rewards = ", ".join(f"{as_code(reward.name)} (weight {reward.weight:g})" for reward in config.rewards)
     name, others = config.model.config or config.model.path, FOR_OTHERS.get(form, "")
     text = f"""---
 base_model: {json.dumps(name, ensure_ascii=False)}
@@ -267,7 +268,7 @@ library_name: diffusers
 tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {json.dumps(config.trainer.algorithm)}]
 ---
 
-# {_code(name)} fine-tuned by {_code(config.trainer.algorithm)}
+# {as_code(name)} fine-tuned by {as_code(config.trainer.algorithm)}
 
 {"LoRA adapter" if is_lora else "Pipeline"} trained by reinforcement learning with genrl {__version__}.
 {others}Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
@@ -327,24 +328,3 @@ def _loading(lora: LoRA, folder: Path) -> str:
         chosen = "" if file is None else f", weight_name={json.dumps(file)}"
         lines.append(f"pipe.load_lora_weights({json.dumps(place)}{chosen}, adapter_name={name!r})")
     return "\n".join([*lines, f"pipe.set_adapters({list(named)!r})"])
-
-
-def _code(text: str) -> str:
-    """As code in Markdown, which shows it as it is: HTML, links and backticks too."""
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    space = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
-
-
-def _card_table(rows: Sequence[Mapping[str, float | None]]) -> str:
-    """The last evaluation, beside that of step 0 where there is one."""
-    last = rows[-1] if rows else {}
-    first = rows[0] if len(rows) > 1 and rows[0].get("step") == 0 else None
-    titles = ["held-out metric", *([] if first is None else ["before"]), "value" if first is None else "after"]
-    lines = [titles, ["---"] * len(titles)]
-    for name, value in sorted(last.items()):
-        if name.startswith("eval/") and value is not None:
-            numbers = [value] if first is None else [first.get(name), value]
-            shown = ["-" if number is None else f"{number:.4g}" for number in numbers]
-            lines.append([_code(name).replace("|", "\\|"), *shown])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -7,6 +7,7 @@ Under the contract a text reward names `completions` and the columns it compares
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,38 +25,47 @@ RULES = (
     *("indices", "rating", "diversity", "rouge"),
 )
 """The functions of `rewards.scorers.texts.verifiable`, by name."""
+MATH = "math"
+MODULES = {**dict.fromkeys(RULES, MODULE), MATH: "rewards.scorers.texts.mathematics"}
+"""Of each rule, by name."""
 
 
 def listing_texts() -> list[Listed]:
-    """A row for each of `RULES`, read from their source; all give 0 to 1. `rewards.listing` has the others."""
-    source = source_of(MODULE)
-    rules = {name: declared(source, name) for name in RULES}
+    """A row for each rule, read from their source; all give 0 to 1. `rewards.listing` has the others."""
+    sources = {module: source_of(module) for module in MODULES.values()}
+    rules = {name: declared(sources[module], name) for name, module in MODULES.items()}
     return [Listed(name, "built-in", rule.doc, "0 to 1", ", ".join(rule.takes)) for name, rule in rules.items()]
 
 
 def resolve_text(name: str) -> Origin:
-    """Where the name of a text reward leads: one of `RULES`, or what `rewards.resolve` finds. Imports nothing.
+    """Where the name of a text reward leads: one of `MODULES`, or what `rewards.resolve` finds. Imports nothing.
 
-    Raises ValueError as `rewards.resolve` does, with the nearest rule.
+    Raises ValueError as `rewards.resolve` does, with the nearest rule, and where a rule's package is not installed.
     """
-    if name in RULES:
-        return Origin(name, "built-in", MODULE, name)
+    if name == MATH and importlib.util.find_spec("math_verify") is None:
+        raise ValueError(
+            "reward 'math' needs the package math-verify, which is not installed: pip install 'genrl-diffusion[math]', "
+            "or write numeric"
+        )
+    if name in MODULES:
+        return Origin(name, "built-in", MODULES[name], name)
     try:
         return resolve(name)
     except ValueError as error:
         if ".py" in name or is_given(name):
             raise
         raise ValueError(
-            f"unknown reward {name!r}.{nearest(name, RULES)} Rules for texts: {', '.join(RULES)}; or name a function "
-            "of your own as path/to/file.py:name"
+            f"unknown reward {name!r}.{nearest(name, MODULES)} Rules for texts: {', '.join(MODULES)}; or name a "
+            "function of your own as path/to/file.py:name"
         ) from error
 
 
 def load_text(name: str, args: Mapping[str, object] = EMPTY) -> Reward:
     """A text reward with its options set. Raises ValueError as `resolve_text`, and for options that do not fit."""
-    if resolve_text(name).where != MODULE:
+    origin = resolve_text(name)
+    if name not in MODULES:
         return load(name, args)
-    rule: Reward = vars(importlib.import_module(MODULE))[name]
+    rule: Reward = vars(importlib.import_module(origin.where))[name]
     return with_options(rule, name, args) if args else rule
 
 

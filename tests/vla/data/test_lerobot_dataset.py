@@ -302,7 +302,7 @@ def test_a_video_that_is_too_short_and_odd_sizes_are_refused(tmp_path: Path) -> 
 
 def test_without_pyav_videos_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(ImportError, match=r"pip install 'genrl\[av\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'genrl-diffusion\[av\]'"):
         write_dataset(tmp_path / "set", [episode(0)], fps=10, videos=True)
 
 

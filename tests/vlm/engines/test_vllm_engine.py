@@ -271,7 +271,7 @@ def test_a_server_that_is_not_there_is_named_with_the_command(server: str, tmp_p
 
 
 def test_without_vllm_the_check_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"generation.engine.*pip install 'genrl\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"generation.engine.*pip install 'genrl-diffusion\[vllm\]'"):
         check_files(vlm_runs.config(tmp_path, generation=VLLM))
 
 

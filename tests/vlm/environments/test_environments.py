@@ -210,7 +210,7 @@ class TestRefused:
     def test_an_extra_that_is_not_installed_says_how_to_get_it(self) -> None:
         if importlib.util.find_spec("minigrid"):
             pytest.skip("it is installed")
-        with pytest.raises(Misuse, match=r"pip install 'genrl\[minigrid\]'"):
+        with pytest.raises(Misuse, match=r"pip install 'genrl-diffusion\[minigrid\]'"):
             opened(name="MiniGrid-Empty-5x5-v0")
 
     def test_no_words_no_picture_and_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:

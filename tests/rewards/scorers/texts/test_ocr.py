@@ -307,7 +307,7 @@ def test_a_missing_engine_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
     found = importlib.util.find_spec
     hidden = ("pytesseract", "paddleocr")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
-    with pytest.raises(ValueError, match=r"needs 'pytesseract'.*pip install 'genrl\[tesseract\]'"):
+    with pytest.raises(ValueError, match=r"needs 'pytesseract'.*pip install 'genrl-diffusion\[tesseract\]'"):
         rewards.load("ocr", {"engine": "tesseract"})
-    with pytest.raises(ValueError, match=r"needs 'paddleocr'.*pip install 'genrl\[paddle\]'"):
+    with pytest.raises(ValueError, match=r"needs 'paddleocr'.*pip install 'genrl-diffusion\[paddle\]'"):
         rewards.load("ocr", {"engine": "paddleocr"})

@@ -1,0 +1,78 @@
+"""Answers in mathematics: what is equal, what cannot be read, what takes too long, and threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rewards.scorers.texts import mathematics
+from rewards.scorers.texts.completions import load_text, score_completions
+
+pytestmark = pytest.mark.slow
+rule = mathematics.math
+
+
+@pytest.fixture(autouse=True, scope="module")
+def needed() -> None:
+    pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("written", "truth", "right"),
+    [
+        (r"\frac{1}{2}", 0.5, True),
+        ("0.5", r"\frac{1}{2}", True),
+        ("1/2", r"$\frac{1}{2}$", True),
+        (r"\boxed{50\%}", "0.5", True),
+        ("x = 5", "5", True),
+        ("1,234", 1234, True),
+        ("3 apples", "3", True),
+        (r"\sqrt{2}", r"2^{1/2}", True),
+        (r"2\pi", r"\pi \cdot 2", True),
+        ("(1, 2)", "(1,2)", True),
+        ("x^2 + 2x + 1", "(x+1)^2", True),
+        ("(2, 1)", "(1,2)", False),
+        ("0.333", "1/3", False),
+        ("-1", "1", False),
+        ("", "3", False),
+        ("no idea", "3", False),
+    ],
+)
+def test_what_is_equal(written: str, truth: object, right: bool) -> None:
+    assert rule([f"<answer>{written}</answer>"], [truth]) == [float(right)]
+
+
+def test_a_truth_that_cannot_be_read_gives_no_score_and_is_counted() -> None:
+    columns = {"answer": ["the red one", "", "2"]}
+    scores = score_completions(
+        load_text("math"), prompts=["q"] * 3, completions=["<answer>2</answer>"] * 3, columns=columns
+    )
+    assert [math.isnan(value) for value in scores.values] == [True, True, False] and scores.values[2] == 1.0
+    assert not scores.failures
+
+
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read() -> None:
+    huge = f"{'9' * 7}^{{{'9' * 9}}}"
+    assert mathematics.Comparer().ask(2.0, truth="3", written=huge) is None
+    assert rule([f"<answer>{huge}</answer>", "<answer>7</answer>"], ["3", "7"], timeout_s=2.0) == [0.0, 1.0]
+
+
+def test_threads_get_their_own_answers() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: rule([f"<answer>{n}/4</answer>"], [0.25 * (n if n % 2 else n + 1)]), range(16)))
+    assert found == [[float(n % 2)] for n in range(16)]
+
+
+def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'genrl-diffusion\[math\]'"):
+        load_text("math")
+
+
+def test_a_process_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mathematics, "__file__", "/nowhere/mathematics.py")
+    with pytest.raises(RuntimeError, match="ended; its error is above"):
+        mathematics.Comparer().ask(5.0, truth="1")
