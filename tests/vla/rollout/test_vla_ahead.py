@@ -144,6 +144,9 @@ def test_importance_by_hand(tmp_path: Path) -> None:
         figures = importance_figures(found)
         assert figures["importance/mean"] == pytest.approx((number - 0.5) / number, abs=1e-3)
         assert figures["importance/max_abs_dev"] == pytest.approx(0.5, abs=1e-3)
+        settings = run.settings.model_copy(update={"importance": "none"})
+        without = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), settings, run.loop.fitting)
+        assert without.importance is None and torch.equal(without.log_prob, found.log_prob)
 
 
 def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
