@@ -225,12 +225,13 @@ _OLDER = {
     ),
     "importance/mean": MetricDoc(
         "mean of w = exp(log-prob before the first update - log-prob when sampled) over samples and trained steps, "
-        "tokens of the answers, or ratios of the rollout; 0 where it is above 5. Policy gradients only",
+        "tokens of the answers, or ratios of the rollout; 0 where it is above 5, and min(w, 1) of policies in "
+        "simulation. Policy gradients only",
         "About 1. Far from it, samples are too old for the learning rate. Of log-probabilities that are means over D "
         "numbers (or tokens: GSPO) it is a D-th root, so small deviations say much.",
     ),
     "importance/left_out": MetricDoc(
-        "share of these whose w was above 5: 0, not learned from",
+        "share of these whose w was above 5: 0, not learned from. Not of policies in simulation",
         "Above 0: samples are too old.",
         "share 0..1",
     ),

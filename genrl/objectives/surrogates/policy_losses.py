@@ -47,6 +47,15 @@ def staleness_weight(
     return torch.where(weight <= largest, weight, 0.0)
 
 
+def truncated_weight(proximal_log_prob: Tensor, behaviour_log_prob: Tensor) -> Tensor:
+    """`min(pi_proximal / pi_behaviour, 1)`, elementwise, without gradient: V-trace's weight (arXiv 1802.01561, eq. 1).
+
+    In the place of `staleness_weight` where the ratio of a sample is wide: what older weights drew too often counts
+    less, and nothing counts more than once, so the weights add little to the spread of the gradient.
+    """
+    return torch.exp((proximal_log_prob.detach() - behaviour_log_prob.detach()).clamp(max=0.0))
+
+
 def clipped_surrogate(
     log_prob: Tensor,
     old_log_prob: Tensor,

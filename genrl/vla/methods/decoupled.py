@@ -1,4 +1,5 @@
-"""Rollouts of earlier weights as policy gradients learn from them: decoupled PPO (arXiv 2110.00641, eq. 3)."""
+"""Rollouts of earlier weights as policy gradients learn from them: decoupled PPO (arXiv 2110.00641, eq. 3) with weights
+of at most 1."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.objectives.advantages.gae import executed_mask
-from genrl.objectives.surrogates.policy_losses import staleness_weight
+from genrl.objectives.surrogates.policy_losses import truncated_weight
 from genrl.vla.methods.scores import at_level, context_of
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
@@ -24,7 +25,8 @@ def weighed(
 ) -> ChunkRollout:
     """The rollout with the log-probabilities of valid decisions under the proximal policy, which is the policy before
     the first update, in the place of those under the behaviour policy, which acted; and the importance weights of the
-    one to the other. fitting: around every pass of the policy; `check_stop` comes next."""
+    one to the other, where the settings ask for them. fitting: around every pass of the policy; `check_stop` comes
+    next."""
     index = rollout.valid.flatten().nonzero()[:, 0]
     size, ratios = rollout.rewards.shape[-1], rollout.log_prob.shape[2]
     proximal, executed = rollout.log_prob.flatten(0, 1).clone(), rollout.n_executed.flatten()
@@ -34,16 +36,16 @@ def weighed(
             context = context_of(policy, rows.observation, rows.context)
             again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
         proximal[part] = again.log_prob.cpu()
+    now = rollout._replace(log_prob=proximal.view(rollout.log_prob.shape))
+    if settings.importance == "none":
+        return now
 
     def leveled(log_prob: Tensor) -> Tensor:
         each = [at_level(log_prob[:, n], executed, size, rollout.action_dim, settings) for n in range(ratios)]
         return torch.stack(each, 1)
 
-    importance = staleness_weight(leveled(proximal), leveled(rollout.log_prob.flatten(0, 1)))
-    return rollout._replace(
-        log_prob=proximal.view(rollout.log_prob.shape),
-        importance=importance.view(*rollout.valid.shape, *importance.shape[1:]),
-    )
+    importance = truncated_weight(leveled(proximal), leveled(rollout.log_prob.flatten(0, 1)))
+    return now._replace(importance=importance.view(*rollout.valid.shape, *importance.shape[1:]))
 
 
 def importance_figures(rollout: ChunkRollout) -> dict[str, float]:
@@ -58,6 +60,5 @@ def importance_figures(rollout: ChunkRollout) -> dict[str, float]:
         return {}
     return {
         "importance/mean": float(weights.mean()),
-        "importance/left_out": float((weights == 0).double().mean()),
         "importance/max_abs_dev": float((weights - 1.0).abs().max()),
     }

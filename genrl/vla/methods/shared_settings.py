@@ -50,6 +50,9 @@ class Update(VLAMethod):
     success_filter: tuple[Fraction, Share] | None = None
     """Groups count only where their mean return is within [low, high] (SimpleVLA-RL: 0.1 and 0.9); null = all."""
 
+    importance: Literal["truncated", "none"] = "truncated"
+    """Weight of a decision that older weights took (`environment.staleness`): min(p_old / p_drawn, 1), or 1."""
+
     @property
     def retries(self) -> bool:
         return self.fit_batch

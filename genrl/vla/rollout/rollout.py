@@ -28,8 +28,9 @@ class ChunkRollout(NamedTuple):
 
     observations: name -> [T + 1, B, ...]. contexts: the same of the contexts [T, B, ...], empty unless kept.
     states, next_states [T, B, N, H, A], step_index int64 [T, B, N], log_prob float32 [T, B, M, H, A]: see `sampling`.
-    importance: of a rollout of earlier weights, [T, B, M] and the shape of a ratio's level: how much likelier the
-    decision was before the first update than when it was sampled; log_prob is then that before it. None: not earlier.
+    importance: of a rollout of earlier weights, [T, B, M] and the shape of a ratio's level: how much less
+    likely the decision was before the first update than when it was sampled, 1 where it was not; log_prob is then that
+    before it. None: not earlier.
     rewards float32 [T, B, C], n_executed int64, terminated, truncated, success, dropped bool [T, B].
     values float32 [T, B, V], of the observation: see `Policy.value`; next_values [T, B], the first one of the true next
     observation, the final one where an episode ended; None for a policy without critic.

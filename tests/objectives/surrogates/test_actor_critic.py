@@ -18,7 +18,7 @@ from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.objectives.surrogates import actor_critic as ac
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight, truncated_weight
 from tests.golden_cases import Case, check_all, error
 from tests.reference.dppo import quantile_clip
 from tests.reference.pi_rl import episode_weighted_mean, masked_mean
@@ -264,6 +264,8 @@ def test_the_weight_of_a_stale_sample() -> None:
     weight = staleness_weight(near, old)
     assert weight.tolist() == pytest.approx([0.0, math.e, 1.0, 1 / math.e]) and not weight.requires_grad
     assert staleness_weight(near, old, largest=2.0).tolist() == pytest.approx([0.0, 0.0, 1.0, 1 / math.e])
+    truncated = truncated_weight(near, old)
+    assert truncated.tolist() == pytest.approx([1.0, 1.0, 1.0, 1 / math.e]) and not truncated.requires_grad
 
 
 @given(st.integers(0, 1000))
