@@ -47,7 +47,7 @@ def state_of(run: Followed, now: float | None = None) -> State:
         return State("finished", ended if run.planned is None or run.done < run.planned else "")
     paths = sorted((run.run.folder / "heartbeat").glob("rank-*.json"))
     beats = [beat for path in paths if (beat := read_heartbeat(path)) is not None]
-    resume = f"go on by `genrl resume {run.run.folder}`"
+    resume = f"to go on: genrl resume {run.run.folder}"
     if not beats:
         return _without_heartbeat(run, time.time() if now is None else now, resume)
     last = max(beats, key=lambda beat: beat.time)

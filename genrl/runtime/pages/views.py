@@ -74,7 +74,8 @@ def headline_figure(runs: Sequence[Followed], headline: Headline) -> dict[str, A
     else:
         series = [(run.name, _points(run, headline.lines[0][0])) for run in runs]
     names = [name for name, _ in series] if len(runs) == 1 else []
-    return {"caption": headline.caption, "names": names, "svg": chart(series, width=1080, height=300)}
+    svg = chart(series, width=1080 if len(runs) == 1 else 540, height=300)
+    return {"caption": headline.caption, "names": names, "svg": svg}
 
 
 def gains(runs: Sequence[Followed]) -> Table:
