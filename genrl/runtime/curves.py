@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes, ticks, and a value under the pointer without any script; drawn by pages/chart.html."""
+"""Line charts as inline SVG: axes, ticks, and a value under the pointer without any script, from pages/chart.html."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def _values(run: Followed) -> dict[str, Any]:
         "title": "Success" if views.acts(run) else "Reward",
         "headlines": [views.headline_figure([run], headline) for headline in views.headlines([run])],
         "gains": views.gains([run]),
-        "sections": [(s.title, [views.figure([run], key) for key in s.keys], s.constants) for s in views.sections([run])],
+        "sections": [
+            (s.title, [views.figure([run], key) for key in s.keys], s.constants) for s in views.sections([run])
+        ],
         "timings": views.timings([run]),
         "prompts": table,
         "prompts_left_out": left_out,

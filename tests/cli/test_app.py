@@ -20,6 +20,7 @@ COMMANDS = [
     "plan",
     "export",
     "report",
+    "watch",
     "replay",
     "doctor",
     "rewards",

@@ -117,8 +117,14 @@ class Live:
             "cards": [self._card(run) for run in self.runs],
             "headlines": headlines,
             "gains": views.gains(self.runs),
-            "films": [[(path.stem, self._url(i, path)) for path in media.films(run.run)[:12]] for i, run in enumerate(self.runs)],
-            "sounds": [[(path.stem, self._url(i, path)) for path in media.sounds(run.run)[:12]] for i, run in enumerate(self.runs)],
+            "films": [
+                [(path.stem, self._url(i, path)) for path in media.films(run.run)[:12]]
+                for i, run in enumerate(self.runs)
+            ],
+            "sounds": [
+                [(path.stem, self._url(i, path)) for path in media.sounds(run.run)[:12]]
+                for i, run in enumerate(self.runs)
+            ],
             "names": [run.name for run in self.runs],
             "sections": views.sections(self.runs),
             "timings": views.timings(self.runs),
@@ -144,7 +150,8 @@ class Live:
     def _pictures(self, number: int) -> list[dict[str, str]]:
         run = self.runs[number].run
         sheets = sorted(media.pictures(run), key=lambda sheet: not sheet.path.name.startswith("step-"))
-        found = [{"name": name, "url": self._url(number, path)} for name, path in sheets]
+        found = [{"name": name, "url": self._url(number, path)} for name, path in sheets
+                 if media.served(run, f"samples/{path.name}")]  # fmt: skip
         if len(list(run.samples.glob("step-*/samples.json"))) > 1:
             found.append({"name": "Before and after", "url": f"file/{number}/before-after?v={_changed(run.samples)}"})
         return found
@@ -191,8 +198,10 @@ def _in_words(run: Followed, rate: Pace | None, *, going: bool) -> str:
     if rate is None:
         return ""
     found = [f"{rate.seconds:.3g} s per iteration"]
-    found += [f"{run.columns[key].last:.3g} {unit}" for key, unit in _RATES.items()
-              if key in run.columns and run.columns[key].last is not None]  # fmt: skip
+    for key, unit in _RATES.items():
+        value = run.columns[key].last if key in run.columns else None
+        if value is not None:
+            found.append(f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}")
     if rate.left is not None and going:
         found.append(f"{duration(rate.left)} left")
     return ", ".join(found)

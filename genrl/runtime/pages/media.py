@@ -90,7 +90,9 @@ def prompt_page(runs: Sequence[Followed], number: int, find: str = "") -> Prompt
     number = max(0, min(number, pages - 1))
     shown = list(rows)[number * PROMPTS_PER_PAGE : (number + 1) * PROMPTS_PER_PAGE]
     found = [
-        Compared(key[0], [[_cell(*pair, key) for pair in zip(*both, strict=True)] for both in zip(ends, places, strict=True)])
+        Compared(
+            key[0], [[_cell(*pair, key) for pair in zip(*both, strict=True)] for both in zip(ends, places, strict=True)]
+        )
         for key in shown
     ]
     return PromptPage(found, number, pages, len(rows))

@@ -117,15 +117,15 @@ def _fall(monitor: Mapping[str, Any], scores: Column, ended: bool) -> Iterator[s
     count = len(low) - max((i + 1 for i, fell in enumerate(low) if not fell), default=0)
     if count:
         yield (
-            f"reward hacking: {monitor['reward']} fell from {best:.4g} (step {best_step}) to {score:.4g} (step {step}); "
-            f"{min(count, monitor['patience'])} of {monitor['patience']} evaluations in a row lie more than "
+            f"reward hacking: {monitor['reward']} fell from {best:.4g} (step {best_step}) to {score:.4g} (step {step})"
+            f"; {min(count, monitor['patience'])} of {monitor['patience']} evaluations in a row lie more than "
             f"{monitor['tolerance']:g} lower, {'and the run is over' if ended else 'and then the monitor ends the run'}"
         )
 
 
 def _opposed(columns: Mapping[str, Column]) -> Iterator[str]:
-    """Held-out rewards whose last two evaluations lie a tenth of their standard deviation or more below the first, while
-    the total rose: this is worth a look at the pictures, and no proof."""
+    """Held-out rewards whose last two evaluations both lie a tenth of their standard deviation or more below the first,
+    while the total rose. A reason to look at the pictures, not a proof."""
     total = columns["eval/total_mean"].known() if "eval/total_mean" in columns else []
     if len(total) < 3 or total[-1][1] <= total[0][1]:
         return
@@ -137,8 +137,8 @@ def _opposed(columns: Mapping[str, Column]) -> Iterator[str]:
         if widths and all(value < first - widths[0][1] / 10 for _, value in known[-2:]):
             name = key.removeprefix("eval/").removesuffix("_mean")
             yield (
-                f"{name} fell from {first:.4g} to {known[-1][1]:.4g} while the total rose: look at the pictures for reward "
-                "hacking; `evaluation.monitor` can end a run where a held-out reward falls"
+                f"{name} fell from {first:.4g} to {known[-1][1]:.4g} while the total rose: look at the pictures for "
+                "reward hacking. evaluation.monitor can end a run where a held-out reward falls"
             )
 
 
@@ -146,7 +146,9 @@ def _monitor(run: Followed) -> tuple[Mapping[str, Any], Column] | None:
     """`evaluation.monitor` and the scores that it watches, where there are any."""
     evaluation = run.settings.get("evaluation")
     monitor = evaluation.get("monitor") if isinstance(evaluation, dict) else None
-    column = run.columns.get(f"eval/{monitor['reward']}_mean") if isinstance(monitor, dict) else None
+    if not isinstance(monitor, dict):
+        return None
+    column = run.columns.get(f"eval/{monitor['reward']}_mean")
     return None if column is None else (monitor, column)
 
 
@@ -154,7 +156,7 @@ def _without_heartbeat(run: Followed, now: float, resume: str) -> State:
     """A run that has just begun loads its model, without a heartbeat yet."""
     begun = _written(run.run.info)
     if begun > _written(run.run.metrics) and now - begun < LOADING_S:
-        return State("starting", "the model is loaded")
+        return State("starting", "loading the model")
     return State("stopped", resume if run.config else "")
 
 

@@ -126,7 +126,7 @@ def sections(runs: Sequence[Followed]) -> list[Section]:
 
 def figure(runs: Sequence[Followed], key: str) -> dict[str, Any]:
     """One metric: `key`, `hint` (formula and reading), `missing` rows without a value, `alarm` (there are no others),
-    `last` value of each run and `svg`."""
+    `last` value of each run, empty where it has none, and `svg`."""
     doc = _document(key, documented(tuple(run.config for run in runs)))
     columns = [run.columns.get(key, Column()) for run in runs]
     missing = sum(column.missing for column in columns)
@@ -135,7 +135,7 @@ def figure(runs: Sequence[Followed], key: str) -> dict[str, Any]:
         "hint": f"{doc.formula}. {doc.reading}" if doc else "of another version, or of a method that is gone",
         "missing": missing,
         "alarm": missing == sum(len(column.steps) for column in columns),  # some are without by design
-        "last": ["-" if column.last is None else f"{column.last:.4g}" for column in columns],
+        "last": ["" if column.last is None else f"{column.last:.4g}" for column in columns],
         "svg": chart([(run.name, column.points()) for run, column in zip(runs, columns, strict=True)]),
     }
 

@@ -36,7 +36,8 @@ const seen = new IntersectionObserver((entries) => {
   draw().catch(lost);
 }, { rootMargin: "300px" });
 
-const hidden = () => [...document.querySelectorAll("header input")].filter((box) => !box.checked).map((box) => box.dataset.run);
+const hidden = () =>
+  [...document.querySelectorAll("header input")].filter((box) => !box.checked).map((box) => box.dataset.run);
 
 async function draw() {
   for (const figure of visible) if (!figure.isConnected) visible.delete(figure);
@@ -44,7 +45,10 @@ async function draw() {
   const due = [...visible].filter((figure) => drawn.get(figure.dataset.key) !== shown);
   if (!due.length) return;
   for (const figure of due) drawn.set(figure.dataset.key, shown);
-  const query = new URLSearchParams([...due.map((figure) => ["key", figure.dataset.key]), ...hidden().map((run) => ["hide", run])]);
+  const query = new URLSearchParams([
+    ...due.map((figure) => ["key", figure.dataset.key]),
+    ...hidden().map((run) => ["hide", run]),
+  ]);
   try {
     const found = await ask(`figures.json?${query}`);
     for (const figure of due) {
@@ -140,5 +144,7 @@ for (const box of document.querySelectorAll("header input")) {
     draw().catch(lost);
   });
 }
-for (const sheet of document.querySelectorAll(".sheet")) sheet.querySelector("select").addEventListener("change", () => showPicture(sheet));
+for (const sheet of document.querySelectorAll(".sheet")) {
+  sheet.querySelector("select").addEventListener("change", () => showPicture(sheet));
+}
 poll();
