@@ -1,7 +1,8 @@
 "use strict";
 // Asks for the state of the runs again and again, and for the charts, prompts and pictures that are looked at.
 
-const POLL_MS = 2000; // at least; ten times what the server takes, so that it stays below a tenth of a processor
+const POLL_MS = 2000; // at least; else ten times what the answers took, so that the server rests most of the time
+const MOST_MS = 20000; // the first look at a long run takes seconds
 const parts = new Map(); // element id -> HTML as last put in
 const drawn = new Map(); // key of a chart -> what of the runs it shows
 const visible = new Set(); // figures on the screen
@@ -127,7 +128,7 @@ function lost(error) {
 async function poll() {
   const began = performance.now();
   if (!document.hidden) await update().catch(lost);
-  setTimeout(poll, Math.max(POLL_MS, 10 * (performance.now() - began)));
+  setTimeout(poll, Math.min(MOST_MS, Math.max(POLL_MS, 10 * (performance.now() - began))));
 }
 
 function turn(by) {
