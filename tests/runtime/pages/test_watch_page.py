@@ -59,10 +59,12 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
 
         first, second = page.locator(".sheet img").nth(0), page.locator(".sheet img").nth(1)
         assert "step-000002.png" in (first.get_attribute("src") or "")
-        page.get_by_label("Picture of done").select_option("Samples at step 0")
         samples(going, 5, PROMPTS, [0.8125] * 45)
         page.locator(".sheet img[src*='step-000005.png']").wait_for(timeout=8000)
-        assert "step-000000.png" in (second.get_attribute("src") or "")  # the newest is followed, a choice is kept
+        page.get_by_label("Picture of going").select_option("Samples at step 0")
+        samples(going, 6, PROMPTS, [0.8125] * 45)
+        page.locator(".sheet option", has_text="Samples at step 6").first.wait_for(state="attached", timeout=8000)
+        assert "step-000000.png" in (first.get_attribute("src") or "")  # the newest is followed, a choice is kept
         for image in (first, second):
             image.scroll_into_view_if_needed()
             image.evaluate("image => image.decode()")  # raises where it is none
@@ -70,7 +72,7 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         assert page.locator("#place").inner_text() == "page 1 of 3, 45 prompts"
         page.get_by_role("button", name="next").click()
         page.get_by_text("prompt 20", exact=True).wait_for()
-        assert page.locator(".prompt").count() == 20 and page.get_by_text("step 5: shapes 0.812").count() == 20
+        assert page.locator(".prompt").count() == 20 and page.get_by_text("step 6: shapes 0.812").count() == 20
         page.get_by_label("Find in prompts").fill("prompt 44")
         page.get_by_text("page 1 of 1, 1 prompts").wait_for()
 
