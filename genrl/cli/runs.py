@@ -1,4 +1,4 @@
-"""`genrl export`, `genrl report` and `genrl replay`: what is made of a run."""
+"""`genrl export`, `genrl watch`, `genrl report` and `genrl replay`: what is made of a run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the `genrl` command."""
     app.command()(export)
+    app.command()(watch)
     app.command()(report)
     app.command()(replay)
 
@@ -83,6 +84,38 @@ def _folder_to_write(run: Path, out: Path | None, push: str | None, private: boo
             shutil.rmtree(out, ignore_errors=True)
     check_new(out)
     return out
+
+
+def watch(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; they may not be there yet.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 0,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Serve a live page of one or several runs: state, time left, curves, pictures, rewards, warnings.
+
+    Example: `genrl watch runs/quickstart runs/other --open`
+
+    Only this machine can open it. It reads run folders and changes nothing; Ctrl-C ends it. From another machine:
+    `ssh -L 8400:localhost:8400 HOST genrl watch RUN --port 8400`.
+    """
+    from genrl.runtime.pages.live import Live
+    from genrl.runtime.pages.server import Server
+
+    server = Server(Live(runs), port)
+    for run in runs:
+        if not run.exists():
+            from genrl.config.folders import near
+
+            typer.echo(f"{run} is not there yet; the page shows it once it is{near(run)}")
+    typer.echo(f"{server.url}  (Ctrl-C ends it)")
+    if open_page:
+        typer.launch(server.url)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        typer.echo("stopped watching; the runs go on")
+    finally:
+        server.server_close()
 
 
 def report(run: RunFolder) -> None:

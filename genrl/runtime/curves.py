@@ -1,10 +1,12 @@
-"""Line charts as inline SVG: axes, ticks, and a value under the pointer without any script. Strings in, string out."""
+"""Line charts as inline SVG: axes, ticks, and a value under the pointer without any script, from pages/chart.html."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from genrl.runtime.pages import render
 
 Point = tuple[float, float | None]  # (step, value); None breaks the line
 
@@ -16,14 +18,15 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 26
 def chart(series: Sequence[tuple[str, Sequence[Point]]], *, width: int = 380, height: int = 190) -> str:
     """One `<svg>` with a line per series, drawn in the page's colours `--line-0`, `--line-1`, ...
 
-    series: (name, points by rising step). Where a curve is dense its points are means over neighbours, and a
-    running mean is drawn over the pale raw line. The caller gives the title; names show under the pointer.
+    series: (name, points by rising step); one without points keeps its colour free. Where a curve is dense its points
+    are means over neighbours, and a running mean is drawn over the pale raw line. The caller gives the title; names
+    show under the pointer.
     """
     thinned = [(name, thin(points)) for name, points in series]
     values = [value for _, points in thinned for _, value in points if value is not None]
     steps = [step for _, points in thinned for step, _ in points]
     if not values:
-        return '<p class="none">no finite value</p>'
+        return render("chart.html", {"lines": []})
     x_ticks, y_ticks = ticks(min(steps), max(steps), 5, whole=True), ticks(min(values), max(values), 4)
     x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
     y_low, y_high = min(y_ticks[0], min(values)), max(y_ticks[-1], max(values))
@@ -34,26 +37,39 @@ def chart(series: Sequence[tuple[str, Sequence[Point]]], *, width: int = 380, he
     def up(value: float) -> float:
         return height - _BOTTOM - (value - y_low) / (y_high - y_low) * (height - _TOP - _BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(", ".join(n for n, _ in series))}">']
-    right, bottom = width - _RIGHT, height - _BOTTOM
-    for tick, text in zip(y_ticks, labels(y_ticks), strict=True):
-        y = up(tick)
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
-    for tick, text in zip(x_ticks, labels(x_ticks), strict=True):
-        x = across(tick)
-        parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
-    for i, (name, points) in enumerate(thinned):
-        xy = [(across(step), None if value is None else up(value)) for step, value in points]
-        dense = sum(value is not None for _, value in points) >= _SMOOTHED_FROM
-        parts.append(f'<path class="line line-{i}{" raw" if dense else ""}" d="{_path(xy)}"/>')
-        if dense:
-            smooth = zip((x for x, _ in xy), _running_mean([y for _, y in xy]), strict=True)
-            parts.append(f'<path class="line line-{i}" d="{_path(list(smooth))}"/>')
-        parts += _spots(name, points, xy, i, dense)
-    return "".join([*parts, "</svg>"])
+    return render(
+        "chart.html",
+        {
+            "label": ", ".join(name for name, points in series if points),
+            "frame": {"width": width, "height": height, "left": _LEFT, "right": width - _RIGHT,
+                      "bottom": height - _BOTTOM},
+            "rows": [(up(tick), text) for tick, text in zip(y_ticks, labels(y_ticks), strict=True)],
+            "columns": [(across(tick), text) for tick, text in zip(x_ticks, labels(x_ticks), strict=True)],
+            "lines": [_line(i, name, points, across, up) for i, (name, points) in enumerate(thinned) if points],
+        },
+    )  # fmt: skip
+
+
+def _line(
+    index: int, name: str, points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
+) -> dict[str, Any]:
+    """What the template draws of one series: paths, and a spot per point, invisible on dense curves, whose title the
+    browser shows under the pointer."""
+    xy = [(across(step), None if value is None else up(value)) for step, value in points]
+    dense = sum(value is not None for _, value in points) >= _SMOOTHED_FROM
+    smooth = zip((x for x, _ in xy), _running_mean([y for _, y in xy]), strict=True) if dense else ()
+    return {
+        "index": index,
+        "name": name,
+        "path": _path(xy),
+        "smooth": _path(list(smooth)),
+        "dense": dense,
+        "spots": [
+            (x, y, f"{step:g}", f"{value:.6g}")
+            for (step, value), (x, y) in zip(points, xy, strict=True)
+            if value is not None and y is not None
+        ],
+    }
 
 
 def is_constant(values: Sequence[float]) -> bool:
@@ -117,16 +133,3 @@ def _running_mean(values: Sequence[float | None]) -> list[float | None]:
         near = [v for v in values[max(0, i - reach) : i + reach + 1] if v is not None]
         found.append(None if value is None else math.fsum(near) / len(near))
     return found
-
-
-def _spots(
-    name: str, points: Sequence[Point], xy: Sequence[tuple[float, float | None]], index: int, dense: bool
-) -> list[str]:
-    """A dot per point, invisible on dense curves, whose title the browser shows under the pointer."""
-    kind = f"spot line-{index}" + (" dense" if dense else "")
-    return [
-        f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{5 if dense else 3}">'
-        f"<title>{escape(name)}, step {step:g}: {value:.6g}</title></circle>"
-        for (step, value), (x, y) in zip(points, xy, strict=True)
-        if value is not None and y is not None
-    ]

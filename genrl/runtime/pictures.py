@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from genrl.runtime.run import write_atomic
 
-Picture = Image.Image | Tensor
+if TYPE_CHECKING:  # `genrl watch` shows pictures without torch
+    from torch import Tensor
+
+Picture: TypeAlias = "Image.Image | Tensor"
 
 _LOW, _HIGH = 160, 256  # heights between which an image is shown
 _WIDEST = 1240  # of a sheet; a single tile may be wider
@@ -46,7 +48,7 @@ def to_pil(picture: Picture) -> Image.Image:
         return picture.convert("RGB")
     if picture.ndim == 4:
         return filmstrip(picture)
-    array = picture.detach().float().nan_to_num().clamp(0, 1).mul(255).round().to(torch.uint8)
+    array = picture.detach().float().nan_to_num().clamp(0, 1).mul(255).round().byte()
     return Image.fromarray(array.permute(1, 2, 0).cpu().contiguous().numpy())
 
 
@@ -154,20 +156,23 @@ def save_samples(
     return sheet
 
 
-def read_samples(folder: Path) -> list[Samples]:
-    """Every complete set of samples in a run's samples folder, by step."""
-    found = []
-    for path in sorted(folder.glob("step-*/samples.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        files = [path.parent / f"{i:02d}.png" for i in range(len(record["prompts"]))]
-        found.append(Samples(record["step"], files, record["prompts"], record["rewards"]))
-    return sorted(found, key=lambda samples: samples.step)
+def first_and_last(folder: Path) -> list[Samples]:
+    """The first and the last complete set in a run's samples folder; only one, or none, where there are no more."""
+    paths = sorted(folder.glob("step-*/samples.json"), key=lambda path: (len(path.parent.name), path))
+    return [read_samples(path) for path in dict.fromkeys([*paths[:1], *paths[-1:]])]
+
+
+def read_samples(path: Path) -> Samples:
+    """The set of samples of a `samples.json`."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    files = [path.parent / f"{i:02d}.png" for i in range(len(record["prompts"]))]
+    return Samples(record["step"], files, record["prompts"], record["rewards"])
 
 
 def before_after(folder: Path, *, limit: int = 12) -> Image.Image | None:
     """The first and the last samples of a run beside each other; None where there are not two. Same prompts only, at
     most `limit`, spread evenly over those there are."""
-    found = read_samples(folder)
+    found = first_and_last(folder)
     if len(found) < 2:
         return None
     first, last = found[0], found[-1]

@@ -180,7 +180,7 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
             f"{before} is no configuration of this version of genrl: it was damaged, or another version wrote it "
             f"(run.json says which). Nothing was changed. {error}"
         ) from None
-    objects = {key for key, value in _leaves(yaml.safe_load(dump(was))).items() if is_given(value)}
+    objects = {key for key, value in leaves(yaml.safe_load(dump(was))).items() if is_given(value)}
     forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in (*EDITABLE, *objects))]
     if forbidden:
         raise ValueError(
@@ -263,7 +263,7 @@ def prepare(
 
 def config_edits(old: str, new: str) -> dict[str, str]:
     """Dotted key -> "key: old -> new" for every leaf that differs between two YAML texts."""
-    before, after = _leaves(yaml.safe_load(old)), _leaves(yaml.safe_load(new))
+    before, after = leaves(yaml.safe_load(old)), leaves(yaml.safe_load(new))
     keys = [*before, *(key for key in after if key not in before)]
     missing = object()
     return {
@@ -303,18 +303,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row["step"], int):
-                raise TypeError("the step is no number")
-            rows.append(row)
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-            if number == len(lines):  # no newline after it: empty, or its write was interrupted
-                break
-            raise ValueError(f"{path}:{number}: not a row of metrics; delete the line to go on") from None
-    return rows
+    rows = [read_row(line, path, number) for number, line in enumerate(lines[:-1], 1)]
+    try:
+        return [*rows, read_row(lines[-1], path, len(lines))]
+    except ValueError:  # no newline after it: empty, or its write was interrupted
+        return rows
+
+
+def read_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """One line of metrics.jsonl. Raises ValueError naming file and line where it is no row."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        if not isinstance(row["step"], int):
+            raise TypeError("the step is no number")
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        raise ValueError(f"{path}:{number}: not a row of metrics; delete the line to go on") from None
+    return row
 
 
 def truncate_metrics(path: Path, step: int) -> None:
@@ -391,16 +395,17 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    """Dotted key -> value of everything in a configuration that is no section."""
     if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
         tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping):
         return {prefix.rstrip("."): tree}
     found: dict[str, object] = {}
     for key, value in tree.items():
-        found |= _leaves(value, f"{prefix}{key}.")
+        found |= leaves(value, f"{prefix}{key}.")
     return found
 
 
-def _shown(leaves: Mapping[str, object], key: str) -> str:
-    return json.dumps(leaves[key]) if key in leaves else "(absent)"
+def _shown(values: Mapping[str, object], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "(absent)"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Self
 
@@ -221,16 +222,39 @@ def killed_ranks(run: Run, processes: int, *, patience_s: float = 0.0) -> list[s
 
 
 def _killed(run: Run, processes: int) -> list[str]:
-    found = []
-    for rank in range(processes):
-        try:
-            seen = json.loads((run.folder / "heartbeat" / f"rank-{rank}.json").read_text())
-            here, pid = seen["host"] == socket.gethostname() and not seen["ended"], seen["pid"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it ended by itself, and has said why
-        if here and not _runs(pid):
-            found.append(f"rank {rank} (process {pid}, {seen['phase']} of iteration {seen['step'] + 1})")
-    return found
+    return [
+        f"rank {rank} (process {seen.pid}, {seen.phase} of iteration {seen.step + 1})"
+        for rank in range(processes)
+        if (seen := read_heartbeat(run.folder / "heartbeat" / f"rank-{rank}.json")) is not None and seen.was_killed
+    ]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a process last wrote about itself; one that ended by itself, and has said why, leaves none."""
+
+    ended: bool
+    """Its watchdog ended it."""
+    phase: str
+    step: int
+    """Finished iterations."""
+    pid: int
+    host: str
+    time: float
+    """Of its last progress, seconds since 1970."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it is gone without having said why; False for a process of another machine, which is not seen."""
+        return self.host == socket.gethostname() and not self.ended and not _runs(self.pid)
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """None where there is none, or none that this version of genrl wrote."""
+    try:
+        return Heartbeat(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _runs(pid: int) -> bool:

@@ -21,6 +21,7 @@ COMMANDS = [
     "plan",
     "export",
     "report",
+    "watch",
     "replay",
     "doctor",
     "rewards",

@@ -15,8 +15,8 @@ from genrl.runtime.pictures import (
     before_after,
     best_and_worst,
     filmstrip,
+    first_and_last,
     grid,
-    read_samples,
     reward_labels,
     save_png,
     save_samples,
@@ -132,7 +132,7 @@ def test_samples_are_stored_and_read_back(tmp_path: Path) -> None:
     grid_picture = save_samples(tmp_path, 20, [noise, large], ["a", "b"], {"r": [float("nan"), 0.5]})
     save_samples(tmp_path, 0, [noise, noise], ["a", "c"], {"r": [0.1, 0.2]})
     (tmp_path / "step-000040").mkdir()  # interrupted before samples.json
-    first, last = read_samples(tmp_path)
+    first, last = first_and_last(tmp_path)
     assert (first.step, last.step, last.prompts, last.rewards) == (0, 20, ["a", "b"], {"r": [None, 0.5]})
     with Image.open(last.files[0]) as stored, Image.open(last.files[1]) as shrunk:
         assert np.array_equal(np.asarray(stored), np.asarray(to_pil(noise))) and shrunk.size == (1024, 512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -95,7 +96,8 @@ def test_nothing_points_outside(tmp_path: Path) -> None:
         for name, value in attributes.items():
             if name in ("src", "href", "srcset", "action", "xlink:href", "style"):
                 assert value is not None and value.startswith("data:image/")
-    assert "url(" not in page.texts[1] and "@import" not in page.texts[1]  # the style sheet
+    (style,) = [text for text in page.texts if "body {" in text]
+    assert "url(" not in style and "@import" not in style
 
 
 def test_a_run_that_crashed_or_is_still_going_on(tmp_path: Path) -> None:
@@ -119,6 +121,29 @@ def test_metrics_alone_are_enough_and_unknown_keys_are_shown(tmp_path: Path) -> 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "old/key": 1.5}\n{"step": 2, "old/key": null}\n')
     text, _ = read(write_report(tmp_path))
     assert "<h2>Other</h2>" in text and "old/key" in text
+
+
+def test_of_many_prompts_some_are_listed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    record = {"step": 20, "prompts": [f"prompt {i}" for i in range(10_000)], "rewards": {"r": [0.5] * 10_000}}
+    (run.samples / "step-000020").mkdir()
+    (run.samples / "step-000020" / "samples.json").write_text(json.dumps(record))
+    text, page = read(write_report(run.folder))
+    assert sum(text.startswith("prompt ") for text in page.texts) == 500
+    assert "9500 more prompts are in samples/step-*/samples.json" in text
+
+
+def test_a_fall_that_the_monitor_watches_is_shown(tmp_path: Path) -> None:
+    monitor = "{monitor: {reward: shapes, tolerance: 0.05, patience: 3}}"
+    (tmp_path / "config.yaml").write_text(f"iterations: 9\nevaluation: {monitor}\n")
+    scores = enumerate([0.5, 0.7, 0.6, 0.5])
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(runs.json_line({"step": step, "eval/shapes_mean": value}) for step, value in scores)
+    )
+    text, page = read(write_report(tmp_path))
+    (warning,) = [text for text in page.texts if "reward hacking" in text]
+    assert "shapes fell from 0.7 (step 1) to 0.5 (step 3); 2 of 3 evaluations in a row" in warning
+    assert "3 of 9 iterations, stopped or still running" in text
 
 
 def test_no_run(tmp_path: Path) -> None:
