@@ -11,6 +11,9 @@ from genrl import __version__
 from genrl.config import AnyConfig, VLAConfig
 from genrl.runtime.run import write_atomic
 
+THIS_FOLDER = "THIS_FOLDER"
+"""Where the code of a card names the folder that it lies in; in the place of the hub's repository, once it is there."""
+
 
 def as_code(text: str) -> str:
     """As code in Markdown, which shows it as it is: HTML, links and backticks too."""

@@ -76,7 +76,7 @@ def _accompany(run: Path, folder: Path, repo: str) -> None:
     if picture is not None:
         pictures.save_png(picture, folder / "samples.png")
         text += "\n## Samples\n\n![held-out prompts, at the first and the last evaluation](samples.png)\n"
-    card = readme.read_text(encoding="utf-8")
+    card = readme.read_text(encoding="utf-8").replace(cards.THIS_FOLDER, repo)
     if text not in card:  # of a push before, which failed
         readme.write_text(card + text, encoding="utf-8")
     _complete_front_matter(readme, base_of(config))
@@ -159,9 +159,9 @@ def fetch(name: str) -> tuple[Path, list[str]]:
                 here = hub.hf_hub_download(repo, there, revision=revision)
                 overrides += [] if keys == "include" else [f"{keys}={here}"]
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"{name}: the hub does not give it: {error}. Is it written {FORM}? For a private one, log in by "
-            "`hf auth login`"
+            f"{name}: the hub does not give it: {why}. Is it written {FORM}? For a private one, log in by `hf auth login`"
         ) from error
     return file, overrides
 

@@ -73,7 +73,7 @@ def test_a_push_holds_the_weights_the_card_the_configuration_and_pictures(
         "tags": ["lora", "reinforcement-learning", "genrl", "diffusion_nft"],
     }  # the base model is a folder: the hub would take it for a repository
     assert "| `eval/shapes_mean` | 0.5 | 0.75 |" in text and "(samples.png)" in text
-    assert "genrl train hub:lab/stars/config.yaml" in text
+    assert "genrl train hub:lab/stars/config.yaml" in text and 'pipe.load_lora_weights("lab/stars")' in text
 
 
 def test_the_card_names_the_base_model_of_the_hub_and_its_licence(server: Hub, exported: tuple[Path, Path]) -> None:

@@ -42,7 +42,7 @@ from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments
 from genrl.runtime import checkpoint
-from genrl.runtime.cards import as_code
+from genrl.runtime.cards import THIS_FOLDER, as_code
 from genrl.runtime.cards import table as table_of
 from genrl.runtime.run import Run, read_metrics, write_atomic
 from genrl.runtime.weights import result
@@ -293,7 +293,7 @@ def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> I
     if is_lora and model.config is not None:
         yield from ("import diffusers", "import torch", "import transformers", "", loading_code(model))
     else:
-        base = json.dumps(model.path if is_lora else "THIS_FOLDER")
+        base = json.dumps(model.path if is_lora else THIS_FOLDER)
         plain = model.dtype == "float32"
         yield from () if plain else ("import torch",)
         yield from ("from diffusers import DiffusionPipeline", "")
@@ -318,10 +318,10 @@ def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> I
 def _loading(lora: LoRA, folder: Path) -> str:
     """The lines that load the adapter in `folder`, with those that were frozen beside it."""
     if denoiser := denoiser_that_loads(folder):
-        return f'pipe.{denoiser}.load_lora_adapter("THIS_FOLDER", prefix=None, use_safetensors=True)'
+        return f'pipe.{denoiser}.load_lora_adapter("{THIS_FOLDER}", prefix=None, use_safetensors=True)'
     if not lora.frozen:
-        return 'pipe.load_lora_weights("THIS_FOLDER")'
-    named = {"trained": "THIS_FOLDER"} | {f"frozen_{number}": source for number, source in enumerate(lora.frozen)}
+        return f'pipe.load_lora_weights("{THIS_FOLDER}")'
+    named = {"trained": THIS_FOLDER} | {f"frozen_{number}": source for number, source in enumerate(lora.frozen)}
     lines = []
     for name, source in named.items():
         place, file = (source, None) if Path(source).exists() else hub_file(source)
