@@ -161,7 +161,7 @@ def fetch(name: str) -> tuple[Path, list[str]]:
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"{name}: the hub does not give it: {why}. Is it written {FORM}? For a private one, log in by `hf auth login`"
+            f"{name}: the hub does not give it: {why}. Is it written {FORM}? A private one needs `hf auth login`"
         ) from error
     return file, overrides
 
