@@ -275,7 +275,7 @@ def test_a_second_process_may_not_write_into_the_run(folder: Path, model: Path) 
     file = run_folder.lock(run)
     with pytest.raises(ValueError, match="another process is training"):
         train(config, run)
-    file.close()
+    file.release()
 
 
 # -- killed and stopped from outside ---------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ def test_a_device_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatc
 
 WITHOUT_UNIX = """
 import importlib, pkgutil, sys
+import psutil, torch  # which ask for another module on Windows
 for name in ("fcntl", "resource", "pwd", "termios"):
     sys.modules[name] = None
 import genrl, rewards

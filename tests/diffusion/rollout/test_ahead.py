@@ -146,7 +146,7 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         ({"trainer": {"algorithm": "awm"}}, "awm learns from samples of the present weights; write 0"),
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
         ({"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "of the weights that drew; write false"),
-        ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another policy is trained"),
+        ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another one is trained"),
         ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"distributed": {"context": 2}}, "was not tried with it"),

@@ -365,5 +365,5 @@ def test_a_server_draws_while_the_model_is_trained(
 @pytest.mark.parametrize("change", [{"trainer": {"filter": "spread", "resample": 1}}, {"augmentation": {}}])
 def test_what_a_server_cannot_know_ahead_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     vlm_runs.config(tmp_path, **older(None, **change))
-    with pytest.raises(ConfigError, match="draws before it is known"):
+    with pytest.raises(ConfigError, match="before which the server samples"):
         vlm_runs.config(tmp_path, **older("http://localhost:1", **change))
