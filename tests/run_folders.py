@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from genrl.config.method import metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime.metrics import document
 from genrl.runtime.run import Run, read_metrics
+from tests.ports import free_port
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -114,11 +114,8 @@ def start_ranks(
     count: int, target: Callable[..., None], *arguments: Any, log: Path, machines: int = 1
 ) -> list[BaseProcess]:
     """The same in `count` processes that find each other as those of `torchrun` do (gloo), as if on `machines`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count // machines)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         start(
             target,

@@ -57,14 +57,6 @@ def spawn(reward: str, port: int, token: str = "") -> subprocess.Popen[bytes]:
     raise RuntimeError("the server was not ready within 60 s")
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
-
-
 INFO = {"protocol": wire.PROTOCOL, "name": "mine", "takes": ["images", "prompts"], "limits": vars(Limits())}
 
 

@@ -15,6 +15,7 @@ import rewards
 from genrl.diffusion.train import train
 from tests import servers
 from tests.diffusion import runs
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -35,7 +36,7 @@ def combined(folder: Path) -> list[dict[str, Any]]:
 def served(folder: Path) -> tuple[rewards.Reward, str, int]:
     """The reward of the runs, its name, and a port for it."""
     name = f"{folder / 'rewards.py'}:brightness"
-    return rewards.load(name), name, servers.free_port()
+    return rewards.load(name), name, free_port()
 
 
 def remote(name: str, port: int, **outage: Any) -> list[dict[str, Any]]:

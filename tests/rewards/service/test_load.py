@@ -22,6 +22,7 @@ import rewards
 from rewards.service import connections, http_app, wire
 from rewards.service.remote import Outage, Remote
 from tests import servers
+from tests.ports import free_port
 from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(2, 3, 9, 7, generator=torch.Generator().manual_seed(0))
@@ -110,7 +111,7 @@ def test_a_server_with_no_place_left_says_so_and_the_client_waits(monkeypatch: p
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[str, Path]]:
     """A server in a process of its own: its URL, and where its memory is written down."""
-    port = servers.free_port()
+    port = free_port()
     server: subprocess.Popen[bytes] = servers.spawn("tests/rewards/plain_rewards.py:Moody", port)
     yield f"http://127.0.0.1:{port}", Path(f"/proc/{server.pid}")
     server.kill()

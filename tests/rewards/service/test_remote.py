@@ -19,6 +19,7 @@ import rewards
 from rewards.service.remote import Outage, Remote
 from rewards.service.wire import Limits
 from tests import servers
+from tests.ports import free_port
 from tests.rewards import plain_rewards
 from tests.rewards.faults import FAULTS, GOOD
 
@@ -212,7 +213,7 @@ def test_an_attempt_that_fails_is_made_again_with_growing_pauses() -> None:
 
 
 def test_after_a_drop_one_attempt_is_made_until_the_server_is_back() -> None:
-    port = servers.free_port()
+    port = free_port()
     with servers.live(plain_rewards.mean, port=port) as url:
         remote = Remote(url, outage=outage("drop"))
     started = time.monotonic()
@@ -254,7 +255,7 @@ def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> Non
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back() -> None:
-    port = servers.free_port()
+    port = free_port()
     name = "tests/rewards/plain_rewards.py:mean"
     first = servers.spawn(name, port)
     second: list[Any] = []

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
+from tests.ports import free_port
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
 
@@ -98,9 +98,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     makers = json.loads((folder / "generation_config.json").read_text())
     makers |= {"do_sample": True, "temperature": 0.3, "top_k": 2, "repetition_penalty": 1.5}
     (folder / "generation_config.json").write_text(json.dumps(makers))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = "--dtype float32 --enforce-eager --enable-scale-out --logprobs-mode processed_logprobs --host 127.0.0.1"
     if not torch.cuda.is_available():
         options += " --no-enable-chunked-prefill"  # as InProcess

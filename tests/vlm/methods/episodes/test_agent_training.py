@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +26,7 @@ from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.run import Estimated
 from genrl.vlm.train import train
+from tests.ports import free_port
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks
 from tests.vlm.methods.episodes import agent_runs
@@ -186,9 +186,7 @@ def test_where_those_of_one_process_die_no_other_waits(tmp_path: Path) -> None:
     own = "        if os.environ['RANK'] == '1': os._exit(7)\n        self.left -= 1\n"
     text = agent_runs.PAYS.replace("import numpy", "import os, numpy").replace("        self.left -= 1\n", own)
     (tmp_path / "pays.py").write_text(text)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in "01":  # not `start_ranks`, whose processes may have none of their own
         shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
