@@ -9,8 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 COMMIT = "c" * 40
 
@@ -128,3 +132,16 @@ def _regular(path: str) -> dict[str, Any]:
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
     return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+
+@contextmanager
+def reached(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
+    """The stand-in as the hub of this process, where somebody is logged in; what it gives is kept in `cache`."""
+    with hub() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants._HF_DEFAULT_ENDPOINT, running.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
+        yield running

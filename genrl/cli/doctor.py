@@ -129,10 +129,9 @@ def _system() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    from genrl.runtime.devices import default_device
+    from genrl.runtime.devices import accelerators, default_device, total_bytes
     from rewards.models.torchvision_compat import ensure
 
-    cuda = torch.cuda.is_available()
     finding: Finding = {
         "device": default_device(),
         "cuda_build": torch.version.cuda,
@@ -140,10 +139,14 @@ def _torch() -> Finding:
         "distributed": ", ".join(_collectives()) or "none",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-    for index in range(torch.cuda.device_count() if cuda else 0):
-        properties = torch.cuda.get_device_properties(index)
-        text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GB, bfloat16 {torch.cuda.is_bf16_supported()}"
-        finding[f"cuda:{index}"] = text
+    for device in map(torch.device, accelerators()):
+        memory = total_bytes(device)
+        module = torch.get_device_module(device.type)
+        named = [module.get_device_name(device)] if hasattr(module, "get_device_name") else []
+        size = [] if memory is None else [f"{memory / 2**30:.1f} GB"]
+        if hasattr(module, "is_bf16_supported"):
+            size.append(f"bfloat16 {module.is_bf16_supported()}")
+        finding[str(device)] = ", ".join(named + size) or "there"
     return finding
 
 

@@ -25,7 +25,7 @@ RewardArgs = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward; may be given several times."),
 ]
-Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")]
+Device = Annotated[str | None, typer.Option(help="Default: the accelerator (cuda, mps, xpu), else cpu.")]
 Precision = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the reward's own.")]
 
 

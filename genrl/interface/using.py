@@ -239,12 +239,21 @@ def score(
 
 
 def export(
-    run: str | Path, out: str | Path, *, step: int | None = None, full: bool = False, form: Form = "diffusers"
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    full: bool = False,
+    form: Form = "diffusers",
+    push: str | None = None,
+    private: bool = False,
 ) -> Path:
     """Write a run's model for plain diffusers, transformers or LeRobot into `out`, a new folder, which it returns.
 
     step: the checkpoint after so many iterations, None = the newest. full: of a LoRA, the whole model with it merged.
-    form: of a pipeline's LoRA file. Raises ValueError for a folder that holds no run, and for `out` in use.
+    form: of a pipeline's LoRA file. push: upload it to the hub's repository org/name as well, which is private if it
+    is new and `private` says so. Raises ValueError for a folder that holds no run, for `out` in use, and for a
+    repository that cannot be written; RuntimeError where the hub does not take the upload, with `out` complete.
 
     >>> sorted(path.name for path in genrl.export(folder, out).iterdir())
     ['README.md', 'pytorch_lora_weights.safetensors']
@@ -255,6 +264,10 @@ def export(
         raise ValueError(f"{run} is not a run folder: it has no config.yaml")
     if Path(out).exists() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: give a new folder")
+    if push is not None:
+        from genrl.runtime import hub
+
+        hub.check_repo(push)
     config: AnyConfig = load(Path(run) / "config.yaml")
     if not isinstance(config, Config) and form != "diffusers":
         raise ValueError("form: is of a pipeline's LoRA; leave it out")
@@ -273,6 +286,8 @@ def export(
             from genrl.vlm.policies.folder import load_trained, save_model
 
             save_model(load_trained(config, Path(run), step), config.vlm.path, Path(out), full=full)
+    if push is not None:
+        hub.push(Path(run), Path(out), push, private=private)
     return Path(out)
 
 

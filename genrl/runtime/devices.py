@@ -35,6 +35,12 @@ def default_device() -> str:
     return wanted
 
 
+def accelerators() -> list[str]:
+    """All accelerators of this machine: "cuda:0", "cuda:1" ..."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+
+
 def empty_cache(device: torch.device) -> None:
     """Give memory that is cached and unused back to the device."""
     _call(device, "empty_cache")

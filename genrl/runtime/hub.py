@@ -31,9 +31,9 @@ def check_repo(repo: str) -> None:
     except HFValidationError as error:
         wrong = str(error)
     if wrong:
-        raise ValueError(f"--push {repo}: is no name of a repository on the hub: {wrong}")
+        raise ValueError(f"push {repo!r}: this is no name of a repository on the hub: {wrong}")
     if get_token() is None:
-        raise ValueError(f"--push {repo}: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
+        raise ValueError(f"push {repo!r}: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
 
 
 def push(run: Path, folder: Path, repo: str, *, private: bool = False) -> str:

@@ -26,6 +26,7 @@ from genrl.interface.objects import OURS
 from genrl.runtime.run import read_metrics
 from genrl.vla.data.lerobot_dataset import write_dataset
 from rewards.given import given, lending, take
+from tests import hub_server
 
 SMALL = {"num_inference_steps": 2, "group_size": 4, "prompts_per_iteration": 2, "batch_size": 8}
 NFT = {"timesteps_per_sample": 1, "kl_weight": 0}
@@ -127,6 +128,18 @@ def test_objects_and_names_train_to_the_same_bits(pipe: Any, tmp_path: Path, roo
         tmp_path / "table", prompts=Dataset.from_dict({"prompt": PROMPTS}), iterations=1, model=pipe, lora=None
     )
     assert table.complete and table.lora is None
+
+
+def test_an_export_is_pushed_where_it_is_asked_for(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", iterations=1).folder
+    with hub_server.reached(monkeypatch, tmp_path / "cache") as server:
+        with pytest.raises(ValueError, match="'stars': this is no name of a repository"):
+            genrl.export(run, tmp_path / "out", push="stars")
+        assert not (tmp_path / "out").exists()
+        out = genrl.export(run, tmp_path / "out", push="lab/stars", private=True)
+        assert server.private == {"lab/stars": True}
+        assert server.repos["lab/stars"] == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+        assert "pytorch_lora_weights.safetensors" in server.repos["lab/stars"]
 
 
 def test_a_pipeline_with_a_lora_on_it_is_told_how_to_go_on(pipe: Any, tmp_path: Path) -> None:

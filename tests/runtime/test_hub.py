@@ -8,25 +8,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import constants
 
 from genrl.cli.app import app
 from genrl.config import Config, dump, load
 from genrl.runtime import hub as ours
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.run import Run, json_line
-from tests.hub_server import Hub, hub
+from tests.hub_server import Hub, reached
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.address)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants._HF_DEFAULT_ENDPOINT, running.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
+    with reached(monkeypatch, tmp_path / "cache") as running:
         yield running
 
 
