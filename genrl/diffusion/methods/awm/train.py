@@ -10,7 +10,7 @@ One iteration, with the paper's symbols (sigma is its t):
                                               + b |v_theta - v_ref|^2 + b_ema |v_theta - v_ema|^2
 5. follow    v_ema <- d v_ema + (1 - d) v_theta,  d = min(.001 n, .3) after n optimiser steps
 
-docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, metrics and figures.
+docs/awm.md has the equations, metrics and figures.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ One iteration, with u = eps - x_0, e = <(v(x_t, t) - u)^2> / <|v - u|> the match
              means over the prompt's group;  b(a) = m + a (b - m): good samples are held more tightly
 5. follow    v_old with d = min(.25 + .005 n, .999), the sampling policy with d = min(.0075 (n - 75), .999)
 
-docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, metrics and figures.
+docs/crd.md has the equations, metrics and figures.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ One iteration:
              rho = pi_theta(x_{t-1} | x_t, c) / pi_ref(x_{t-1} | x_t, c), kept in 1 +- clip_range
 
 Every step of a chain inherits the preference of its image; the reference is the model before training.
-docs/preferences.md has the equations, metrics and figures.
+docs/d3po.md has the equations, metrics and figures.
 """
 
 from __future__ import annotations

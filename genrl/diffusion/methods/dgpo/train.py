@@ -10,7 +10,7 @@ One iteration, with m the matching error <(v(x_t, t) - (eps - x_0))^2> and sigma
              -log sigmoid(-S_g); a sample whose ratio exp(m_ema - m_theta) has gone beyond 1 +- c has none
 5. follow    theta_ema <- d theta_ema + (1 - d) theta,  d = min(.001 n, .3) after n optimiser steps
 
-docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, metrics and figures.
+docs/dgpo.md has the equations, metrics and figures.
 """
 
 from __future__ import annotations

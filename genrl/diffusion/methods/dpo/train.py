@@ -9,7 +9,7 @@ One iteration, with e = <(v_theta(x_t, t) - target)^2> the denoising error and p
              minimise  -log sigmoid(-beta/2 d)                                                        (eq. 14)
 
 Flows and epsilon, v and sample prediction alike: the target is what the network predicts. The reference is the model
-before training, or the trained one every `reference_every` optimiser steps. docs/preferences.md has the equations,
+before training, or the trained one every `reference_every` optimiser steps. docs/dpo.md has the equations,
 metrics and figures.
 """
 
