@@ -129,7 +129,7 @@ def _system() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    from genrl.runtime.devices import accelerators, default_device, total_bytes
+    from genrl.runtime.devices import accelerators, default_device
     from rewards.models.torchvision_compat import ensure
 
     finding: Finding = {
@@ -139,14 +139,14 @@ def _torch() -> Finding:
         "distributed": ", ".join(_collectives()) or "none",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-    for device in map(torch.device, accelerators()):
-        memory = total_bytes(device)
+    for device in accelerators():
         module = torch.get_device_module(device.type)
-        named = [module.get_device_name(device)] if hasattr(module, "get_device_name") else []
-        size = [] if memory is None else [f"{memory / 2**30:.1f} GB"]
-        if hasattr(module, "is_bf16_supported"):
-            size.append(f"bfloat16 {module.is_bf16_supported()}")
-        finding[str(device)] = ", ".join(named + size) or "there"
+        if not hasattr(module, "get_device_properties"):  # MPS
+            finding[str(device)] = "there"
+            continue
+        properties = module.get_device_properties(device)
+        size = f"{properties.total_memory / 2**30:.1f} GB"
+        finding[str(device)] = f"{properties.name}, {size}, bfloat16 {module.is_bf16_supported()}"
     return finding
 
 

@@ -60,8 +60,12 @@ def export(
         refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")
     elif not isinstance(config, Config):
         refuse({"--format": form != "diffusers"}, "a vision-language model, which is written as PEFT does")
-    write(run, out, step=step, full=full, form=form, push=push, private=private)
-    typer.echo(f"written to {out}" if push is None else f"written to {out}, uploaded to the hub as {push}")
+    write(run, out, step=step, full=full, form=form)
+    typer.echo(f"written to {out}")
+    if push is not None:
+        from genrl.runtime import hub
+
+        typer.echo(f"uploaded to {hub.push(run, out, push, private=private)}")
 
 
 def _folder_to_write(run: Path, out: Path | None, push: str | None, private: bool) -> Path:

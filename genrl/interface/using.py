@@ -268,6 +268,8 @@ def export(
         from genrl.runtime import hub
 
         hub.check_repo(push)
+    elif private:
+        raise ValueError("private: is of a repository; give push as well")
     config: AnyConfig = load(Path(run) / "config.yaml")
     if not isinstance(config, Config) and form != "diffusers":
         raise ValueError("form: is of a pipeline's LoRA; leave it out")

@@ -35,10 +35,10 @@ def default_device() -> str:
     return wanted
 
 
-def accelerators() -> list[str]:
-    """All accelerators of this machine: "cuda:0", "cuda:1" ..."""
+def accelerators() -> list[torch.device]:
+    """All accelerators of this machine: cuda:0, cuda:1 ..."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return [] if found is None else [torch.device(found.type, k) for k in range(torch.accelerator.device_count())]
 
 
 def empty_cache(device: torch.device) -> None:

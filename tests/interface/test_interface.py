@@ -135,6 +135,8 @@ def test_an_export_is_pushed_where_it_is_asked_for(root: Path, tmp_path: Path, m
     with hub_server.reached(monkeypatch, tmp_path / "cache") as server:
         with pytest.raises(ValueError, match="'stars': this is no name of a repository"):
             genrl.export(run, tmp_path / "out", push="stars")
+        with pytest.raises(ValueError, match="private: is of a repository; give push"):
+            genrl.export(run, tmp_path / "out", private=True)
         assert not (tmp_path / "out").exists()
         out = genrl.export(run, tmp_path / "out", push="lab/stars", private=True)
         assert server.private == {"lab/stars": True}

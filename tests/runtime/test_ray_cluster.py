@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from genrl.runtime import ray_cluster
+from tests.ports import free_port
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
@@ -19,9 +20,7 @@ if importlib.util.find_spec("ray") is None:
 
 @pytest.mark.parametrize("named", [True, False], ids=["address", "environment"])
 def test_nobody_there(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     if not named:
         monkeypatch.setenv("RAY_ADDRESS", address)
     key = "engine.address" if named else "RAY_ADDRESS"
