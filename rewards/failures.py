@@ -24,6 +24,8 @@ class Failure(NamedTuple):
     traceback: str
     fatal: bool = False
     """Whether the reward asked to stop the run (it raised RewardFailed)."""
+    rows: tuple[int, ...] = ()
+    """Which samples of the call; () = all of them."""
 
 
 def catch(call: Callable[[], T], samples: int) -> T | Failure:

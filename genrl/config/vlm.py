@@ -165,6 +165,9 @@ class VLMReward(Section):
     """vlm.output voxels: from the scores of the six rendered views to one (Hi-GRPO: HPSv2.1 max, UnifiedReward sum)."""
     conversational: Flag = False
     """Pass it prompts and completions as lists of messages, as TRL does for conversational data."""
+    max_failed: Share = 0.2
+    """Share of the answers of an iteration or evaluation for which it may raise, as the rules do for an expected answer
+    that they cannot read. They have no score and teach nothing; above this share the run stops. 1 = never."""
 
 
 class VLMOptimizer(Optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import open_rewards, sample, score, text_of
+from genrl.vlm.rollout.rollout import check_failed, failures_of, open_rewards, sample, score, text_of
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
+from rewards.failures import Failure
 
 TOGETHER = 64
 """Questions answered side by side."""
@@ -34,16 +35,19 @@ SHOWN = 32
 
 @dataclass(frozen=True)
 class Judged:
-    """N questions: their names, texts of the answers, and scores by reward (NaN = none), in their order."""
+    """N questions: their names, texts of the answers, and scores by reward (NaN = none), in their order; failures: by
+    the label of a reward that raised."""
 
     names: list[str]
     texts: list[str]
     scores: dict[str, list[float]]
+    failures: dict[str, tuple[Failure, ...]] = field(default_factory=dict)
 
     def joined(self, other: Judged) -> Judged:
         """Both, one after the other."""
         scores = {label: values + other.scores[label] for label, values in self.scores.items()}
-        return Judged(self.names + other.names, self.texts + other.texts, scores)
+        failures = failures_of([self.failures, other.failures])
+        return Judged(self.names + other.names, self.texts + other.texts, scores, failures)
 
 
 class Shown:
@@ -99,7 +103,9 @@ def judge(
             shown.add(sampled)
         scores = score(config, opened, rows, sampled, list(range(len(rows))))
         values = {label: scores[label].values for label in opened}
-        found = found.joined(Judged([row.name if greedy else text_of(row) for row in rows], sampled.texts, values))
+        failures = {label: one.failures for label, one in scores.items() if one.failures}
+        names = [row.name if greedy else text_of(row) for row in rows]
+        found = found.joined(Judged(names, sampled.texts, values, failures))
         advance(len(rows))
     return found
 
@@ -107,8 +113,10 @@ def judge(
 def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
     """Metrics of an evaluation: accuracy with its 95 % interval, means of the rewards, and of their weighted sum.
 
-    Right is an answer whose first reward is at least `evaluation.right_at`; without a score it is not right.
+    Right is an answer whose first reward is at least `evaluation.right_at`; without a score it is not right. Raises
+    RewardFailed as `rollout.check_failed`.
     """
+    check_failed(config, found.failures, len(found.names))
     first = np.array(found.scores[config.reward_labels[0]])
     right = int((first >= config.evaluation.right_at - 1e-9).sum())
     low, high = wilson(right, len(first))
@@ -122,6 +130,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         values = np.array(found.scores[label])
         scored = values[~np.isnan(values)]
         row[f"eval/{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
+        row[f"eval/{label}_failed"] = float(len(values) - len(scored))
         total += reward.weight * np.nan_to_num(values)
     row["eval/total_mean"] = float(total.mean())
     return row

@@ -70,6 +70,9 @@ def estimate(
         advantage, after = _advantage(preset, batch, rewards, prompts, dict(visits or {}))
         for transform in preset.transforms:
             advantage = _transformed(transform, advantage, batch)
+        if rewards is not None:  # a transform moves an advantage of 0, too
+            missing = rewards.isnan() if advantage.dim() == 1 else rewards.isnan()[:, None]
+            advantage = torch.where(missing, 0.0, advantage)
         weight = _weight(preset, batch)
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         width = None

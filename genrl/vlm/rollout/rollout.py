@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward, Scores
+from rewards.failures import Failure
 from rewards.scorers.texts.completions import load_text, score_completions
 
 
@@ -31,7 +32,8 @@ class Answers:
     """Groups of G answers each, of one process: P questions, B = P G rows, those of a question together.
 
     rows, prompts: P. tokens int64 [B, T], mask bool [B, T], sampler_log_prob float32 [B, T]; texts: B;
-    cut bool [B]: ended by `max_new_tokens`. scores: float64 [B] by the reward's label, NaN = none.
+    cut bool [B]: ended by `max_new_tokens`. scores: float64 [B] by the reward's label, NaN = none. failures: by the
+    label of a reward that raised.
     """
 
     rows: list[Row]
@@ -42,6 +44,7 @@ class Answers:
     texts: list[str]
     cut: Tensor
     scores: dict[str, Tensor]
+    failures: dict[str, tuple[Failure, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -67,6 +70,7 @@ class Answers:
             [self.texts[k] for k in index],
             self.cut[at],
             {label: values[at] for label, values in self.scores.items()},
+            self.failures,
         )
 
 
@@ -86,7 +90,23 @@ def joined(parts: Sequence[Answers]) -> Answers:
         [text for part in parts for text in part.texts],
         torch.cat([part.cut for part in parts]),
         {label: torch.cat([part.scores[label] for part in parts]) for label in parts[0].scores},
+        failures_of([part.failures for part in parts]),
     )
+
+
+def failures_of(parts: Sequence[Mapping[str, tuple[Failure, ...]]]) -> dict[str, tuple[Failure, ...]]:
+    """Those of several calls, by the reward's label."""
+    labels = {label: None for part in parts for label in part}
+    return {label: tuple(one for part in parts for one in part.get(label, ())) for label in labels}
+
+
+def check_failed(config: VLMConfig, failures: Mapping[str, Sequence[Failure]], answers: int) -> None:
+    """Raises RewardFailed where a reward raised for more of the answers than its `max_failed`, with the first row."""
+    for label, settings in zip(config.reward_labels, config.rewards, strict=True):
+        failed = failures.get(label, ())
+        first = rewards.first_failure(failed)
+        number = sum(one.samples for one in failed)
+        rewards.check_failures(label, number, answers, first, limit=settings.max_failed)
 
 
 def order(number: int, seed: int, first: int, count: int) -> list[int]:
@@ -112,8 +132,8 @@ def score(
     config: VLMConfig, opened: Mapping[str, Reward], rows: Sequence[Row], sampled: Sampled, group: Sequence[int]
 ) -> dict[str, Scores]:
     """Scores of what was sampled, number k being an answer to rows[group[k]]: by rewards of pictures where there are
-    `images`, else of texts. Raises ValueError for a column that is not there, a result of the wrong length, and a
-    reward that failed."""
+    `images`, else of texts; failures name the question. Raises ValueError for a column that is not there, and a result
+    of the wrong length."""
     asked = [rows[number] for number in group]
     known = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     columns = {name: [row.columns[name] for row in asked] for name in sorted(known)}
@@ -142,10 +162,14 @@ def score(
             found[label] = rewards.score(
                 reward, images=images, prompts=prompts, columns=columns, group=list(group), name=label
             )
-        if found[label].failures:
-            failure = found[label].failures[0]
-            raise ValueError(f"reward {label!r} failed on {failure.samples} answers: {failure.error}")
+        found[label] = replace(found[label], failures=tuple(_named(one, asked) for one in found[label].failures))
     return found
+
+
+def _named(failure: Failure, asked: Sequence[Row]) -> Failure:
+    """With the name of the first question whose answer was scored."""
+    name = asked[failure.rows[0] if failure.rows else 0].name
+    return failure._replace(error=f"{name}: {failure.error}", traceback=f"{name}: {failure.traceback}")
 
 
 def _of_views(
@@ -209,10 +233,16 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
-    """With their scores. Where the sampler has no log-probabilities, theirs are NaN."""
+    """With their scores. Where the sampler has no log-probabilities, theirs are NaN. An answer for which a reward
+    raised has no score by any: a part of the sum would say nothing about it."""
     rows, prompts, made = part
     of_row = [number for number in range(len(rows)) for _ in range(config.generation.group_size)]
-    scores = score(config, opened, rows, made, of_row)
+    found = score(config, opened, rows, made, of_row)
+    scores = {label: torch.tensor(one.values, dtype=torch.float64) for label, one in found.items()}
+    failures = {label: one.failures for label, one in found.items() if one.failures}
+    for one in (one for failed in failures.values() for one in failed):
+        for values in scores.values():
+            values[list(one.rows or range(len(values)))] = math.nan
     return Answers(
         rows,
         prompts,
@@ -221,7 +251,8 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
         torch.full(made.mask.shape, torch.nan) if made.log_prob is None else made.log_prob,
         made.texts,
         made.cut,
-        {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
+        scores,
+        failures,
     )
 
 
@@ -255,10 +286,12 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
 
 
 def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float, seconds: float) -> dict[str, float]:
-    """Metrics of the answers that all processes sampled in `rounds` rounds, `share` of whose groups are trained on."""
+    """Metrics of the answers that all processes sampled in `rounds` rounds, `share` of whose groups are trained on.
+    Raises RewardFailed as `check_failed`."""
     mine = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
     mine |= {f"reward/{label}": values for label, values in drawn.scores.items()}
     every = gather_object([mine])
+    check_failed(config, failures_of(gather_object([drawn.failures])), sum(len(one["total"]) for one in every))
     joint = {name: torch.cat([one[name] for one in every]) for name in mine}
     slowest = max(gather_object([seconds]))
     row = {

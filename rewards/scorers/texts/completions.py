@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rewards.contract import Reward, Scores, name_of, nearest, read
@@ -28,6 +30,8 @@ RULES = (
 MATH = "math"
 MODULES = {**dict.fromkeys(RULES, MODULE), MATH: "rewards.scorers.texts.mathematics"}
 """Of each rule, by name."""
+BROKEN = 4
+"""A reward that raises in each of the first so many calls for a part of the samples is taken to raise for all."""
 
 
 def listing_texts() -> list[Listed]:
@@ -85,9 +89,10 @@ def score_completions(
     The reward gets what its parameters name; one with `**kwargs` gets everything, as in TRL. conversational: prompts
     and completions are passed as lists of messages, `[{"role": "assistant", "content": text}]`, as TRL does for
     conversational data sets (which all data sets with pictures are).
-    If the reward raises, its N samples have no score and the failure is recorded, as in `contract.score`; running out
-    of memory ends the run, too. Raises ValueError for a missing column, unequal lengths, and a result of the wrong
-    length or type.
+    If the reward raises, it is called again for each sample by itself, or for each group if it takes `group`. Those for
+    which it raises again have no score, and the failure is recorded with their numbers; the others have no parts.
+    Running out of memory ends the run. Raises ValueError for a missing column, unequal lengths, and a result of the
+    wrong length or type.
     """
     name = name or name_of(reward)
     available: dict[str, Sequence[Any]] = {**(columns or {}), "prompts": prompts, "completions": completions}
@@ -103,7 +108,38 @@ def score_completions(
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
     arguments = {key: list(available[key]) for key in _taken(reward, name, available)}
     result = catch(lambda: reward(**arguments), len(completions))
-    return Scores.of_failure(result) if isinstance(result, Failure) else read(result, len(completions), name)
+    if not isinstance(result, Failure):
+        return read(result, len(completions), name)
+    members: dict[int, list[int]] = {}
+    for row, number in enumerate(group or range(len(completions))):
+        members.setdefault(number, []).append(row)
+    calls = _calls([*members.values()], "group" in arguments)
+    return Scores.of_failure(result) if result.fatal or len(calls) == 1 else _apart(reward, arguments, calls, name)
+
+
+def _calls(groups: Sequence[list[int]], whole: bool) -> list[list[int]]:
+    """The rows of each call, a row or a whole group; first those of a few groups from all over the batch, since the
+    answers to one question, and neighbours in a file, may fail alike."""
+    calls = [*groups] if whole else [[row] for rows in groups for row in rows]
+    spread = [rows if whole else rows[:1] for rows in groups[:: -(-len(groups) // BROKEN)]]
+    return [*spread, *(rows for rows in calls if rows not in spread)]
+
+
+def _apart(reward: Reward, arguments: Mapping[str, Sequence[Any]], calls: Sequence[list[int]], name: str) -> Scores:
+    """Scores of calls for some rows each, after the one for all raised."""
+    count = sum(map(len, calls))
+    values, failures = [math.nan] * count, list[Failure]()
+    for tried, rows in enumerate(calls, start=1):
+        own = {key: [column[row] for row in rows] for key, column in arguments.items()}
+        result = catch(partial(reward, **own), len(rows))
+        if isinstance(result, Failure):
+            failures.append(result._replace(rows=tuple(rows)))
+            if result.fatal or tried == len(failures) == min(BROKEN, len(calls)):
+                return Scores.of_failure(result._replace(samples=count))
+        else:
+            for row, value in zip(rows, read(result, len(rows), name).values, strict=True):
+                values[row] = value
+    return Scores(values, failures=tuple(failures))
 
 
 def _taken(reward: Reward, name: str, available: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -24,22 +25,26 @@ START_S = 120.0
 def math(completions: list[str], answer: list[Any], tag: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
     r"""1 if the answer equals the expected one as mathematics: `\frac{1}{2}` is `0.5`, and `x = 5` is `5`.
 
-    By math-verify (extra `math`). Decimals are compared to 6 digits. No score where the expected answer holds neither
-    a number nor a formula; 0 for an answer that cannot be read within `timeout_s` seconds, such as `9^{9^{9^9}}`.
+    By math-verify (extra `math`). Decimals are compared to 6 digits. No score where the expected answer is empty; 0 for
+    an answer that cannot be read within `timeout_s` seconds, such as `9^{9^{9^9}}`. Raises ValueError for an expected
+    answer that holds neither a number nor a formula.
     """
+    compare = _comparer(os.getpid())
     scores: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
         truth, written = str(expected), answer_in(completion, tag)
-        if not _comparer().ask(timeout_s, truth=truth):
+        if expected is None or not truth.strip():
             scores.append(None)
+        elif compare.ask(timeout_s, truth=truth):
+            scores.append(float(bool(written) and bool(compare.ask(timeout_s, truth=truth, written=written))))
         else:
-            scores.append(float(bool(written) and bool(_comparer().ask(timeout_s, truth=truth, written=written))))
+            raise ValueError(f"math: the expected answer {truth!r} holds neither a number nor a formula")
     return scores
 
 
 @cache
-def _comparer() -> Comparer:
-    """One for all threads of this process."""
+def _comparer(process: int) -> Comparer:
+    """One for all threads of a process; a process that is forked has its own."""
     return Comparer()
 
 
@@ -47,6 +52,7 @@ class Comparer:
     """A process of `math_worker`, begun anew after an answer that took too long. Threads take turns."""
 
     def __init__(self) -> None:
+        self._owner = os.getpid()
         self._turn = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()
@@ -92,7 +98,7 @@ class Comparer:
         return line
 
     def _end(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
             self._process = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -51,7 +52,37 @@ def test_a_truth_that_cannot_be_read_gives_no_score_and_is_counted() -> None:
         load_text("math"), prompts=["q"] * 3, completions=["<answer>2</answer>"] * 3, columns=columns
     )
     assert [math.isnan(value) for value in scores.values] == [True, True, False] and scores.values[2] == 1.0
-    assert not scores.failures
+    (failure,) = scores.failures
+    assert failure.rows == (0,) and "'the red one' holds neither a number nor a formula" in failure.error
+
+
+HARD = [
+    (r"2 \sqrt { 221 }", r"\sqrt{884}", 1.0),
+    (r"2 \sqrt{221}", "29", 0.0),
+    (r"\frac { \sqrt { 3 } } { 3 }", r"\frac{1}{\sqrt{3}}", 1.0),
+    ("12 cm", "12", 1.0),
+    ("12", r"12 \text{ cm}", 1.0),
+    (r"45^\circ", "45", 1.0),
+    ("[1, 3)", "[1,3)", 1.0),
+    ("[1, 3)", "(1,3)", 0.0),
+    (r"\{1,2\}", r"\{2,1\}", 1.0),
+]
+
+
+@pytest.mark.parametrize(("truth", "written", "value"), HARD)
+def test_truths_of_real_data(truth: str, written: str, value: float) -> None:
+    assert rule([f"<answer>{written}</answer>"], [truth]) == [value]
+
+
+def _in_a_fork(numbers: list[int]) -> list[float | None]:
+    return rule([f"<answer>{n}/4</answer>" for n in numbers], [0.25 * n for n in numbers])
+
+
+def test_a_process_that_is_forked_does_not_read_the_answers_of_its_parent() -> None:
+    assert _in_a_fork([3]) == [1.0]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(_in_a_fork, [[n, n + 1] for n in range(1, 9)], chunksize=1) == [[1.0, 1.0]] * 8
+    assert _in_a_fork([5]) == [1.0]
 
 
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read() -> None:

@@ -1,0 +1,118 @@
+"""A reward that raises for some answers: they have no score, teach nothing, are counted, and too many end the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from genrl.vlm import tasks
+from genrl.vlm.evaluate import figures, judge
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import totals
+from genrl.vlm.train import train
+from rewards.failures import RewardFailed
+from rewards.scorers.texts.completions import BROKEN, score_completions
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
+from tests.vlm.rollout.test_vlm_data import pixels
+
+REWARD = """
+def picky(completions, answer):
+    if any(text == "?" for text in answer):
+        raise KeyError("unanswerable")
+    return [float(len(text)) for text in completions]
+"""
+
+
+def data(folder: Path, unanswerable: int, number: int = 8) -> dict[str, object]:
+    """A task with so many questions whose answer is "?"."""
+    lines = []
+    for k in range(number):
+        row = tasks.row("count", "train", k)
+        Image.fromarray(pixels(row)).save(folder / f"{k}.png")
+        answer = "?" if k < unanswerable else row.columns["answer"]
+        lines.append(json.dumps({"prompt": row.columns["question"], "image": f"{k}.png", "answer": answer}))
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.jsonl").write_text("\n".join(lines))
+    (folder / "picky.py").write_text(REWARD)
+    return {"name": None, "train": str(folder / "a.jsonl"), "eval": str(folder / "b.jsonl")}
+
+
+def config(folder: Path, unanswerable: int, limit: float = 0.2, **changes: object) -> object:
+    given = [
+        {"name": f"{folder}/picky.py:picky", "max_failed": limit},
+        {"name": "tag_format"},
+    ]
+    made = {"prompts_per_iteration": 8, "group_size": 4, "max_new_tokens": 12}
+    return vlm_runs.config(folder, task=data(folder, unanswerable), rewards=given, generation=made, **changes)
+
+
+def test_one_row_gives_no_score_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = config(tmp_path, 1, evaluation={"every": 1, "blind": False})
+    with vlm_runs.opened(settings) as run:
+        answers, row = run.draw()
+        bad = [name.columns["answer"] == "?" for name in answers.rows for _ in range(4)]
+        assert sum(bad) == 4 and row["reward/picky_failed"] == 4.0
+        total = totals(settings, answers.scores)
+        assert total.isnan().tolist() == bad, "tag_format alone says nothing about an answer"
+        found = run.estimate(answers)
+        advantage = found.batch.advantage[found.batch.extra["row"].argsort()]
+        assert advantage.isfinite().all()
+        assert (advantage[torch.tensor(bad)] == 0).all() and (advantage[~torch.tensor(bad)] != 0).any()
+    train(settings)
+    assert [one["eval/picky_failed"] for one in rows(tmp_path / "run")] == [1.0, 1.0]
+
+
+def test_too_many_end_the_run_with_the_first_row(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailed, match=r"(?s)'picky' raised for \d+ of \d+ samples.*a\.jsonl:\d.*unanswerable"):
+        train(config(tmp_path, 4))
+    train(config(tmp_path, 4, limit=1.0, output=str(tmp_path / "other")))
+
+
+def test_an_evaluation_says_so_too(tmp_path: Path) -> None:
+    settings = config(tmp_path, 4)
+    with vlm_runs.opened(settings) as run:
+        found = judge(run.policy, settings, run.opened, Questions(settings, "eval"), range(8))
+    assert sum(math.isnan(value) for value in found.scores["picky"]) == 4
+    assert not any(math.isnan(value) for value in found.scores["tag_format"])
+    with pytest.raises(RewardFailed, match=r"b\.jsonl:1"):
+        figures(settings, found)
+
+
+def test_rows_are_scored_apart_once_a_call_raised() -> None:
+    calls: list[int] = []
+
+    def picky(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        if "bad" in completions:
+            raise KeyError("bad")
+        return [float(len(text)) for text in completions]
+
+    found = score_completions(picky, prompts=["q"] * 3, completions=["a", "bad", "ccc"])
+    assert [found.values[0], found.values[2]] == [1.0, 3.0] and math.isnan(found.values[1])
+    assert [failure.rows for failure in found.failures] == [(1,)] and calls == [3, 1, 1, 1]
+    calls.clear()
+    whole = score_completions(picky, prompts=["q"] * 99, completions=["bad"] * 99)
+    assert whole.failed == 99 and len(calls) == 1 + BROKEN, "a reward that is broken is not asked for every row"
+    calls.clear()
+    mixed = score_completions(
+        picky, prompts=["q"] * 18, completions=["bad"] * 6 + ["a"] * 12, group=[0] * 6 + [1] * 6 + [2] * 6
+    )
+    assert mixed.failed == 6, "all answers to one question fail alike"
+
+
+def test_a_reward_of_groups_is_called_for_groups() -> None:
+    def picky(completions: list[str], group: list[int]) -> list[float]:
+        assert len(completions) % 2 == 0, "whole groups"
+        if "bad" in completions:
+            raise KeyError("bad")
+        return [1.0] * len(completions)
+
+    found = score_completions(picky, prompts=["q"] * 4, completions=["a", "bad", "c", "d"], group=[0, 0, 1, 1])
+    assert [math.isnan(value) for value in found.values] == [True, True, False, False]
+    assert [failure.rows for failure in found.failures] == [(0, 1)]
