@@ -16,7 +16,7 @@ from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimiz
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_agents import Environment
 from genrl.config.vlm_method import VLMMethod, completed, default_method
-from genrl.config.vlm_names import OUTPUTS, TASKS
+from genrl.config.vlm_names import FORMATS, OUTPUTS, TASKS
 from genrl.config.vlm_rules import refuse_impossible
 
 if TYPE_CHECKING:
@@ -87,11 +87,25 @@ class Task(Section):
     """Data: a .jsonl file, or data set id:split; null = `name`."""
     eval: Text | None = None
     """Held-out data, same formats; needed while evaluation.every is above 0. Generated tasks have their own."""
+    format: Annotated[Text, Field(examples=sorted(FORMATS.built_in))] | None = None
+    """What makes questions of the rows of a published data set (docs/vlm_data.md), or a function of your own,
+    path/file.py:name, from a row to its columns; null = rows are questions as they are."""
     prompt: Text = "prompt"
-    """Column with the question."""
+    """Column with the question: text, in which <image> and <video> are places, or a list of chat messages."""
     image: Text | None = "image"
-    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures; null =
-    questions without any."""
+    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures; null in a
+    row = a question without one. null here = all are, or their messages have the pictures."""
+    video: Text | None = None
+    """Column with the clip: a video file beside the .jsonl file, a list of frames, or a list of clips; null = none."""
+    fps: Positive = 2.0
+    """Frames of a second of a video file that the model sees, as pictures (Qwen2.5-VL: 2)."""
+    frames: Count = 16
+    """Most frames of a clip; of more, so many are taken evenly."""
+    min_pixels: Count | None = None
+    """Smaller pictures are made larger, to width x height >= this; null = as the model's processor does it."""
+    max_pixels: Count | None = None
+    """Larger pictures are made smaller, to width x height <= this; null = as the model's processor does it. A token of
+    Qwen2.5-VL is 28 x 28 pixels."""
     system: Text | None = None
     """System message before every question; null = none."""
     curriculum: Curriculum | None = None

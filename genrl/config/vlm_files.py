@@ -13,7 +13,7 @@ import rewards
 from genrl.config.folders import looks_local
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, Task, VLMConfig
-from genrl.config.vlm_names import OUTPUTS, TASKS
+from genrl.config.vlm_names import FORMATS, OUTPUTS, TASKS
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
@@ -53,6 +53,13 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
 
 def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     columns: list[tuple[str, list[str]]] = []
+    if config.task.format is not None:
+        try:
+            find(config.task.format, FORMATS)
+        except ValueError as error:
+            yield ("task", "format"), str(error)
+        if ".py" in config.task.format:
+            notes.append(f"task.format: training runs the code of {config.task.format}")
     if config.task.name:
         try:
             columns.append(("name", [*GENERATED, *_further(config.task.name, notes)]))
@@ -61,14 +68,16 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     for name, source in (("train", config.task.train), ("eval", config.task.eval)):
         if source is None:
             continue
-        if is_given(source):
+        if config.task.format is not None:
+            notes.append(f"task.{name}: rows of {source} are read by task.format when training starts")
+        elif is_given(source):
             try:
                 columns.append((name, columns_of_rows(given(source), config.task)))
             except ValueError as error:
                 yield ("task", name), str(error)
         elif Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.makes):
             try:
-                found = read_prompts(source, config.task.prompt)
+                found = read_prompts(source, config.task.prompt, chat=True)
             except PromptError as error:
                 yield ("task", name), str(error)
                 continue
@@ -186,7 +195,7 @@ def columns_of_rows(rows: Any, task: Task) -> list[str]:
 
 def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[Finding]:
     column = str(config.task.image)
-    without = next((row for row in found.rows if row.columns.get(column) is None), None)
+    without = next((row for row in found.rows if column not in row.columns), None)
     if without is not None:
         close = get_close_matches(column, found.column_names, n=1, cutoff=0.5)
         have = ", ".join(found.column_names) or "none beside the question"
@@ -195,7 +204,7 @@ def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Ite
         yield ("task", name), f"{text} (task.image names the column)"
         return
     for row in found.rows:
-        images = row.columns[column]
+        images = row.columns[column] or []
         for image in images if isinstance(images, list) else [images]:
             if not (Path(source).parent / str(image)).is_file():
                 yield ("task", name), f"{source}:{row.line}: there is no file {image!r} beside the data"

@@ -16,6 +16,15 @@ OUTPUTS = Group(
     "genrl.policies",
 )
 """Classes, as `genrl.vlm.policies.contract` says."""
+FORMATS = Group(
+    "format",
+    {
+        name: f"genrl.vlm.tasks.formats:{name}"
+        for name in ("chartqa", "clevr", "docvqa", "mathvista", "refcoco", "scienceqa")
+    },
+    "genrl.formats",
+)
+"""Functions from a row of a data set to the columns of a question, as `genrl.vlm.tasks.formats` says."""
 TASKS = Group(
     "task",
     {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from genrl.config.combinations import ImpossibleConfig
@@ -44,6 +45,12 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
         yield ("task.eval", "task.name"), "a generated task has its own held-out questions; leave eval out"
+    if task.name is not None and (task.format is not None or task.video is not None):
+        yield ("task.format", "task.video"), "a generated task has no rows to read; leave them out"
+    if Path(task.train or "").suffix == ".jsonl" and task.format is not None:
+        yield ("task.format", "task.train"), "is for data sets, id:split; the rows of a .jsonl file are questions"
+    if task.min_pixels is not None and task.max_pixels is not None and task.min_pixels > task.max_pixels:
+        yield ("task.min_pixels", "task.max_pixels"), "the least is more than the most"
     if task.train is not None and task.eval is None and config.evaluation.every:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
@@ -83,6 +90,8 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
     if makes and config.environment is not None:
         yield ("vlm.output", "environment"), f"a model whose output is {makes} does not act; write text"
+    if makes and (config.task.min_pixels or config.task.max_pixels or config.task.video):
+        yield ("task.min_pixels", "task.max_pixels", "task.video", "vlm.output"), f"a model of {makes} sees no pictures"
     if config.vlm.lora is not None and makes == "masked_text":
         yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
     if config.generation.engine == "vllm" and (makes or config.environment is not None):

@@ -102,17 +102,18 @@ def load(source: str, column: str = "prompt", *, pictures: bool = True) -> list[
     return result.rows
 
 
-def read(source: str, column: str = "prompt", *, pictures: bool = True) -> PromptRows:
+def read(source: str, column: str = "prompt", *, pictures: bool = True, chat: bool = False) -> PromptRows:
     """Rows of a prompt file or data set, clean ones and dirty ones apart.
 
     pictures: False = without the picture columns of a data set, for those who read them by themselves.
+    chat: a .jsonl file's prompt may be a list of messages, which are a column, too, and a path a list of paths.
     Dirty: bytes that are not UTF-8, control characters (NUL, ANSI escapes), no text, more than 10,000 characters,
     broken JSON, a missing or misnamed column, text of another type, a path that leaves the file's folder.
     PromptError: no such source, unknown format, no prompts at all, or more than 1 % dirty rows (listed).
     """
     rows: list[Prompt] = []
     skipped: list[DirtyRow] = []
-    for line, outcome in _outcomes(source, column, pictures):
+    for line, outcome in _outcomes(source, column, pictures, chat):
         if isinstance(outcome, Prompt):
             rows.append(outcome)
         else:
@@ -157,13 +158,13 @@ def _listed(skipped: Sequence[DirtyRow]) -> str:
     return "\n".join([*map(str, skipped[:_LISTED]), *more])
 
 
-def _outcomes(source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
+def _outcomes(source: str, column: str, pictures: bool, chat: bool) -> Iterator[tuple[int, Prompt | str]]:
     """(line, row or what is wrong with it) for every row."""
     path = Path(source)
     if is_given(source):
         yield from _of_objects(given(source), source, column, pictures)
     elif path.suffix in FILES:
-        yield from _of_file(path, column)
+        yield from _of_file(path, column, chat)
     elif path.is_file():
         raise PromptError(f"{source}: prompts are .txt (one per line), .jsonl (a column {column!r}) or id:split")
     elif is_data_set(source):
@@ -177,7 +178,7 @@ def _outcomes(source: str, column: str, pictures: bool) -> Iterator[tuple[int, P
         )
 
 
-def _of_file(path: Path, column: str) -> Iterator[tuple[int, Prompt | str]]:
+def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt | str]]:
     if not path.is_file():
         raise PromptError(f"{path}: no such file{nearest_beside(path)}")
     folder = path.parent.resolve()
@@ -190,7 +191,7 @@ def _of_file(path: Path, column: str) -> Iterator[tuple[int, Prompt | str]]:
                 if path.suffix == ".txt":
                     yield line, Prompt(checked_text(text), {}, line)
                 else:
-                    yield line, Prompt(*text_and_columns(json_object(text), column, folder), line)
+                    yield line, Prompt(*text_and_columns(json_object(text), column, folder, chat=chat), line)
             except RowError as error:
                 yield line, str(error)
 

@@ -71,20 +71,35 @@ def _no_constant(name: str) -> Any:
     raise RowError(f"not JSON: {name} is not a number")
 
 
-def text_and_columns(row: Mapping[str, Any], column: str, folder: Path | None) -> tuple[str, dict[str, Any]]:
+def text_and_columns(
+    row: Mapping[str, Any], column: str, folder: Path | None, *, chat: bool = False
+) -> tuple[str, dict[str, Any]]:
     """The prompt of a row, checked, and its other columns with absolute paths.
 
     folder: which the paths are relative to and must stay in. None, of a data set: columns of paths are left out.
+    chat: the prompt may be a list of messages, which stay among the columns, and a path a list of paths.
     """
     if column not in row:
         raise RowError(f"{no_column(column, row)} (prompts.column names the one that holds the prompts)")
+    if chat and isinstance(row[column], list):
+        text = checked_text(json.dumps(row[column], ensure_ascii=False))
+        return text, {name: _paths(name, value, folder, chat) for name, value in row.items()}
     if not isinstance(row[column], str):
         raise RowError(f"the prompt must be text, found {_kind(row[column])}")
     text = checked_text(row[column])
     columns = {name: value for name, value in row.items() if name != column}
     if folder is None:
         return text, {name: value for name, value in columns.items() if not is_path(name)}
-    return text, {name: _inside(name, value, folder) if is_path(name) else value for name, value in columns.items()}
+    return text, {name: _paths(name, value, folder, chat) for name, value in columns.items()}
+
+
+def _paths(name: str, value: Any, folder: Path | None, several: bool) -> Any:
+    """A value, made absolute where its column holds paths."""
+    if folder is None or not is_path(name):
+        return value
+    if several and isinstance(value, list):
+        return [_inside(name, one, folder) for one in value]
+    return _inside(name, value, folder)
 
 
 def no_column(column: str, columns: Iterable[str]) -> str:

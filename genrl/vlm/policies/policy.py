@@ -28,8 +28,10 @@ from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
 from genrl.vlm.policies.processor import (
     PER_TOKEN,
+    Pixels,
     Prompt,
     Tokens,
+    check_pixels,
     join_pixels,
     load_processor,
     placeholder_ids,
@@ -97,6 +99,8 @@ class Policy:
         made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
         made.prefix_attention = config.vlm.prefix_attention
         made.shares_prompts = not config.distributed.fsdp
+        made.pixels = Pixels(config.task.min_pixels, config.task.max_pixels)
+        check_pixels(made.pixels, made.processor)
         if config.vlm.gradient_checkpointing:
             made.checkpoint_blocks()
         return made
@@ -139,6 +143,8 @@ class Policy:
         self.shares_prompts = True
         """Whether a prompt may be computed once for all its answers. A block that is computed again would add to their
         cache twice, and one in shards has gone when the gradients of the cache come."""
+        self.pixels = Pixels()
+        """Limits of the size of pictures."""
         self.checkpointed: list[torch.nn.Module] = []
         """Blocks whose activations are computed again in the backward pass."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
@@ -186,7 +192,7 @@ class Policy:
 
     def encode(self, prompt: Prompt) -> Encoded:
         """One prompt's tokens, pixels and positions. Raises ValueError for bad images or a text with image tokens."""
-        tokens = tokenize(prompt, self.processor, PER_TOKEN)
+        tokens = tokenize(prompt, self.processor, PER_TOKEN, self.pixels)
         ids, body = tokens.ids, self.model.base_model
         positions = torch.arange(len(ids))
         if hasattr(body, "get_rope_index"):

@@ -6,6 +6,7 @@ differently. Batches are put together from prepared prompts, so no pixel row is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,10 +162,42 @@ def open_image(source: Image.Image | Path, where: str) -> Image.Image:
         ) from error
 
 
-def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str]) -> Tokens:
+class Pixels(NamedTuple):
+    """The least and the most width x height of a picture; None = as the processor has it."""
+
+    least: int | None = None
+    most: int | None = None
+
+    def fitted(self, picture: Image.Image) -> Image.Image:
+        """The picture, larger or smaller where it is outside, in its own proportions to a pixel."""
+        width, height = picture.size
+        area = width * height
+        wanted = min(max(area, self.least or area), self.most or area)
+        if wanted == area:
+            return picture
+        # rounded so that the limit holds
+        to_whole, scale = math.floor if wanted < area else math.ceil, math.sqrt(wanted / area)
+        size = (max(1, to_whole(width * scale)), max(1, to_whole(height * scale)))
+        return picture.resize(size, Image.Resampling.BICUBIC)
+
+
+def check_pixels(pixels: Pixels, processor: Any) -> None:
+    """Raises ValueError for limits that a processor of Qwen's, which has its own, would not keep."""
+    own = getattr(processor.image_processor, "size", None) or {}
+    least, most = (own.get(key) for key in ("shortest_edge", "longest_edge"))  # of Qwen's, areas
+    if not isinstance(processor.image_processor, transformers.Qwen2VLImageProcessorPil) or not least or not most:
+        return
+    for key, value in (("min_pixels", pixels.least), ("max_pixels", pixels.most)):
+        if value is not None and not least <= value <= most:
+            text = f"{value:,} is outside of what this checkpoint's processor keeps, {least:,} to {most:,}"
+            raise ValueError(f"task.{key}: {text} (size in preprocessor_config.json)")
+
+
+def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str], pixels: Pixels = Pixels()) -> Tokens:
     """Chat template, images and tokens of one prompt, ready for the answer.
 
-    per_token: names of the [P] tensors beside the ids that the model reads.
+    per_token: names of the [P] tensors beside the ids that the model reads. pixels: limits of the pictures, which an
+    engine is given in this size, too.
     Raises ValueError for unreadable images, and for a text that holds the token of a place for an image.
     """
     turns = [*prompt.before, Turn("user", prompt.parts)]
@@ -175,7 +208,7 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str]) -> Tokens
             raise ValueError(
                 f"{prompt.where}: the text holds {held[0]!r}, which stands for an image: put images in parts"
             )
-    pictures = [open_image(part, prompt.where) for part in parts if not isinstance(part, str)]
+    pictures = [pixels.fitted(open_image(part, prompt.where)) for part in parts if not isinstance(part, str)]
     chat: list[dict[str, Any]] = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
     if prompt.system is not None:
         chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,22 @@ from PIL import Image
 
 from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_names import OUTPUTS
+from genrl.config.vlm_names import FORMATS, OUTPUTS
+from genrl.data.picture_rows import SUFFIXES
 from genrl.data.prompts import Prompt as Asked
 from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.rollout.frames import frames_of
 from genrl.vlm.rollout.rollout import order
+from genrl.vlm.rollout.turns import prompt_of
 from genrl.vlm.tasks import Generated
 from genrl.vlm.tasks.rows import Row, Split
 from rewards.given import given, is_given
+
+Opener = Callable[[str, Any], tuple[Any, ...]]
+"""What the model is shown of one picture or clip of a row, whose name comes first."""
 
 
 class Questions:
@@ -36,6 +43,7 @@ class Questions:
         self.config, self.split, self.source = config, split, task.train if split == "train" else task.eval
         self.rows: Any = None
         self.sees: bool = find(config.vlm.output, OUTPUTS).sees
+        self.format: Any = None if task.format is None else find(task.format, FORMATS)
         self._easiest: list[int] | None = None
         if task.name is not None:
             self.generated = Generated(task.name, split)
@@ -47,13 +55,18 @@ class Questions:
             self.rows = given(self.source)
         elif Path(self.source).suffix in (".jsonl", ".txt"):
             try:
-                self.rows = read_prompts(self.source, task.prompt).rows
+                self.rows = read_prompts(self.source, task.prompt, chat=True).rows
             except PromptError as error:
                 raise ValueError(f"task.{split}: {error}") from error
+        elif self.format is not None:
+            self.rows = open_data_set(self.source)
         else:
             self.rows = _data_set(self.source, task.prompt, task.image)
         self.number = len(self.rows) if split == "train" else min(len(self.rows), config.evaluation.questions)
         self.kept = range(self.number)
+        if isinstance(self.rows, list) and self.format is None:  # places are counted before anything is trained
+            for number in range(self.number):
+                self._row(number, {"image": _unopened, "video": _unopened})
 
     def __len__(self) -> int:
         return self.number
@@ -84,37 +97,76 @@ class Questions:
         return float(found)
 
     def __getitem__(self, number: int) -> Row:
-        """Raises ValueError naming file and row where there is no picture."""
+        """Raises ValueError naming file and row where a picture, a clip or the question is of no use."""
         task = self.config.task
         if task.name is not None:
             found = self.generated[number]
             prompt = Prompt(found.prompt.parts, system=task.system, where=found.name)
             return Row(found.name, prompt, found.columns)
-        one, where = self.rows[number], f"{self.source}:{number + 1}"
-        if not isinstance(one, Asked):  # of a data set or a script
-            columns = {key: value for key, value in one.items() if key not in (task.image, task.prompt)}
-            pictures, text = one.get(task.image) if task.image else None, one[task.prompt]
-        else:
-            where = f"{self.source}:{one.line}"
-            columns = {key: value for key, value in one.columns.items() if key != task.image}
-            pictures, text = one.columns.get(str(task.image)), one.text
-        if not self.sees or task.image is None:  # what is asked for is made, not looked at
-            return Row(where, Prompt((text,), system=task.system, where=where), columns)
-        several = pictures if isinstance(pictures, list) else [pictures]
-        if not several or any(picture is None for picture in several):
-            raise ValueError(f"{where}: there is no picture in the column {task.image!r}")
-        parts = [self._picture(picture, where) for picture in several]
-        return Row(where, Prompt((*parts, text), system=task.system, where=where), columns)
+        return self._row(number, {"image": self._picture, "video": self._frames})
 
-    def _picture(self, picture: Any, where: str) -> Image.Image | Path:
+    def _row(self, number: int, opened: dict[str, Opener]) -> Row:
+        """The row of data of this number. opened: what becomes of its pictures and clips."""
+        task, one, where = self.config.task, self.rows[number], f"{self.source}:{number + 1}"
+        if isinstance(one, Asked):
+            where, columns = f"{self.source}:{one.line}", {task.prompt: one.text, **one.columns}
+        else:  # of a data set or a script
+            columns = dict(one)
+        if self.format is not None:
+            columns = self._formatted(columns, where)
+        asked = columns.pop(task.prompt)
+        shown = {"image": self._cells(columns, task.image, where), "video": self._cells(columns, task.video, where)}
+        if not self.sees:  # what is asked for is made, not looked at
+            return Row(where, Prompt((asked,), system=task.system, where=where), columns)
+        named = {kind: partial(open_one, where) for kind, open_one in opened.items()}
+        prompt, answer = prompt_of(asked, shown, named, task.system, where)
+        if answer is not None:
+            columns.setdefault("answer", answer)
+        return Row(where, prompt, columns)
+
+    def _formatted(self, columns: dict[str, Any], where: str) -> dict[str, Any]:
+        try:
+            found = dict(self.format(columns))
+        except Exception as error:  # a user's code, or a data set with other columns
+            text = f"{type(error).__name__}: {error}; its columns: {', '.join(columns)}"
+            raise ValueError(f"{where}: task.format {self.config.task.format} cannot read this row: {text}") from error
+        if self.config.task.prompt not in found:
+            raise ValueError(
+                f"{where}: task.format {self.config.task.format} gives no column {self.config.task.prompt!r}"
+            )
+        return found
+
+    def _cells(self, columns: dict[str, Any], column: str | None, where: str) -> list[Any]:
+        """The pictures or clips of a row, which leave its columns."""
+        cell = None if column is None else columns.pop(column, None)
+        clip = column is not None and column == self.config.task.video
+        several = cell if isinstance(cell, list) and not (clip and _are_frames(cell)) else [cell]
+        if cell is not None and any(one is None for one in several):
+            raise ValueError(f"{where}: there is no {'clip' if clip else 'picture'} in the column {column!r}")
+        return [] if cell is None else several
+
+    def _frames(self, where: str, clip: Any) -> tuple[Any, ...]:
+        task = self.config.task
+        several = isinstance(clip, list)
+        held: Any = [self._picture(where, one)[0] for one in clip] if several else self._picture(where, clip)[0]
+        return tuple(frames_of(held, task.fps, task.frames, where))
+
+    def _picture(self, where: str, picture: Any) -> tuple[Image.Image | Path]:
         if isinstance(picture, Image.Image):
-            return picture
+            return (picture,)
         if isinstance(picture, str):
-            return Path(str(self.source)).parent / picture
+            return (Path(str(self.source)).parent / picture,)
         kind = type(picture).__name__
-        raise ValueError(
-            f"{where}: the column {self.config.task.image!r} holds a {kind}; it must be a picture or a file"
-        )
+        raise ValueError(f"{where}: a picture is a file or an opened picture, found a {kind} (task.image, task.video)")
+
+
+def _unopened(where: str, held: Any) -> tuple[Any]:
+    return (held,)
+
+
+def _are_frames(cell: list[Any]) -> bool:
+    """Whether a list in the column of clips is one clip, not several: of pictures, or of their files."""
+    return all(hasattr(one, "size") or (isinstance(one, str) and Path(one).suffix.lower() in SUFFIXES) for one in cell)
 
 
 def _data_set(source: str, prompt: str, image: str | None) -> Any:

@@ -24,11 +24,11 @@ GIVEN = ("prompts", "completions", "completion_ids", "group")
 MODULE = "rewards.scorers.texts.verifiable"
 RULES = (
     *("exact", "numeric", "choice", "iou", "point_in_box", "ordering", "words", "tag_format", "majority"),
-    *("indices", "rating", "diversity", "rouge"),
+    *("indices", "rating", "diversity", "rouge", "relaxed", "anls"),
 )
 """The functions of `rewards.scorers.texts.verifiable`, by name."""
-MATH = "math"
-MODULES = {**dict.fromkeys(RULES, MODULE), MATH: "rewards.scorers.texts.mathematics"}
+MATH = ("math", "math_or_choice")
+MODULES = {**dict.fromkeys(RULES, MODULE), **dict.fromkeys(MATH, "rewards.scorers.texts.mathematics")}
 """Of each rule, by name."""
 BROKEN = 4
 """A reward that raises in each of the first so many calls for a part of the samples is taken to raise for all."""
@@ -46,10 +46,10 @@ def resolve_text(name: str) -> Origin:
 
     Raises ValueError as `rewards.resolve` does, with the nearest rule, and where a rule's package is not installed.
     """
-    if name == MATH and importlib.util.find_spec("math_verify") is None:
+    if name in MATH and importlib.util.find_spec("math_verify") is None:
         raise ValueError(
-            "reward 'math' needs the package math-verify, which is not installed: pip install 'genrl-diffusion[math]', "
-            "or write numeric"
+            f"reward {name!r} needs the package math-verify, which is not installed: "
+            "pip install 'genrl-diffusion[math]', or write numeric"
         )
     if name in MODULES:
         return Origin(name, "built-in", MODULES[name], name)

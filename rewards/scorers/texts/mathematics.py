@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rewards.scorers.texts.verifiable import answer_in
+from rewards.scorers.texts.verifiable import answer_in, choice
 
 START_S = 120.0
 """Seconds in which the process must have imported sympy."""
@@ -40,6 +40,17 @@ def math(completions: list[str], answer: list[Any], tag: str = "answer", timeout
         else:
             raise ValueError(f"math: the expected answer {truth!r} holds neither a number nor a formula")
     return scores
+
+
+def math_or_choice(
+    completions: list[str], answer: list[Any], options: list[list[str]], tag: str = "answer", timeout_s: float = 5.0
+) -> list[float | None]:
+    """`choice` for rows with options, `math` for others: data with both kinds of questions, as MathVista."""
+    rows = zip(completions, answer, options, strict=True)
+    return [
+        (choice([text], [truth], tag) if several else math([text], [truth], tag, timeout_s))[0]
+        for text, truth, several in rows
+    ]
 
 
 @cache

@@ -118,6 +118,43 @@ def numeric(
     return scores
 
 
+def relaxed(completions: list[str], answer: list[str], tag: str = "answer", share: float = 0.05) -> list[float | None]:
+    """1 if the answer is a number within `share` of the expected one, or else the same text: relaxed accuracy.
+
+    ChartQA (arXiv 2203.10244, 5.1: 5 %), in Pix2Struct's version: 50% is 0.5, and 0 is compared as a text. Units,
+    `$` and thousands' commas are read past, which Pix2Struct does not.
+    """
+
+    def number(text: str) -> float | None:
+        value = number_in(text)
+        return value / 100 if value is not None and text.endswith("%") else value
+
+    scores: list[float | None] = []
+    for written, truth in _rows(completions, (str(text).strip() for text in answer), tag):
+        value, target = number(written), number(truth)
+        if target and value is not None:
+            right = abs(value - target) <= share * abs(target) + 1e-12
+        else:
+            right = written.casefold() == truth.casefold()
+        scores.append(float(right) if truth else None)
+    return scores
+
+
+def anls(completions: list[str], answer: list[Sequence[str] | str], tag: str = "answer") -> list[float | None]:
+    """The greatest 1 - NL over the expected texts, 0 where NL >= 0.5; NL: edits over the longer length, without case.
+
+    The score of a question in ANLS (Biten et al., ICCV 2019, arXiv 1905.13648), the measure of DocVQA.
+    """
+    scores: list[float | None] = []
+    for written, expected in _rows(completions, answer, tag):
+        truths = [expected] if isinstance(expected, str) else expected
+        parts = [
+            Levenshtein.normalized_distance(written.casefold(), text.strip().casefold()) for text in truths if text
+        ]
+        scores.append(max(1 - part if part < 0.5 else 0.0 for part in parts) if parts else None)
+    return scores
+
+
 def choice(completions: list[str], answer: list[str], tag: str = "answer", partial: bool = False) -> list[float | None]:
     """1 if the letters of the answer are the expected ones: `B`, or `A, C` for several right ones.
 

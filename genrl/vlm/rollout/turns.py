@@ -1,0 +1,107 @@
+"""A question as data sets hold it, as a `Prompt`: a text, or chat messages, with places for pictures and clips.
+
+`<image>` and `<video>` in a text, and the parts `{type: image}` and `{type: video}` of a message, are such places. They
+are filled in order. Where a text names no places, its pictures and clips come before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from genrl.vlm.policies.processor import Prompt, Turn
+
+PLACE = re.compile(r"(<image>|<video>)")
+KINDS = ("image", "video")
+ROLES = ("system", "user", "assistant")
+
+
+class Place(NamedTuple):
+    """Where a picture or a clip goes. held: itself, as a message may have it; None: the next of its column."""
+
+    kind: str
+    held: Any = None
+
+
+Said = tuple[str, list[str | Place]]
+"""The role of a message, and its texts and places."""
+
+
+def prompt_of(
+    asked: str | Sequence[Mapping[str, Any]],
+    shown: Mapping[str, Sequence[Any]],
+    opened: Mapping[str, Callable[[Any], tuple[Any, ...]]],
+    system: str | None,
+    where: str,
+) -> tuple[Prompt, str | None]:
+    """(the prompt, the text of a last message that is the assistant's, else None).
+
+    shown: the values of the columns of pictures and clips, by kind. opened: what one value of a kind becomes, a clip
+    several pictures. system: of a question without a system message. Raises ValueError, naming the row, for messages of
+    another form, and where places and pictures differ in number.
+    """
+    said = [("user", _parts(asked, where))] if isinstance(asked, str) else [_message(one, where) for one in asked]
+    if said and said[0][0] == "system":
+        system = "".join(part for part in said.pop(0)[1] if isinstance(part, str))
+    answer = "".join(map(str, said.pop()[1])) if said and said[-1][0] == "assistant" else None
+    wrong = [role for (role, _), due in zip(said, ("user", "assistant") * len(said), strict=False) if role != due]
+    if wrong or not said or said[-1][0] != "user":
+        raise ValueError(f"{where}: messages are by user and assistant in turn, after a system message if there is one")
+    turns = [
+        Turn("user" if role == "user" else "assistant", parts) for role, parts in _filled(said, shown, opened, where)
+    ]
+    return Prompt(turns[-1].parts, system=system, where=where, before=tuple(turns[:-1])), answer
+
+
+def _parts(text: str, where: str) -> list[str | Place]:
+    if not text.strip():
+        raise ValueError(f"{where}: the question is empty")
+    return [Place(part[1:-1]) if PLACE.fullmatch(part) else part for part in PLACE.split(text) if part]
+
+
+def _message(message: Any, where: str) -> Said:
+    role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, Mapping) else (None, None)
+    if role not in ROLES or not isinstance(content, str | list):
+        raise ValueError(
+            f"{where}: a message is {{role: {' | '.join(ROLES)}, content: text or parts}}, found {message!r:.80}"
+        )
+    if isinstance(content, str):
+        return role, _parts(content, where)
+    parts: list[str | Place] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts += _parts(part["text"], where)
+        elif kind in KINDS:
+            parts.append(Place(kind, part.get(kind)))
+        else:
+            raise ValueError(f"{where}: a part is {{type: text | image | video, ...}}, found {part!r:.80}")
+    return role, parts
+
+
+def _filled(
+    said: Sequence[Said],
+    shown: Mapping[str, Sequence[Any]],
+    opened: Mapping[str, Callable[[Any], tuple[Any, ...]]],
+    where: str,
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Roles and parts, with pictures in their places."""
+    first = said[0][1]
+    for kind in reversed(KINDS):
+        places = sum(isinstance(part, Place) and part == Place(kind) for _, parts in said for part in parts)
+        there = len(shown.get(kind, ()))
+        if not any(isinstance(part, Place) and part.kind == kind for _, parts in said for part in parts):
+            first[:0] = [Place(kind)] * there
+        elif places != there:
+            raise ValueError(
+                f"{where}: the question has {places} places <{kind}>, and the row {there}; they must agree"
+            )
+    left = {kind: iter(shown.get(kind, ())) for kind in KINDS}
+
+    def filled(part: str | Place) -> tuple[Any, ...]:
+        if isinstance(part, str):
+            return (part,)
+        return opened[part.kind](next(left[part.kind]) if part.held is None else part.held)
+
+    return [(role, tuple(one for part in parts for one in filled(part))) for role, parts in said]
