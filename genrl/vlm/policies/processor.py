@@ -172,7 +172,8 @@ class Pixels(NamedTuple):
         """The picture, larger or smaller where it is outside, in its own proportions to a pixel."""
         width, height = picture.size
         area = width * height
-        wanted = min(max(area, self.least or area), self.most or area)
+        wanted = max(area, self.least or area)
+        wanted = min(wanted, self.most or wanted)
         if wanted == area:
             return picture
         # rounded so that the limit holds
