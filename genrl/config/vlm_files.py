@@ -53,7 +53,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
 
 def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     columns: list[tuple[str, list[str]]] = []
-    if config.task.format is not None:
+    if config.task.format is not None and config.task.format not in FORMATS.built_in:
         try:
             find(config.task.format, FORMATS)
         except ValueError as error:
