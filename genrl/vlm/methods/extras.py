@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config.vlm import VLMConfig
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import derive_seed, generator
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.shards import gathered
@@ -138,6 +138,9 @@ def computed(
         with gathered(policy):
             rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
         found["divergence"] = rows[answers.group]
+    if "draw" in reads:
+        shape, keys = (answers.size, answers.mask.shape[1]), (config.seed, "draw", iteration)
+        found["draw"] = torch.cat([torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows])
     if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
         found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)

@@ -26,6 +26,12 @@ class LeaveOneOut(Choice):
     name: Literal["leave_one_out"] = "leave_one_out"
 
 
+class LengthWeighted(Choice):
+    """Reward less the mean of its group weighted by numbers of tokens: OPO (`token_advantages.length_weighted`)."""
+
+    name: Literal["length_weighted"] = "length_weighted"
+
+
 class WhitenedReturns(Choice):
     """Returns of [token_rewards], or of the row's reward at its last token, whitened over the tokens of the batch:
     REINFORCE++ (`token_advantages.reinforce_plus_plus`)."""
@@ -93,6 +99,7 @@ class Hierarchical(Choice):
 Advantage = (
     GroupAdvantage
     | LeaveOneOut
+    | LengthWeighted
     | WhitenedReturns
     | VirtualReward
     | SmoothedAdvantage
@@ -197,4 +204,18 @@ class PositiveOnly(Choice):
     name: Literal["positive_only"] = "positive_only"
 
 
-Transform = BatchNormalise | SigmaFilter | Uncertainty | TrajectoryDependency | ClampAdvantage | PositiveOnly
+class InformativeGroups(Choice):
+    """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_rescaled`)."""
+
+    name: Literal["informative_groups"] = "informative_groups"
+
+
+Transform = (
+    BatchNormalise
+    | SigmaFilter
+    | Uncertainty
+    | TrajectoryDependency
+    | ClampAdvantage
+    | PositiveOnly
+    | InformativeGroups
+)

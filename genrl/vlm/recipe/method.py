@@ -28,7 +28,16 @@ from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_forwards
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
-from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, Regression, SequenceClip, SequenceTokenClip, Surrogate
+from genrl.vlm.recipe.surrogates import (
+    GeometricMean,
+    GroupLoss,
+    KlCov,
+    LinearBound,
+    Regression,
+    SequenceClip,
+    SequenceTokenClip,
+    Surrogate,
+)
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
 
 if TYPE_CHECKING:
@@ -186,6 +195,9 @@ class RecipeMethod(VLMMethod):
         if isinstance(preset.group_loss, Regression) and self.updates == self.epochs == 1:
             text = "the regression compares with what the weights were; write 2 or more updates or epochs"
             yield ("trainer.epochs",), text
+        if isinstance(preset.surrogate, KlCov) and self.updates == self.epochs == 1:
+            text = "the penalty of moving away acts from the second update on; write 2 or more updates or epochs"
+            yield ("trainer.epochs",), text
 
     def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES
@@ -206,7 +218,7 @@ def decoupling(preset: Preset) -> EngineMismatch:
     """The weight of answers that older weights drew, which makes PPO a decoupled one, as in AReaL (arXiv 2505.24298):
     of every token, or where the ratio is that of an answer, with its length taken out as there; 0 above the same bound
     as `staleness_weight`."""
-    of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip)
+    of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip | GeometricMean)
     high = LARGEST_STALENESS_WEIGHT
     return EngineMismatch(level="sequence_geo" if of_rows else "token", mode="mask", high=high)
 

@@ -50,6 +50,7 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
             extra = {
                 "entropy": entropy,
                 "divergence": entropy,
+                "draw": noise.sigmoid(),
                 "masked_image": chosen(reference) + 0.5 * noise,
                 "degraded": chosen(reference),
                 "ema": chosen(rows),
