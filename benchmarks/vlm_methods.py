@@ -39,6 +39,8 @@ METHODS = {
     "kl_cov": "KL-Cov",
     "gpg": "GPG",
     "opo": "OPO",
+    "remax": "ReMax",
+    "ttrl": "TTRL, without labels",
     "q_hawkeye": "Q-Hawkeye",
 }
 FIGURE = Path("docs/img/vlm_methods.svg")

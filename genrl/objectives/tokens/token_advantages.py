@@ -57,6 +57,12 @@ def length_weighted(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     return torch.where(informative[index] & ~rewards.isnan(), plain - shift[index], 0.0)
 
 
+def greedy_baseline(rewards: Tensor, greedy: Tensor) -> Tensor:
+    """`r - r_greedy`, [N]: ReMax (arXiv 2310.10505, algorithm 1); greedy [N], the reward of the most probable answer to
+    the same question. 0 where either has no score (NaN)."""
+    return (rewards.detach().double() - greedy.detach().double()).nan_to_num(nan=0.0)
+
+
 def informative_factor(advantage: Tensor, group: Tensor) -> Tensor:
     """`B / (B - M)`, [], M of the B rows being in groups whose advantages [N] are all 0: by it GPG multiplies all
     advantages (arXiv 2504.02546), since these rows add nothing and count in the mean. 1 where all are 0.

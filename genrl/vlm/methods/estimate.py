@@ -21,6 +21,7 @@ from genrl.vlm.recipe.advantages import (
     ClampAdvantage,
     ConsistencyBonus,
     CriticAdvantage,
+    GreedyBaseline,
     GroupAdvantage,
     Hierarchical,
     InformativeGroups,
@@ -189,12 +190,15 @@ def _advantage(
             return group_advantages(rewards, group, scale=scale, eps=eps, ddof=1), visits
         case LeaveOneOut():
             return token_advantages.leave_one_out(rewards, group), visits
+        case GreedyBaseline():
+            return token_advantages.greedy_baseline(rewards, given(batch, "greedy", "ReMax")), visits
         case LengthWeighted():
             return token_advantages.length_weighted(rewards, token_count(batch.mask), group), visits
         case VirtualReward(best=best):
             return token_advantages.with_virtual_reward(rewards, group, best=best), visits
-        case RankQuantiles():
-            return token_advantages.rank_quantiles(rewards, group), visits
+        case RankQuantiles(scope=scope):
+            ranked = group if scope == "group" else given(batch, "task", "ranks within a task")
+            return token_advantages.rank_quantiles(rewards, ranked), visits
         case SmoothedAdvantage():
             if prompts is None:
                 raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")

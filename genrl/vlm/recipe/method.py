@@ -18,8 +18,10 @@ from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,
     CriticAdvantage,
+    GreedyBaseline,
     Hierarchical,
     NormaliseThenSum,
+    RankQuantiles,
     RewardTerm,
     Transform,
     WhitenedReturns,
@@ -150,12 +152,23 @@ class RecipeMethod(VLMMethod):
         return ConsistencyBonus.average if bonus else None
 
     @property
+    def task_column(self) -> str | None:
+        advantage = self.composed.advantage
+        return advantage.column if isinstance(advantage, RankQuantiles) and advantage.scope == "task" else None
+
+    @property
+    def greedy(self) -> bool:
+        return "greedy" in self.composed.reads
+
+    @property
     def bounds(self) -> bool:
         return isinstance(self.composed.surrogate, LinearBound)
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)
         yield "updates", f"{self.updates * self.epochs:,}", f"{self.epochs} passes"
+        if self.greedy:
+            yield "greedy answers", f"{config.generation.prompts_per_iteration:,}", "one to each question"
         for forward in extra_forwards(self.composed):
             yield "further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}"
 
@@ -183,7 +196,7 @@ class RecipeMethod(VLMMethod):
 
     def _of_groups(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         size, advantage = config.generation.group_size, preset.advantage
-        alone = isinstance(advantage, CriticAdvantage) or (
+        alone = isinstance(advantage, CriticAdvantage | GreedyBaseline) or (
             isinstance(advantage, WhitenedReturns) and not advantage.baseline
         )
         if size < 2 and not alone:
@@ -198,6 +211,10 @@ class RecipeMethod(VLMMethod):
         if isinstance(preset.surrogate, KlCov) and self.updates == self.epochs == 1:
             text = "the penalty of moving away acts from the second update on; write 2 or more updates or epochs"
             yield ("trainer.epochs",), text
+
+        if self.greedy and config.synthesis is not None:
+            text = "descriptions that are worth what others answer have no greedy one; nearest: rloo"
+            yield (self.key("advantage"), "synthesis"), text
 
     def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES

@@ -13,6 +13,7 @@ from genrl.vlm.recipe.advantages import (
     BatchNormalise,
     ConsistencyBonus,
     CriticAdvantage,
+    GreedyBaseline,
     GroupAdvantage,
     Hierarchical,
     InformativeGroups,
@@ -63,7 +64,7 @@ PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
     "off_policy_mask", "gmpo", "clip_cov", "kl_cov", "gpg", "opo",
-    "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine",
+    "remax", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "ttrl",
     "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan",
     "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
 ]  # fmt: skip
@@ -185,6 +186,13 @@ PRESETS: dict[PresetName, Preset] = {
         source="arXiv 2505.23585",
         notes="exactly on policy: one update per rollout; no KL; the sum over tokens is that of the derivation",
     ),
+    "remax": Preset(
+        GreedyBaseline(),
+        Reinforce(),
+        "seq_sum",
+        source="arXiv 2310.10505",
+        notes="one update per rollout; the paper has one answer per question, and a KL in the reward",
+    ),
     # --- vision-language systems whose loss is their own
     "vppo": Preset(
         _Z_VERL,
@@ -249,6 +257,13 @@ PRESETS: dict[PresetName, Preset] = {
         regularisers=(EntropyBand(coefficient=0.01, low=0.25, high=0.75, bounds="quantile"),),
         source="abstract",
         notes="reward: majority vote of the group, no labels; share, quantiles and coefficient inferred",
+    ),
+    "ttrl": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        source="arXiv 2504.16084",
+        notes="GRPO on the reward of a majority vote, without labels: the control of spine; clip and no KL inferred",
     ),
     "para_grpo": Preset(
         _Z,

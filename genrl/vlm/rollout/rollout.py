@@ -189,12 +189,18 @@ def sample(
     return Sampled(made.tokens.cpu(), made.mask.cpu(), made.log_prob.cpu(), cut, made.texts, {})
 
 
+def greedy_label(label: str) -> str:
+    """Under which `Answers.scores` has a reward of the most probable answer to a row's question."""
+    return f"{label}/greedy"
+
+
 class Part(NamedTuple):
-    """Some groups of answers, as drawn."""
+    """Some groups of answers, as drawn; greedy: the most probable one to each question, where the method reads it."""
 
     rows: list[Row]
     prompts: list[Encoded]
     made: Sampled
+    greedy: Sampled | None = None
 
 
 def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
@@ -205,14 +211,19 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
         some = list(rows[start : start + together])
         prompts = [policy.encode(row.prompt) for row in some]
         named = [(*keys, row.name) for row in some]
-        yield Part(some, prompts, sample(policy, config, prompts, size, settings.temperature, named))
+        made = sample(policy, config, prompts, size, settings.temperature, named)
+        greedy = sample(policy, config, prompts, 1, 0.0, named) if config.trainer.greedy else None
+        yield Part(some, prompts, made, greedy)
 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
     """With their scores. Where the sampler has no log-probabilities, theirs are NaN."""
-    rows, prompts, made = part
+    rows, prompts, made, greedy = part
     of_row = [number for number in range(len(rows)) for _ in range(config.generation.group_size)]
-    scores = score(config, opened, rows, made, of_row)
+    scores = {label: one.values for label, one in score(config, opened, rows, made, of_row).items()}
+    if greedy is not None:
+        for label, one in score(config, opened, rows, greedy, range(len(rows))).items():
+            scores[greedy_label(label)] = [one.values[number] for number in of_row]
     return Answers(
         rows,
         prompts,
@@ -221,7 +232,7 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
         torch.full(made.mask.shape, torch.nan) if made.log_prob is None else made.log_prob,
         made.texts,
         made.cut,
-        {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
+        {label: torch.tensor(values, dtype=torch.float64) for label, values in scores.items()},
     )
 
 
