@@ -34,6 +34,13 @@ METHODS = {
     "g2rpo": "G2RPO",
     "grpo_care": "GRPO-CARE",
     "reg_grpo": "Reg-GRPO",
+    "gmpo": "GMPO",
+    "clip_cov": "Clip-Cov",
+    "kl_cov": "KL-Cov",
+    "gpg": "GPG",
+    "opo": "OPO",
+    "remax": "ReMax",
+    "ttrl": "TTRL, without labels",
     "q_hawkeye": "Q-Hawkeye",
 }
 FIGURE = Path("docs/img/vlm_methods.svg")

@@ -90,6 +90,11 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
+    column = config.trainer.task_column
+    for name, known in columns if column is not None else ():
+        if column not in known and name in ("name", "train"):
+            asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest(str(column), known)}"
     for name, known in columns if config.augmentation is not None else ():
         if "answer" not in known:
             asks = "augmentation tells hard questions their answer, from the column answer"

@@ -51,6 +51,16 @@ class VLMMethod(Method):
         return None
 
     @property
+    def task_column(self) -> str | None:
+        """The column that names a question's task, where it compares the answers of a task with each other."""
+        return None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it reads the reward of the most probable answer to each question, which is sampled in addition."""
+        return False
+
+    @property
     def bounds(self) -> bool:
         """Whether samples of a bound stand for the log-probabilities of tokens (masked diffusion models)."""
         return False

@@ -107,7 +107,7 @@ class TestNames:
         "name", [n for n, one in PRESETS.items() if one.output is None and n not in ("vl_dac", "poad")]
     )
     def test_a_preset_is_itself(self, name: str, tmp_path: Path) -> None:
-        epochs = 2 if name == "reg_grpo" else 1
+        epochs = 2 if name in ("reg_grpo", "kl_cov") else 1
         found = recipe_of(made(tmp_path, trainer={"preset": name, "epochs": epochs}))
         changed = {
             f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(PRESETS[name], f.name)
@@ -170,8 +170,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"trainer": {"surrogate": "clib"}}, "trainer.surrogate.name", "did you mean clip?"),
     ({"trainer": {"surrogate": {"hihg": 0.3}}}, "trainer.surrogate.hihg", "did you mean trainer.surrogate.high?"),
     ({"trainer": {"surrogate": {"high": "much"}}}, "trainer.surrogate.high", "found 'much'"),
-    ({"trainer": {"weights": [{"share": 0.1}]}}, "trainer.weights.0.name", "one of divergence"),
+    ({"trainer": {"weights": [{"share": 0.1}]}}, "trainer.weights.0.name", "one of clip_cov"),
     ({"trainer": {"preset": "reg_grpo"}}, "trainer.epochs", "2 or more"),
+    ({"trainer": {"preset": "kl_cov"}}, "trainer.epochs", "2 or more"),
     ({"trainer": {"preset": "real", "micro_batch": 4}}, "trainer.micro_batch", "whole groups"),
     ({"trainer": {"preset": "real", "weights": ["top_entropy"]}}, "trainer.weights", "token weights"),
     ({"generation": {"group_size": 1}}, "generation.group_size", "write 2 or more"),

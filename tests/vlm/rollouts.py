@@ -69,6 +69,8 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "scores": 3.0 + draw(rows),
             "task": group % 2,
             "components": draw(rows, 2),
+            "greedy": draw(GROUPS)[group],
+            "draw": tokens(torch.rand(rows, LENGTH, generator=generator, dtype=torch.float64)),
             "credit": draw(rows),
             "high": draw(rows),
             "low": draw(rows),

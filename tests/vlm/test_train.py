@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.config.files import check_files
 from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
@@ -17,9 +18,10 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.advantages import ConsistencyBonus
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import Answers, open_rewards, order
+from genrl.vlm.rollout.rollout import Answers, open_rewards, order, sample
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
+from rewards.scorers.texts.verifiable import answer_in
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
 
@@ -254,3 +256,32 @@ def test_grpo_teaches_the_embedded_model(tmp_path: Path) -> None:
     policy, questions = Policy(str(tmp_path / "run" / "model")), Questions(config, "eval")
     blind = judge(policy, config, open_rewards(config), questions, range(128), blind=True)
     assert figures(config, blind)["eval/accuracy_mean"] < 0.3
+
+
+def test_remax_compares_with_the_greedy_answer_to_the_same_question(tmp_path: Path) -> None:
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "remax"})) as run:
+        answers, _ = run.draw()
+        ready = run.estimate(answers)
+        assert ready is not None and ready.batch.advantage is not None
+        total = answers.scores["exact"] + 0.2 * answers.scores["tag_format"]
+        base = answers.scores["exact/greedy"] + 0.2 * answers.scores["tag_format/greedy"]
+        assert torch.equal(ready.batch.advantage, total - base)
+        assert bool((base.view(4, 4) == base.view(4, 4)[:, :1]).all())
+        made = sample(run.policy, run.config, answers.prompts, 1, 0.0, [("any", k) for k in range(4)])
+        for k, text in enumerate(made.texts):
+            right = float(answer_in(text) == answers.rows[k].columns["answer"])
+            assert float(answers.scores["exact/greedy"].view(4, 4)[k, 0]) == right
+
+
+def test_a_task_without_its_column_is_found_by_check(tmp_path: Path) -> None:
+    wrong = vlm_runs.config(tmp_path, trainer={"preset": "g2rpo", "advantage": {"scope": "task"}})
+    with pytest.raises(ValueError, match="the column task is to name"):
+        check_files(wrong, {})
+    trainer = {"preset": "g2rpo", "advantage": {"scope": "task", "column": "question"}}
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=trainer)) as run:
+        answers, _ = run.draw()
+        ready = run.estimate(answers)
+        assert ready is not None
+        questions = [row.columns["question"] for row in answers.rows for _ in range(4)]
+        numbers = ready.batch.extra["task"].tolist()
+        assert len(set(zip(questions, numbers, strict=True))) == len(set(numbers)) == len(set(questions))

@@ -42,6 +42,39 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     return group_advantages(rewards, group, scale="none") * size / (size - 1.0).clamp(min=1.0)
 
 
+def length_weighted(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
+    """`r - sum_j n_j r_j / sum_j n_j` over the group, [N]: OPO's optimal baseline (arXiv 2505.23585), under its
+    assumption that the squared gradient of a completion grows as its number of tokens. lengths [N].
+
+    Groups without spread or with one score get 0 (verl keeps the whole reward of a group of one).
+    """
+    plain = group_advantages(rewards, group, scale="none")
+    index = torch.unique(group, return_inverse=True)[1].to(plain.device)
+    weight = torch.where(rewards.isnan(), 0.0, lengths.double())
+    zero = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=plain.device)
+    shift = zero.index_add(0, index, weight * plain) / zero.index_add(0, index, weight).clamp(min=1)
+    informative = zero.index_add(0, index, plain.abs()) > 0
+    return torch.where(informative[index] & ~rewards.isnan(), plain - shift[index], 0.0)
+
+
+def greedy_baseline(rewards: Tensor, greedy: Tensor) -> Tensor:
+    """`r - r_greedy`, [N]: ReMax (arXiv 2310.10505, algorithm 1); greedy [N], the reward of the most probable answer to
+    the same question. 0 where either has no score (NaN)."""
+    return (rewards.detach().double() - greedy.detach().double()).nan_to_num(nan=0.0)
+
+
+def informative_factor(advantage: Tensor, group: Tensor) -> Tensor:
+    """`B / (B - M)`, [], M of the B rows being in groups whose advantages [N] are all 0: by it GPG multiplies all
+    advantages (arXiv 2504.02546), since these rows add nothing and count in the mean. 1 where all are 0.
+
+    verl has the number of rows whose *reward* is not 0 in place of B - M.
+    """
+    index = torch.unique(group, return_inverse=True)[1]
+    total = torch.zeros(int(index.max()) + 1, dtype=advantage.dtype, device=advantage.device)
+    informative = (total.index_add(0, index, advantage.abs()) > 0)[index].sum()
+    return len(advantage) / torch.where(informative > 0, informative, len(advantage)).to(advantage.dtype)
+
+
 def with_virtual_reward(
     rewards: Tensor, group: Tensor, *, best: float = 1.0, count: int = 1, eps: float = 1e-6
 ) -> Tensor:

@@ -19,7 +19,14 @@ from genrl.objectives.surrogates.policy_losses import (
     importance_ratio,
     score_function_loss,
 )
-from genrl.objectives.tokens.tokens import log_ratio, masked, mean_log_ratio, per_token, sequence_log_ratio
+from genrl.objectives.tokens.tokens import (
+    log_ratio,
+    masked,
+    mean_log_ratio,
+    per_token,
+    row_mean,
+    sequence_log_ratio,
+)
 
 Bound = Tensor | float
 
@@ -153,6 +160,50 @@ def sequence_token_clip_surrogate(
     kept = masked(log_prob, mask)
     row = mean_log_ratio(log_prob.detach(), old_log_prob, mask)[:, None]
     return _clipped(row + (kept - kept.detach()), per_token(advantage, mask), low, high)
+
+
+def geometric_mean_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 0.4,
+    high: float = 0.4,
+) -> SurrogateOutput:
+    """`-A exp(mean_t k_t)`, k = min(d, high) where A > 0, max(d, -low) where A < 0, d = l - l_old: GMPO
+    (arXiv 2507.20673), the geometric mean of a row's ratios, each clipped in the log domain on PPO's side.
+
+    loss is [B, 1], one term per row; ratio and `clipped` are of its tokens, [B, T]. advantage [B].
+    """
+    if advantage.dim() != 1:
+        raise ValueError(f"one geometric mean per row needs one advantage per row [B], got {list(advantage.shape)}")
+    difference, weight = log_ratio(log_prob, old_log_prob, mask), advantage.detach()[:, None].to(log_prob.dtype)
+    kept = torch.where(weight > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    ratio = row_mean(kept, mask)[:, None].exp()
+    clipped = ((weight > 0) & (difference > high)) | ((weight < 0) & (difference < -low))
+    return SurrogateOutput(-weight * ratio, difference.exp(), clipped)
+
+
+def kl_cov_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    chosen: Tensor,
+    *,
+    beta: float = 1.0,
+) -> SurrogateOutput:
+    """`-rho A + beta |l - l_old|` where chosen [B, T], `-rho A` elsewhere: KL-Cov (arXiv 2505.22617).
+
+    No clip. The paper writes a KL to the policy before the update; |l - l_old| is how the released code and verl
+    estimate it. Its gradient is 0 on policy, so that it acts from the second update of a rollout on.
+    """
+    difference = log_ratio(log_prob, old_log_prob, mask)
+    ratio = difference.exp()
+    penalty = torch.where(chosen.bool() & mask.bool(), difference.abs(), 0.0)
+    loss = -per_token(advantage.detach(), mask).to(ratio.dtype) * ratio + beta * penalty
+    return SurrogateOutput(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def cispo_surrogate(

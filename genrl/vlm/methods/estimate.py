@@ -13,7 +13,7 @@ from torch import Tensor
 from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens import token_advantages, token_surrogates, token_weights
+from genrl.objectives.tokens import token_advantages, token_covariance, token_surrogates, token_weights
 from genrl.objectives.tokens.token_advantages import Visits
 from genrl.objectives.tokens.tokens import log_ratio, masked, sequence_log_ratio, token_count, token_mean
 from genrl.vlm.recipe.advantages import (
@@ -21,11 +21,14 @@ from genrl.vlm.recipe.advantages import (
     ClampAdvantage,
     ConsistencyBonus,
     CriticAdvantage,
+    GreedyBaseline,
     GroupAdvantage,
     Hierarchical,
+    InformativeGroups,
     KlInReward,
     LeaveOneOut,
     LengthReward,
+    LengthWeighted,
     NormaliseThenSum,
     OverlongPenalty,
     PositiveOnly,
@@ -40,8 +43,16 @@ from genrl.vlm.recipe.advantages import (
 )
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import EntropyBand
-from genrl.vlm.recipe.surrogates import ElasticClip
-from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, StepMeans, TopDependency, TopEntropy
+from genrl.vlm.recipe.surrogates import ElasticClip, KlCov
+from genrl.vlm.recipe.weights import (
+    ClipCov,
+    Divergence,
+    EngineMismatch,
+    OffPolicyMask,
+    StepMeans,
+    TopDependency,
+    TopEntropy,
+)
 from genrl.vlm.rollout.token_batch import TokenBatch, given
 
 
@@ -73,15 +84,20 @@ def estimate(
         if rewards is not None:  # a transform moves an advantage of 0, too
             missing = rewards.isnan() if advantage.dim() == 1 else rewards.isnan()[:, None]
             advantage = torch.where(missing, 0.0, advantage)
-        weight = _weight(preset, batch)
+        weight = _weight(preset, batch, advantage)
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         width = None
         if isinstance(preset.surrogate, ElasticClip):
             rewards = given(batch, "rewards", "ETR")
             width = token_surrogates.elastic_width(advantage, rewards, batch.group, alpha=0.5, gamma=0.5)  # inferred
+        extra = dict(batch.extra)
+        if isinstance(preset.surrogate, KlCov):
+            share, found = preset.surrogate.share, _covariance(batch, advantage)
+            extra["kl_cov"] = token_covariance.kl_cov_tokens(found, batch.mask, share=share)
         rows, tokens = len(batch.mask), int(batch.mask.bool().sum())
         ready = replace(
             batch,
+            extra=extra,
             advantage=advantage,
             weight=weight,
             clip_width=width,
@@ -177,10 +193,15 @@ def _advantage(
             return group_advantages(rewards, group, scale=scale, eps=eps, ddof=1), visits
         case LeaveOneOut():
             return token_advantages.leave_one_out(rewards, group), visits
+        case GreedyBaseline():
+            return token_advantages.greedy_baseline(rewards, given(batch, "greedy", "ReMax")), visits
+        case LengthWeighted():
+            return token_advantages.length_weighted(rewards, token_count(batch.mask), group), visits
         case VirtualReward(best=best):
             return token_advantages.with_virtual_reward(rewards, group, best=best), visits
-        case RankQuantiles():
-            return token_advantages.rank_quantiles(rewards, group), visits
+        case RankQuantiles(scope=scope):
+            ranked = group if scope == "group" else given(batch, "task", "ranks within a task")
+            return token_advantages.rank_quantiles(rewards, ranked), visits
         case SmoothedAdvantage():
             if prompts is None:
                 raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")
@@ -229,6 +250,9 @@ def _transformed(transform: Transform, advantage: Tensor, batch: TokenBatch) -> 
             return advantage.clamp(-limit, limit)
         case PositiveOnly():
             return advantage.clamp(min=0.0)
+        case InformativeGroups():
+            rows = advantage if advantage.dim() == 1 else masked(advantage, mask).abs().sum(1)
+            return advantage * token_advantages.informative_factor(rows, batch.group)
 
 
 def _dependency(batch: TokenBatch) -> Tensor:
@@ -237,7 +261,12 @@ def _dependency(batch: TokenBatch) -> Tensor:
     return token_weights.visual_dependency(old, other, batch.mask)
 
 
-def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
+def _covariance(batch: TokenBatch, advantage: Tensor) -> Tensor:
+    old = given(batch, "old_log_prob", "the covariance of tokens")
+    return token_covariance.token_covariance(old, advantage, batch.mask)
+
+
+def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor) -> Tensor | None:
     """The product of the weights that are known before the update."""
     mask, product = batch.mask, None
     for choice in preset.weights:
@@ -253,6 +282,9 @@ def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
                 _, index = torch.unique(batch.group, return_inverse=True)
                 first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
                 factor = token_weights.divergence_weights(rows[first], mask, batch.group)
+            case ClipCov(share=share, low=low, high=high):
+                draw, found = given(batch, "draw", "Clip-Cov"), _covariance(batch, advantage)
+                factor = token_covariance.clip_cov_weight(found, draw, mask, share=share, low=low, high=high)
             case EngineMismatch():
                 factor = _mismatch(choice, batch)
             case StepMeans():

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config.vlm import VLMConfig
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import derive_seed, generator
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.shards import gathered
-from genrl.vlm.rollout.rollout import Answers, totals
+from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
 from rewards.scorers.texts.verifiable import answer_in, number_in
 
 MASKED, PATCH = 0.5, 14
@@ -138,6 +138,15 @@ def computed(
         with gathered(policy):
             rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
         found["divergence"] = rows[answers.group]
+    if "task" in reads:
+        # numbers by name, which are the same in every process
+        names = [str(row.columns[config.trainer.task_column]) for row in answers.rows]
+        found["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
+    if "greedy" in reads:
+        found["greedy"] = totals(config, {label: answers.scores[greedy_label(label)] for label in config.reward_labels})
+    if "draw" in reads:
+        shape, keys = (answers.size, answers.mask.shape[1]), (config.seed, "draw", iteration)
+        found["draw"] = torch.cat([torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows])
     if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
         found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)

@@ -55,7 +55,9 @@ from genrl.vlm.recipe.surrogates import (
     DistributionMatching,
     DynamicClip,
     ElasticClip,
+    GeometricMean,
     GroupLoss,
+    KlCov,
     LinearBound,
     LogClamp,
     Preference,
@@ -138,6 +140,10 @@ def _surrogate(preset: Preset, batch: TokenBatch, log_prob: Tensor, old: Tensor)
             return token_surrogates.dynamic_clip_surrogate(*arguments, low=low, high=high)
         case LogClamp(low=low, high=high):
             return token_surrogates.log_clamp_surrogate(*arguments, low=low, high=high)
+        case GeometricMean(low=low, high=high):
+            return token_surrogates.geometric_mean_surrogate(*arguments, low=low, high=high)
+        case KlCov(beta=beta):
+            return token_surrogates.kl_cov_surrogate(*arguments, given(batch, "kl_cov", "KL-Cov"), beta=beta)
         case Cispo(highest=highest):
             return token_surrogates.cispo_surrogate(*arguments, highest=highest)
         case Sapo():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from genrl.config.section import Count, Flag, NonNegative, Number
+from genrl.config.section import Count, Flag, NonNegative, Number, Text
 from genrl.vlm.recipe.choice import Choice, Factor
 
 # --- estimators: rewards of the whole rollout batch -> [B] or [B, T]
@@ -24,6 +24,20 @@ class LeaveOneOut(Choice):
     """Reward less the mean of the others of its group: RLOO (`token_advantages.leave_one_out`)."""
 
     name: Literal["leave_one_out"] = "leave_one_out"
+
+
+class GreedyBaseline(Choice):
+    """Reward less that of the most probable answer to the same question, [greedy] [B]: ReMax
+    (`token_advantages.greedy_baseline`). No group is needed."""
+
+    tensors = ("greedy",)
+    name: Literal["greedy_baseline"] = "greedy_baseline"
+
+
+class LengthWeighted(Choice):
+    """Reward less the mean of its group weighted by numbers of tokens: OPO (`token_advantages.length_weighted`)."""
+
+    name: Literal["length_weighted"] = "length_weighted"
 
 
 class WhitenedReturns(Choice):
@@ -55,9 +69,18 @@ class SmoothedAdvantage(Choice):
 
 
 class RankQuantiles(Choice):
-    """Standard normal quantiles of ranks within a group: G2RPO (`token_advantages.rank_quantiles`)."""
+    """Standard normal quantiles of ranks within a group or a task: G2RPO (`token_advantages.rank_quantiles`). With
+    scope task it reads [task] [B]."""
 
     name: Literal["rank_quantiles"] = "rank_quantiles"
+    scope: Literal["group", "task"] = "group"
+    """Ranked are the answers to a question, or all of the iteration to the questions of a task."""
+    column: Text = "task"
+    """With scope task: the column that names a question's task (generated tasks: `question`)."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("task",) if self.scope == "task" else ()
 
 
 class NormaliseThenSum(Choice):
@@ -93,6 +116,8 @@ class Hierarchical(Choice):
 Advantage = (
     GroupAdvantage
     | LeaveOneOut
+    | LengthWeighted
+    | GreedyBaseline
     | WhitenedReturns
     | VirtualReward
     | SmoothedAdvantage
@@ -197,4 +222,18 @@ class PositiveOnly(Choice):
     name: Literal["positive_only"] = "positive_only"
 
 
-Transform = BatchNormalise | SigmaFilter | Uncertainty | TrajectoryDependency | ClampAdvantage | PositiveOnly
+class InformativeGroups(Choice):
+    """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_rescaled`)."""
+
+    name: Literal["informative_groups"] = "informative_groups"
+
+
+Transform = (
+    BatchNormalise
+    | SigmaFilter
+    | Uncertainty
+    | TrajectoryDependency
+    | ClampAdvantage
+    | PositiveOnly
+    | InformativeGroups
+)

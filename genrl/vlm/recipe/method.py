@@ -18,8 +18,10 @@ from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,
     CriticAdvantage,
+    GreedyBaseline,
     Hierarchical,
     NormaliseThenSum,
+    RankQuantiles,
     RewardTerm,
     Transform,
     WhitenedReturns,
@@ -28,7 +30,16 @@ from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_forwards
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
-from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, Regression, SequenceClip, SequenceTokenClip, Surrogate
+from genrl.vlm.recipe.surrogates import (
+    GeometricMean,
+    GroupLoss,
+    KlCov,
+    LinearBound,
+    Regression,
+    SequenceClip,
+    SequenceTokenClip,
+    Surrogate,
+)
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
 
 if TYPE_CHECKING:
@@ -141,12 +152,23 @@ class RecipeMethod(VLMMethod):
         return ConsistencyBonus.average if bonus else None
 
     @property
+    def task_column(self) -> str | None:
+        advantage = self.composed.advantage
+        return advantage.column if isinstance(advantage, RankQuantiles) and advantage.scope == "task" else None
+
+    @property
+    def greedy(self) -> bool:
+        return "greedy" in self.composed.reads
+
+    @property
     def bounds(self) -> bool:
         return isinstance(self.composed.surrogate, LinearBound)
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)
         yield "updates", f"{self.updates * self.epochs:,}", f"{self.epochs} passes"
+        if self.greedy:
+            yield "greedy answers", f"{config.generation.prompts_per_iteration:,}", "one to each question"
         for forward in extra_forwards(self.composed):
             yield "further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}"
 
@@ -174,7 +196,7 @@ class RecipeMethod(VLMMethod):
 
     def _of_groups(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         size, advantage = config.generation.group_size, preset.advantage
-        alone = isinstance(advantage, CriticAdvantage) or (
+        alone = isinstance(advantage, CriticAdvantage | GreedyBaseline) or (
             isinstance(advantage, WhitenedReturns) and not advantage.baseline
         )
         if size < 2 and not alone:
@@ -186,6 +208,13 @@ class RecipeMethod(VLMMethod):
         if isinstance(preset.group_loss, Regression) and self.updates == self.epochs == 1:
             text = "the regression compares with what the weights were; write 2 or more updates or epochs"
             yield ("trainer.epochs",), text
+        if isinstance(preset.surrogate, KlCov) and self.updates == self.epochs == 1:
+            text = "the penalty of moving away acts from the second update on; write 2 or more updates or epochs"
+            yield ("trainer.epochs",), text
+
+        if self.greedy and config.synthesis is not None:
+            text = "descriptions that are worth what others answer have no greedy one; nearest: rloo"
+            yield (self.key("advantage"), "synthesis"), text
 
     def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES
@@ -206,7 +235,7 @@ def decoupling(preset: Preset) -> EngineMismatch:
     """The weight of answers that older weights drew, which makes PPO a decoupled one, as in AReaL (arXiv 2505.24298):
     of every token, or where the ratio is that of an answer, with its length taken out as there; 0 above the same bound
     as `staleness_weight`."""
-    of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip)
+    of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip | GeometricMean)
     high = LARGEST_STALENESS_WEIGHT
     return EngineMismatch(level="sequence_geo" if of_rows else "token", mode="mask", high=high)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from genrl.vlm.recipe.advantages import Advantage, CriticAdvantage, Hierarchical, RewardTerm, Transform, WhitenedReturns
 from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.regularisers import Regulariser
-from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, SequenceClip, Surrogate, Vespo
+from genrl.vlm.recipe.surrogates import GeometricMean, GroupLoss, LinearBound, SequenceClip, Surrogate, Vespo
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
 
 Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"]
@@ -63,7 +63,10 @@ class Preset:
         per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical) or (
             isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
         )
-        rowwise = isinstance(self.surrogate, SequenceClip | Vespo | LinearBound) or self.group_loss is not None
+        rowwise = (
+            isinstance(self.surrogate, SequenceClip | GeometricMean | Vespo | LinearBound)
+            or self.group_loss is not None
+        )
         if per_token and (rowwise or self.aggregation == "balanced"):
             raise Contradiction(
                 "surrogate",

@@ -13,10 +13,13 @@ from genrl.vlm.recipe.advantages import (
     BatchNormalise,
     ConsistencyBonus,
     CriticAdvantage,
+    GreedyBaseline,
     GroupAdvantage,
     Hierarchical,
+    InformativeGroups,
     KlInReward,
     LeaveOneOut,
+    LengthWeighted,
     NormaliseThenSum,
     RankQuantiles,
     SigmaFilter,
@@ -35,6 +38,8 @@ from genrl.vlm.recipe.surrogates import (
     DistributionMatching,
     DynamicClip,
     ElasticClip,
+    GeometricMean,
+    KlCov,
     LinearBound,
     LogClamp,
     Preference,
@@ -45,12 +50,21 @@ from genrl.vlm.recipe.surrogates import (
     SequenceTokenClip,
     Vespo,
 )
-from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, StepMeans, TopDependency, TopEntropy
+from genrl.vlm.recipe.weights import (
+    ClipCov,
+    Divergence,
+    EngineMismatch,
+    OffPolicyMask,
+    StepMeans,
+    TopDependency,
+    TopEntropy,
+)
 
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
-    "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine",
+    "off_policy_mask", "gmpo", "clip_cov", "kl_cov", "gpg", "opo",
+    "remax", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "ttrl",
     "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan",
     "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
 ]  # fmt: skip
@@ -139,6 +153,46 @@ PRESETS: dict[PresetName, Preset] = {
         source="DeepSeek-V3.2; TRL",
         notes="threshold inferred",
     ),
+    "gmpo": Preset(
+        _Z, GeometricMean(), "seq_mean", source="arXiv 2507.20673", notes="several updates per rollout; no KL"
+    ),
+    "clip_cov": Preset(
+        _Z_VERL,
+        Clip(low=1.0, high=1.0),
+        "token_mean_global",
+        weights=(ClipCov(),),
+        source="arXiv 2505.22617 and code",
+        notes="the ratio's bounds are the scripts', the paper has none; tokens chosen once per rollout: ours",
+    ),
+    "kl_cov": Preset(
+        _Z_VERL,
+        KlCov(),
+        "token_mean_global",
+        source="arXiv 2505.22617 and code",
+        notes="several updates per rollout; tokens chosen once per rollout: ours",
+    ),
+    "gpg": Preset(
+        GroupAdvantage(scale="none"),
+        Reinforce(),
+        "token_mean_global",
+        transforms=(InformativeGroups(),),
+        source="arXiv 2504.02546",
+        notes="no ratio, no KL: one update per rollout",
+    ),
+    "opo": Preset(
+        LengthWeighted(),
+        Reinforce(),
+        "seq_sum",
+        source="arXiv 2505.23585",
+        notes="exactly on policy: one update per rollout; no KL; the sum over tokens is that of the derivation",
+    ),
+    "remax": Preset(
+        GreedyBaseline(),
+        Reinforce(),
+        "seq_sum",
+        source="arXiv 2310.10505",
+        notes="one update per rollout; the paper has one answer per question, and a KL in the reward",
+    ),
     # --- vision-language systems whose loss is their own
     "vppo": Preset(
         _Z_VERL,
@@ -203,6 +257,13 @@ PRESETS: dict[PresetName, Preset] = {
         regularisers=(EntropyBand(coefficient=0.01, low=0.25, high=0.75, bounds="quantile"),),
         source="abstract",
         notes="reward: majority vote of the group, no labels; share, quantiles and coefficient inferred",
+    ),
+    "ttrl": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        source="arXiv 2504.16084",
+        notes="GRPO on the reward of a majority vote, without labels: the control of spine; clip and no KL inferred",
     ),
     "para_grpo": Preset(
         _Z,

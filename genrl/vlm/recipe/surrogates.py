@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from genrl.config.section import NonNegative, Positive
+from genrl.config.section import NonNegative, Positive, Share
 from genrl.vlm.recipe.choice import Choice
 
 
@@ -75,6 +75,27 @@ class LogClamp(Choice):
     """The ratio is clipped above 1 + high."""
 
 
+class GeometricMean(Choice):
+    """The geometric mean of a row's ratios, each clipped in the log domain: GMPO."""
+
+    name: Literal["geometric_mean"] = "geometric_mean"
+    low: NonNegative = 0.4
+    """A ratio is clipped below exp(-low)."""
+    high: NonNegative = 0.4
+    """A ratio is clipped above exp(high)."""
+
+
+class KlCov(Choice):
+    """The plain ratio, and a penalty of moving the tokens whose log-probability and advantage vary together: KL-Cov
+    (`token_covariance`)."""
+
+    name: Literal["kl_cov"] = "kl_cov"
+    share: Share = 2e-3
+    """Share of the tokens that have the penalty (7B: 2e-3, 32B: 2e-4)."""
+    beta: NonNegative = 1.0
+    """Weight of |l - l_old|."""
+
+
 class Cispo(Choice):
     """The clipped ratio as a weight without gradient: CISPO."""
 
@@ -116,6 +137,8 @@ Surrogate = (
     | SequenceTokenClip
     | DynamicClip
     | LogClamp
+    | GeometricMean
+    | KlCov
     | Cispo
     | Sapo
     | Reinforce
@@ -123,7 +146,7 @@ Surrogate = (
     | LinearBound
 )
 
-CLIPPED = (Clip, ElasticClip, SequenceClip, SequenceTokenClip, DynamicClip, LogClamp, Cispo, Sapo)
+CLIPPED = (Clip, ElasticClip, SequenceClip, SequenceTokenClip, DynamicClip, LogClamp, GeometricMean, Cispo, Sapo)
 """Those that keep near the policy before the update by its ratio, hard or softly."""
 
 # --- losses of whole groups, in place of weights, surrogate and aggregation

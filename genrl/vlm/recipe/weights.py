@@ -37,6 +37,20 @@ class Divergence(Choice):
     name: Literal["divergence"] = "divergence"
 
 
+class ClipCov(Choice):
+    """0 for a few tokens, drawn at random ([draw]), whose covariance of log-probability and advantage is large, 1 for
+    the others: Clip-Cov (`token_covariance`)."""
+
+    tensors = ("draw",)
+    name: Literal["clip_cov"] = "clip_cov"
+    share: Share = 2e-4
+    """Share of the tokens that are left out."""
+    low: NonNegative = 1.0
+    """They have a covariance above this."""
+    high: NonNegative = 5.0
+    """They have a covariance below this."""
+
+
 class EngineMismatch(Choice):
     """`exp(l_old - l_sampler)`, for the engine that sampled (`token_weights.mismatch_weights`)."""
 
@@ -68,4 +82,4 @@ class StepMeans(Choice):
     name: Literal["step_means"] = "step_means"
 
 
-TokenWeight = TopEntropy | TopDependency | Divergence | EngineMismatch | OffPolicyMask | StepMeans
+TokenWeight = TopEntropy | TopDependency | Divergence | ClipCov | EngineMismatch | OffPolicyMask | StepMeans

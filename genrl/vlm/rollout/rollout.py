@@ -213,12 +213,18 @@ def sample(
     return Sampled(made.tokens.cpu(), made.mask.cpu(), made.log_prob.cpu(), cut, made.texts, {})
 
 
+def greedy_label(label: str) -> str:
+    """Under which `Answers.scores` has a reward of the most probable answer to a row's question."""
+    return f"{label}/greedy"
+
+
 class Part(NamedTuple):
-    """Some groups of answers, as drawn."""
+    """Some groups of answers, as drawn; greedy: the most probable one to each question, where the method reads it."""
 
     rows: list[Row]
     prompts: list[Encoded]
     made: Sampled
+    greedy: Sampled | None = None
 
 
 def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
@@ -229,20 +235,27 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
         some = list(rows[start : start + together])
         prompts = [policy.encode(row.prompt) for row in some]
         named = [(*keys, row.name) for row in some]
-        yield Part(some, prompts, sample(policy, config, prompts, size, settings.temperature, named))
+        made = sample(policy, config, prompts, size, settings.temperature, named)
+        greedy = sample(policy, config, prompts, 1, 0.0, named) if config.trainer.greedy else None
+        yield Part(some, prompts, made, greedy)
 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
     """With their scores. Where the sampler has no log-probabilities, theirs are NaN. An answer for which a reward
-    raised has no score by any: a part of the sum would say nothing about it."""
-    rows, prompts, made = part
+    raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question whose
+    most probable answer, with which they are compared, could not be scored."""
+    rows, prompts, made, greedy = part
     of_row = [number for number in range(len(rows)) for _ in range(config.generation.group_size)]
-    found = score(config, opened, rows, made, of_row)
-    scores = {label: torch.tensor(one.values, dtype=torch.float64) for label, one in found.items()}
-    failures = {label: one.failures for label, one in found.items() if one.failures}
-    for one in (one for failed in failures.values() for one in failed):
-        for values in scores.values():
-            values[list(one.rows or range(len(values)))] = math.nan
+    scores, failures = _all_or_none(score(config, opened, rows, made, of_row))
+    if greedy is not None:
+        compared, failed = _all_or_none(score(config, opened, rows, greedy, range(len(rows))))
+        for label in opened:
+            scores[greedy_label(label)] = compared[label][of_row]
+            failures[label] = (*failures.get(label, ()), *failed.get(label, ()))
+        failures = {label: found for label, found in failures.items() if found}
+        unknown = torch.stack([values.isnan() for values in compared.values()]).all(0)[of_row] & bool(failed)
+        for label in opened:
+            scores[label][unknown] = math.nan
     return Answers(
         rows,
         prompts,
@@ -283,6 +296,16 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
     values = torch.stack([weight * scores[label] for label, weight in weighted])
     missing = values.isnan().all(0)
     return torch.where(missing, math.nan, values.nan_to_num(nan=0.0).sum(0))
+
+
+def _all_or_none(found: Mapping[str, Scores]) -> tuple[dict[str, Tensor], dict[str, tuple[Failure, ...]]]:
+    """Scores by reward, float64 [B], NaN in all of them where one raised; and the failures of those that did."""
+    scores = {label: torch.tensor(one.values, dtype=torch.float64) for label, one in found.items()}
+    failures = {label: one.failures for label, one in found.items() if one.failures}
+    for one in (one for failed in failures.values() for one in failed):
+        for values in scores.values():
+            values[list(one.rows or range(len(values)))] = math.nan
+    return scores, failures
 
 
 def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float, seconds: float) -> dict[str, float]:

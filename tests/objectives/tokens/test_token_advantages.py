@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +23,12 @@ def scrambled(values: Tensor, order: list[int]) -> Tensor:
 
 @given(REWARDS, st.permutations(range(6)))
 def test_estimators_do_not_depend_on_the_order_of_rows(rewards: Tensor, order: list[int]) -> None:
+    lengths = torch.tensor([1, 2, 3, 4, 5, 6])
+    assert torch.allclose(
+        ta.length_weighted(scrambled(rewards, order), scrambled(lengths, order), scrambled(GROUP, order)),
+        scrambled(ta.length_weighted(rewards, lengths, GROUP), order),
+        atol=1e-12,
+    )
     for estimate in (ta.leave_one_out, ta.with_virtual_reward, ta.rank_quantiles):
         plain = estimate(rewards, GROUP)
         assert torch.allclose(
@@ -51,6 +58,30 @@ def test_an_all_wrong_group_is_pushed_away() -> None:
     """NGRPO's point: mean 1/4, sample std 1/2 of (0, 0, 0, 1)."""
     advantage = ta.with_virtual_reward(torch.zeros(3), torch.zeros(3, dtype=torch.long), eps=0.0)
     assert torch.allclose(advantage, torch.full((3,), -0.5).double())
+
+
+@given(REWARDS, st.lists(st.integers(1, 9), min_size=6, max_size=6))
+def test_opo_weighs_the_baseline_by_lengths(rewards: Tensor, lengths: list[int]) -> None:
+    found = ta.length_weighted(rewards, torch.tensor(lengths), GROUP).numpy()
+    for at in (slice(0, 3), slice(3, 6)):
+        own = rewards[at].numpy()
+        assert np.allclose(found[at], own - np.average(own, weights=lengths[at]))
+    if len(set(lengths)) == 1:
+        assert np.allclose(found, (rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)).numpy())
+
+
+def test_opo_leaves_out_what_has_no_score() -> None:
+    rewards = torch.tensor([1.0, torch.nan, 3.0, 5.0])
+    found = ta.length_weighted(rewards, torch.tensor([1, 7, 3, 2]), torch.tensor([0, 0, 0, 1]))
+    assert found.tolist() == [-1.5, 0.0, 0.5, 0.0]
+
+
+@given(REWARDS)
+def test_gpg_makes_up_for_groups_without_spread(rewards: Tensor) -> None:
+    advantage = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
+    spread = sum(np.ptp(own) > 0 for own in rewards.view(2, 3).numpy())
+    centred = torch.where(torch.isclose(advantage, torch.zeros(1).double()), 0.0, advantage)
+    assert float(ta.informative_factor(centred, GROUP)) == (6 / (3 * spread) if spread else 1.0)
 
 
 @given(REWARDS, st.floats(0.1, 10), st.floats(-5, 5))

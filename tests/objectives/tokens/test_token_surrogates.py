@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,13 +19,15 @@ PER_TOKEN = {
     "clip": ts.clip_surrogate,
     "log_clamp": ts.log_clamp_surrogate,
     "dynamic": ts.dynamic_clip_surrogate,
+    "kl_cov": partial(ts.kl_cov_surrogate, chosen=torch.ones(3, 5)),
     "sequence_token": ts.sequence_token_clip_surrogate,
     "cispo": ts.cispo_surrogate,
     "sapo": ts.sapo_surrogate,
     "reinforce": ts.reinforce_surrogate,
     "vespo": ts.vespo_surrogate,
 }
-EVERY = PER_TOKEN | {"sequence": ts.sequence_clip_surrogate}
+ROWS = {"sequence": ts.sequence_clip_surrogate, "geometric_mean": ts.geometric_mean_surrogate}
+EVERY = PER_TOKEN | ROWS
 SEEDS = st.integers(0, 99)
 
 
@@ -53,10 +57,12 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name: str, seed: int) -> No
     )
 
 
-@given(SEEDS)
-def test_gspo_on_policy_moves_the_mean_of_the_row(seed: int) -> None:
+@pytest.mark.parametrize("name", sorted(ROWS))
+@given(seed=SEEDS)
+def test_one_ratio_of_a_row_moves_its_mean_on_policy(name: str, seed: int) -> None:
+    """For GMPO this is GRPO's gradient: that of the row's mean of -A l."""
     new, _, advantage, mask = drawn(seed)
-    output = ts.sequence_clip_surrogate(new, new.detach(), advantage, mask)
+    output = ROWS[name](new, new.detach(), advantage, mask)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)
     wanted = torch.where(mask, -advantage[:, None] / mask.sum(1, keepdim=True), 0.0)
     assert output.loss.shape == (3, 1) and torch.allclose(gradient, wanted)
@@ -75,7 +81,7 @@ def test_masked_tokens_have_no_influence(name: str, junk: float) -> None:
     assert bool((gradient[~mask] == 0).all())
 
 
-@pytest.mark.parametrize("name", sorted(set(EVERY) - {"sapo", "reinforce", "vespo", "cispo"}))
+@pytest.mark.parametrize("name", sorted(set(EVERY) - {"sapo", "reinforce", "vespo", "cispo", "kl_cov"}))
 @given(seed=SEEDS)
 def test_what_is_marked_as_clipped_has_no_gradient_and_nothing_else(name: str, seed: int) -> None:
     new, old, advantage, mask = drawn(seed, drift=0.7)
@@ -192,3 +198,47 @@ def test_a_ratio_per_row_needs_an_advantage_per_row() -> None:
     for surrogate in (ts.sequence_clip_surrogate, ts.vespo_surrogate):
         with pytest.raises(ValueError, match=r"per row \[B\], got \[1, 2\]"):
             surrogate(new, old, torch.ones(1, 2), mask)
+
+
+@given(SEEDS)
+def test_gmpo_is_the_product_of_clipped_ratios_to_the_power_of_one_over_their_number(seed: int) -> None:
+    """Written out in NumPy, with the gradient by central differences."""
+    new, old, advantage, mask = drawn(seed, drift=0.5)
+
+    def loss(values: np.ndarray) -> float:
+        total = 0.0
+        for b in range(3):
+            sign, product, length = np.sign(advantage[b].item()), 1.0, int(mask[b].sum())
+            for t in range(length):
+                ratio = math.exp(values[b, t] - old[b, t].item())
+                clipped = min(max(ratio, math.exp(-0.4)), math.exp(0.4))
+                product *= min(sign * ratio, sign * clipped) * sign  # PPO's minimum, for either sign
+            total -= advantage[b].item() * product ** (1 / length)
+        return total
+
+    output = ts.geometric_mean_surrogate(new, old, advantage, mask)
+    values = new.detach().numpy()
+    assert output.loss.shape == (3, 1) and float(output.loss.detach().sum()) == pytest.approx(loss(values), rel=1e-12)
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    near = ((new - old).abs() - 0.4).abs().detach() < 1e-4  # on the clip's corner there is no derivative
+    for b, t in (mask & ~near).nonzero().tolist():
+        step = np.zeros_like(values)
+        step[b, t] = 1e-6
+        slope = (loss(values + step) - loss(values - step)) / 2e-6
+        assert gradient[b, t].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
+def test_gmpo_needs_one_advantage_per_row() -> None:
+    new, old, mask = row(0.1, 0.2)
+    with pytest.raises(ValueError, match="one advantage per row"):
+        ts.geometric_mean_surrogate(new, old, torch.ones(1, 2), mask)
+
+
+def test_kl_cov_holds_back_the_chosen_tokens_alone() -> None:
+    new, old, mask = row(0.3, -0.3, 0.3)
+    output = ts.kl_cov_surrogate(new, old, torch.tensor([2.0]), mask, torch.tensor([[1, 1, 0]]), beta=0.5)
+    ratio = np.exp([0.3, -0.3, 0.3])
+    wanted = -2.0 * ratio + 0.5 * np.array([0.3, 0.3, 0.0])
+    assert output.loss.detach().numpy()[0] == pytest.approx(wanted)
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    assert gradient.numpy()[0] == pytest.approx(-2.0 * ratio + 0.5 * np.array([1.0, -1.0, 0.0]))

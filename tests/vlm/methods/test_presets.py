@@ -25,6 +25,8 @@ def test_every_row_of_the_table_is_there() -> None:
     assert set(TABLE) <= PRESETS.keys()
     assert set(PRESETS) - set(TABLE) == {
         *("bnpo", "gspo_token", "luspo", "vespo", "gdpo", "off_policy_mask"),  # further losses of TRL
+        *("gmpo", "clip_cov", "kl_cov", "gpg", "opo", "remax"),  # of verl
+        "ttrl",
         *("dpo", "hi_grpo"),  # of image tokens and of shapes
     }
 

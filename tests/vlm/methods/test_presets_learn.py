@@ -50,6 +50,8 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
             extra = {
                 "entropy": entropy,
                 "divergence": entropy,
+                "greedy": (rows.argmax(-1) == target).float().mean(1)[group],
+                "draw": noise.sigmoid(),
                 "masked_image": chosen(reference) + 0.5 * noise,
                 "degraded": chosen(reference),
                 "ema": chosen(rows),

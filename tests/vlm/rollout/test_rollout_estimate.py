@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from genrl.vlm.recipe.advantages import (
     WhitenedReturns,
 )
 from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.recipe.weights import TopEntropy
@@ -222,3 +225,24 @@ def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss() -> N
     first = estimate(preset, replace(batch, extra={"degraded": batch.extra["degraded"]})).batch
     half = policy_loss(preset, first.select(torch.arange(6))).metrics["loss/perception"]
     assert torch.allclose(some, 2 * half)  # K is a mean over the tokens of the call
+
+
+def test_remax_with_a_baseline_of_nothing_is_reinforce() -> None:
+    batch = rollout()
+    nothing = replace(batch, extra={**batch.extra, "greedy": torch.zeros(len(batch.mask))})
+    assert torch.equal(estimate(PRESETS["remax"], nothing).batch.advantage, batch.rewards)
+    found = estimate(PRESETS["remax"], batch).batch.advantage.numpy()
+    assert np.allclose(found, batch.rewards.numpy() - batch.extra["greedy"].numpy())
+
+
+def test_ranks_of_a_task_are_those_of_all_its_answers() -> None:
+    """Against NumPy: ranks among the rows of a task, as quantiles of the standard normal."""
+    batch = rollout()
+    chosen = replace(PRESETS["g2rpo"], advantage=RankQuantiles(scope="task"))
+    found = estimate(chosen, batch).batch.advantage.numpy()
+    tasks, rewards = batch.extra["task"].numpy(), batch.rewards.numpy()
+    for task in (0, 1):
+        own = rewards[tasks == task]
+        levels = (own.argsort().argsort() + 0.5) / len(own)
+        assert np.allclose(found[tasks == task], [NormalDist().inv_cdf(level) for level in levels])
+    assert not np.allclose(found, estimate(PRESETS["g2rpo"], batch).batch.advantage.numpy())
