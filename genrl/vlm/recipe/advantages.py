@@ -78,6 +78,9 @@ class CriticAdvantage(Choice):
     """Discount per environment step."""
     lam: Factor = 0.95
     """Factor of later errors of the critic, per step or per token."""
+    every_token: Flag = False
+    """With tokens: gamma discounts every token, as if each were a step (the token-level PPO that POAD is compared
+    with)."""
 
 
 class Hierarchical(Choice):

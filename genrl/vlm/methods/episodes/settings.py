@@ -23,18 +23,18 @@ OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "comp
 
 
 class Critic(Section):
-    """The value function of vl_dac and poad: a small network on the language model's last state, which it does not
-    train."""
+    """The value function of vl_dac, poad and token_ppo: a small network on the language model's last state, which it
+    does not train."""
 
     hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (3072, 2048)
     """Widths of its hidden layers (VL-DAC: 3072 and 2048)."""
     lr: Positive = 1e-4
     """Its learning rate; the schedule is the optimiser's."""
     warmup: Whole | None = None
-    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, poad: 0)."""
+    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, others: 0)."""
     kl_stop: Positive | None = None
-    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (poad: .02, vl_dac:
-    never)."""
+    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (vl_dac: never,
+    others: .02)."""
 
 
 class Episodes(RecipeMethod):
@@ -80,7 +80,7 @@ class Episodes(RecipeMethod):
     algorithm: Literal["episodes"] = "episodes"
     """Which method."""
     critic: Critic | None = None
-    """The value function of vl_dac and poad; null = as its defaults."""
+    """The value function of vl_dac, poad and token_ppo; null = as its defaults."""
 
     @property
     def with_critic(self) -> bool:
