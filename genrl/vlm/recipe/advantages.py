@@ -83,6 +83,24 @@ class CriticAdvantage(Choice):
     with)."""
 
 
+class SemiOnline(Choice):
+    """Credit of turns whose actions are compared with an expert's, [turn], [turn_reward] and [matched] [B, T]: UI-S1
+    (`semi_online.semi_online_advantages`)."""
+
+    tensors = ("turn", "turn_reward", "matched")
+    name: Literal["semi_online"] = "semi_online"
+    gamma: Factor = 0.5
+    """Discount of later rewards per turn, up to the next action that is not the expert's."""
+    episode: NonNegative = 1.0
+    """Weight of the advantage of the whole episode."""
+    step: NonNegative = 1.0
+    """Weight of the advantage of the turn."""
+    spread: NonNegative = 0.3
+    """Least standard deviation of a group's returns of turns; a group below is played again, from another start."""
+    rounds: Count = 4
+    """Times that a group is played at most; one that has too little spread then is trained on as it is."""
+
+
 class Hierarchical(Choice):
     """z-scores of the rewards [high] and [low] of an answer's two steps, for the tokens of either ([step]): Hi-GRPO
     (`token_advantages.hierarchical_advantages`)."""
@@ -102,6 +120,7 @@ Advantage = (
     | RankQuantiles
     | NormaliseThenSum
     | CriticAdvantage
+    | SemiOnline
     | Hierarchical
 )
 

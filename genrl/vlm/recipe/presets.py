@@ -19,6 +19,7 @@ from genrl.vlm.recipe.advantages import (
     LeaveOneOut,
     NormaliseThenSum,
     RankQuantiles,
+    SemiOnline,
     SigmaFilter,
     SmoothedAdvantage,
     TrajectoryDependency,
@@ -51,8 +52,8 @@ PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
     "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine",
-    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "token_ppo", "bgpo", "just_grpo",
-    "conan", "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
+    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "token_ppo", "ui_s1", "bgpo",
+    "just_grpo", "conan", "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
 ]  # fmt: skip
 
 _Z = GroupAdvantage()  # TRL and the trainers made from R1-V: std + 1e-4
@@ -275,6 +276,16 @@ PRESETS: dict[PresetName, Preset] = {
         _POAD,
         advantage=CriticAdvantage(level="token", gamma=0.95, lam=0.95, every_token=True),
         notes="POAD's control (NTPO in the paper): gamma at every token, so that long answers are discounted more",
+    ),
+    # --- agents that learn from an expert's walks
+    "ui_s1": Preset(
+        SemiOnline(),
+        Clip(),
+        "token_mean",
+        regularisers=(Kl(beta=1e-4),),
+        source="arXiv 2509.11543 and code",
+        notes="environment trajectories, history of its own, expert's action without a thought in place of a wrong "
+        "one; G = 8; rounds inferred",
     ),
     # --- diffusion language models
     "bgpo": Preset(

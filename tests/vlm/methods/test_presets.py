@@ -26,7 +26,7 @@ def test_every_row_of_the_table_is_there() -> None:
     assert set(PRESETS) - set(TABLE) == {
         *("bnpo", "gspo_token", "luspo", "vespo", "gdpo", "off_policy_mask"),  # further losses of TRL
         *("dpo", "hi_grpo"),  # of image tokens and of shapes
-        "token_ppo",  # POAD's control
+        *("token_ppo", "ui_s1"),  # POAD's control; from an expert's walks
     }
 
 
