@@ -52,8 +52,9 @@ PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
     "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine",
-    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "token_ppo", "ui_s1", "bgpo",
-    "just_grpo", "conan", "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
+    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "token_ppo", "ui_s1",
+    "bgpo", "just_grpo", "conan", "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames",
+    "jigsaw", "syn_grpo",
 ]  # fmt: skip
 
 _Z = GroupAdvantage()  # TRL and the trainers made from R1-V: std + 1e-4
