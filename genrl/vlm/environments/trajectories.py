@@ -142,8 +142,9 @@ def judged(text: str, wanted: Any, words: tuple[str, ...]) -> tuple[bool, bool, 
     inside = True
     if "box" in wanted:
         at, (left, top, right, bottom) = found.get("coordinate"), wanted["box"]
-        pair = isinstance(at, list) and len(at) == 2 and all(isinstance(one, int | float) for one in at)
-        inside = pair and left <= at[0] <= right and top <= at[1] <= bottom
+        if not (isinstance(at, list) and len(at) == 2 and all(isinstance(one, int | float) for one in at)):
+            at = [left - 1, top - 1]  # none
+        inside = left <= at[0] <= right and top <= at[1] <= bottom
     rest = [key for key in wanted if key not in ("action", "box")]
     same = all(str(found.get(key)).strip().casefold() == str(wanted[key]).strip().casefold() for key in rest)
     return True, kind, bool(kind and inside and same)

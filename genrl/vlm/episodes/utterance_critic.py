@@ -27,22 +27,23 @@ class UtteranceCritic(nn.Module):
         super().__init__()
         self.q = nn.ModuleList([ValueHead(2 * width, hidden, seed + k) for k in range(2)])
         self.v = nn.ModuleList([ValueHead(width, hidden, seed + 2 + k) for k in range(2)])
-        self.slow = nn.ModuleDict({"q": copy.deepcopy(self.q), "v": copy.deepcopy(self.v)}).requires_grad_(False)
+        self.slow_q = copy.deepcopy(self.q).requires_grad_(False)
+        self.slow_v = copy.deepcopy(self.v).requires_grad_(False)
 
     def quality(self, states: Tensor, utterances: Tensor, *, slow: bool = False) -> Tensor:
         """Q, [2, B]; slow: of the copies."""
         both = torch.cat([states, utterances], -1)
-        return torch.stack([head(both) for head in (self.slow["q"] if slow else self.q)])  # type: ignore[union-attr]
+        return torch.stack([head(both) for head in (self.slow_q if slow else self.q)])
 
     def value(self, states: Tensor, *, slow: bool = False) -> Tensor:
         """V, [2, B]; slow: of the copies."""
-        return torch.stack([head(states) for head in (self.slow["v"] if slow else self.v)])  # type: ignore[union-attr]
+        return torch.stack([head(states) for head in (self.slow_v if slow else self.v)])
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
         """The copies come nearer by this share."""
-        for name, heads in (("q", self.q), ("v", self.v)):
-            for old, new in zip(self.slow[name].parameters(), heads.parameters(), strict=True):
+        for slow, heads in ((self.slow_q, self.q), (self.slow_v, self.v)):
+            for old, new in zip(slow.parameters(), heads.parameters(), strict=True):
                 old.lerp_(new, rate)
 
 

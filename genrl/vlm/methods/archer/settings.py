@@ -9,7 +9,7 @@ from pydantic import Field
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Positive, Section, Share, Whole
-from genrl.config.vlm_method import VLMMethod
+from genrl.config.vlm_method import Row, VLMMethod
 from genrl.vlm.episodes.metrics import ACTED
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ class ArCHer(VLMMethod):
         place = config.environment
         assert place is not None
         return "steps", place.parallel * place.steps, f"{place.parallel} episodes x {place.steps}, {place.name}"
+
+    def iteration(self, config: VLMConfig) -> Iterator[Row]:
+        yield from super().iteration(config)
+        number = self.critic.updates + self.updates
+        yield "updates", f"{number:,}", f"{self.critic.updates} of the critic, {self.batch} turns each"
+        yield "further answers", f"{number * self.batch:,}", "what the policy says now, to remembered turns"
 
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
         if config.distributed.fsdp:

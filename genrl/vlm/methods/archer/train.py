@@ -114,7 +114,7 @@ def loss(settings: ArCHer, actor: Actor, given: Recorded) -> dict[str, Tensor]:
     share = float(given["share"])
     if given.batch is None:
         critic = utterance_critic(actor)
-        found = critic_losses(
+        fit = critic_losses(
             critic.quality(given["state"], given["utterance"]),
             critic.value(given["state"]),
             given["target_q"],
@@ -123,10 +123,17 @@ def loss(settings: ArCHer, actor: Actor, given: Recorded) -> dict[str, Tensor]:
             given["terminated"],
             gamma=settings.gamma,
         )
-        return {"loss": share * (found.q + found.v), "loss/q": share * found.q, "loss/v": share * found.v}
+        return {"loss": share * (fit.q + fit.v), "loss/q": share * fit.q, "loss/v": share * fit.v}
     asked: Asked = given.batch
-    args = {"group": asked.group, "temperature": asked.temperature, "share_prefix": False}
-    log_prob = actor.policy.log_probs(asked.prompts, given["answers"], given["mask"], **args).log_prob.cpu()
+    found = actor.policy.log_probs(
+        asked.prompts,
+        given["answers"],
+        given["mask"],
+        group=asked.group,
+        temperature=asked.temperature,
+        share_prefix=False,
+    )
+    log_prob = found.log_prob.cpu()
     whole = share * utterance_loss(log_prob, given["mask"], given["advantages"])
     return {"loss": whole, "loss/policy": whole, "log_prob": log_prob}
 

@@ -94,12 +94,13 @@ def test_targets_are_slow_and_bootstrapped_where_an_episode_goes_on(tmp_path: Pa
         torch.nn.init.normal_(head.layers[-1].weight)
     states, said = torch.randn(5, 4), torch.randn(5, 4)
     assert (critic.quality(states, said, slow=True) == 0).all() and (critic.value(states, slow=True) == 0).all()
-    before = [p.clone() for p in critic.slow.parameters()]
+    slow = [*critic.slow_q.parameters(), *critic.slow_v.parameters()]
+    before = [p.clone() for p in slow]
     critic.follow(0.25)
     new = [*critic.q.parameters(), *critic.v.parameters()]
-    for old, now, online in zip(before, critic.slow.parameters(), new, strict=True):
+    for old, now, online in zip(before, slow, new, strict=True):
         torch.testing.assert_close(now, 0.75 * old + 0.25 * online)
-    assert not any(p.requires_grad for p in critic.slow.parameters())
+    assert not any(p.requires_grad for p in slow)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
