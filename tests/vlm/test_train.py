@@ -23,7 +23,8 @@ from genrl.vlm.train import train
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
 
-RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in ("vl_dac", "poad")]
+OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1")
+RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
 
 
 def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
