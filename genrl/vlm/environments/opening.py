@@ -21,9 +21,10 @@ from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.discrete import Discrete, Misuse
 from genrl.vlm.environments.grid import Grid
 from genrl.vlm.environments.search import Search
+from genrl.vlm.environments.trajectories import Trajectories
 from genrl.vlm.environments.watch import Watch
 
-TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "watch": Watch}
+TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "trajectories": Trajectories, "watch": Watch}
 TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
 """Those of our own that read the text themselves."""
 OWN = ("grid", *TALKS)

@@ -50,6 +50,7 @@ class Decision:
     """One answer: prompt, tokens int64 [T], mask bool [T], log_prob [T] of the sampler, and what came of it.
 
     cut: ended by `max_new_tokens`. valid: it said what to do. lost: nothing came of it, its environment hung or died.
+    matched: it is what an expert did, where the environment knows.
     """
 
     slot: int
@@ -63,6 +64,7 @@ class Decision:
     truncated: bool
     valid: bool
     lost: bool
+    matched: bool = True
 
 
 class Table:
@@ -189,6 +191,7 @@ def act(
             episodes[k].truncated,
             bool(told[slot].info.get("valid", True)),
             bool(told[slot].lost),
+            bool(told[slot].info.get("matched", True)),
         )
         for k, slot in enumerate(slots)
     ]

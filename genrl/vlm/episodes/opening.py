@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any, cast
 
 from accelerate import Accelerator
@@ -56,7 +57,10 @@ def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
     if not method.with_critic:
         return None
     width = policy.model.config.get_text_config().hidden_size
-    return ValueHead(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+    module, _, name = method.critic_class.partition(":")
+    made: Any = getattr(import_module(module), name)
+    critic: ValueHead = made(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+    return critic
 
 
 def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
@@ -71,7 +75,7 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     rates = {"policy": config.optimizer.lr}
     critic = critic_of(config, policy)
     if critic is not None:
-        groups.append({"params": list(critic.parameters()), "name": "critic"})
+        groups.append({"params": [p for p in critic.parameters() if p.requires_grad], "name": "critic"})
         rates["critic"] = (method.critic or Critic()).lr
     tables = []
     for _ in range(2):  # of training, whose episodes go on, and of evaluation

@@ -21,15 +21,16 @@ from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
-from genrl.vlm.episodes.episodes import Table, Walk, play, walk
+from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
 from genrl.vlm.episodes.rows import Rows, replay, rows_of
+from genrl.vlm.episodes.turns import spread, turns_of
 from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.sharing import batch_of_all, ours, updates_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
-from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, share_of, warn_blind
 
@@ -38,12 +39,13 @@ from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result
 class Acted:
     """What this process acted out in an iteration. With a critic, walk, and kept int64 [R]: of each row, which of the
     K E steps it is (lost ones are no rows); else totals: returns [R] of whole episodes, NaN of those that were lost,
-    whose rows have no tokens."""
+    whose rows have no tokens, and played: their decisions."""
 
     rows: Rows
     walk: Walk | None = None
     kept: Tensor | None = None
     totals: Tensor | None = None
+    played: list[list[Decision]] = field(default_factory=list)
 
 
 class Actor(NamedTuple):
@@ -141,16 +143,18 @@ class EpisodesRun:
                 rows = rows_of([[decisions[place]] for place in kept])
                 acted, ended = Acted(rows, done, torch.tensor(kept)), done.ended
             else:
-                seeds = {slot: self._start(slot // self.size) for slot in slots}
-                watch = loop.advance_or_leave
-                played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
+                found = self._groups(sampling, keys)
+                played, ended = [found[slot][0] for slot in slots], [found[slot][1] for slot in slots]
                 decisions = [one for row in played for one in row]
-                ended = [self.table.episodes[slot] for slot in slots]
                 worths = [math.nan if one.lost else one.total for one in ended]
                 totals = torch.tensor(worths, dtype=torch.float64)
                 self._check_alive(sum(not one.lost for one in ended))
                 rows = rows_of(played)
-                acted = Acted(replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)), totals=totals)
+                acted = Acted(
+                    replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)),
+                    totals=totals,
+                    played=played,
+                )
         loop.check_stop()
         before, seconds = loop.memory.get("env_steps", 0.0), loop.timings["rollout"]
         return acted, acted_figures(decisions, ended, before, seconds)
@@ -167,8 +171,27 @@ class EpisodesRun:
         self.begun[slot] = self.begun.get(slot, 0) + 1
         return derive_seed(self.config.seed, "episode", slot, self.begun[slot]) % SEEDS
 
-    def _start(self, group: int) -> int:
-        return derive_seed(self.config.seed, "start", self.loop.iteration, group) % SEEDS
+    def _groups(self, sampling: Sampling, keys: Sequence[int | str]) -> dict[int, tuple[list[Decision], Episode]]:
+        """Decisions and episode of each slot. UI-S1: a group whose turns' returns hardly differ is played again."""
+        choice, left = self.preset.advantage, self.slots
+        found: dict[int, tuple[list[Decision], Episode]] = {}
+        for attempt in range(choice.rounds if isinstance(choice, SemiOnline) else 1):
+            seeds = {slot: self._start(slot // self.size, attempt) for slot in left}
+            watch = self.loop.advance_or_leave
+            played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
+            found |= {slot: (one, self.table.episodes[slot]) for slot, one in zip(left, played, strict=True)}
+            if isinstance(choice, SemiOnline):
+                groups = [left[k : k + self.size] for k in range(0, len(left), self.size)]
+                left = [
+                    s for some in groups if spread([found[s][0] for s in some], choice) < choice.spread for s in some
+                ]
+            if not left:
+                break
+        return found
+
+    def _start(self, group: int, attempt: int = 0) -> int:
+        again = [attempt] if attempt else []
+        return derive_seed(self.config.seed, "start", self.loop.iteration, group, *again) % SEEDS
 
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
@@ -219,6 +242,8 @@ class EpisodesRun:
         found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
+            if isinstance(self.preset.advantage, SemiOnline):
+                found |= turns_of(rows, acted.played)
             return found | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage

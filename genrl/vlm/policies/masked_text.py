@@ -1,7 +1,7 @@
 """A masked diffusion language model as a policy: prompts in, texts out of masks, and log-probabilities of two kinds.
 
-The model is bidirectional and predicts what stands at masked places (LLaDA's class; any `AutoModelForMaskedLM` of
-transformers with a mask token). A row is the prompt, then L places of the completion, then padding.
+The model is bidirectional and predicts what stands at masked places: LLaDA, Dream, or any `AutoModelForMaskedLM` of
+transformers with a mask token (`masked_formats`). A row is the prompt, then L places of the completion, then padding.
 
 `samples` None (JustGRPO): the completion is sampled from left to right, and the log-probability of place t is that of
 its token with all later places masked, exactly. `samples` M (BGPO): it is sampled by confidence, some places in a
@@ -16,17 +16,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
+from genrl.vlm.policies.masked_formats import open_masked
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, uniforms
-from rewards.models.checkpoints import pretrained
 
 
 class MaskedPolicy:
@@ -65,12 +64,12 @@ class MaskedPolicy:
         device: str | torch.device = "cpu",
     ) -> None:
         try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
-            self.model: Any = pretrained(
-                transformers.AutoModelForMaskedLM, path, types=(), reward="policy", dtype=dtype
-            )
+            opened = open_masked(path, dtype)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path!r} is no masked language model that transformers loads: {error}") from error
+        self.model: Any = opened.model
+        self.tokenizer: Any = opened.tokenizer
+        self.ahead = opened.ahead
         missing = [
             n for n in ("mask_token", "eos_token", "pad_token", "chat_template") if not getattr(self.tokenizer, n)
         ]
@@ -84,7 +83,8 @@ class MaskedPolicy:
         self.mask_id, self.end_id, self.pad_id = (
             int(getattr(self.tokenizer, f"{name}_token_id")) for name in ("mask", "eos", "pad")
         )
-        self.forbidden = torch.tensor([self.mask_id, self.pad_id], device=self.device)
+        # LLaDA ends and pads with the same token: it must be possible to end
+        self.forbidden = torch.tensor([self.mask_id, *{self.pad_id} - {self.end_id}], device=self.device)
         """Impossible in a completion, for the sampler and the trainer."""
         self.round: tuple[int | str, ...] = ()
         """Keys of the last sampling: which masks an iteration estimates its bounds by, before and after an update."""
@@ -116,7 +116,7 @@ class MaskedPolicy:
             ids[row, prompt.length : prompt.length + self.length] = filled[row]
         real = (torch.arange(longest, device=self.device) < begins[:, None] + self.length).long()
         places = torch.arange(self.length, device=self.device).expand(len(prompts), -1) if at is None else at
-        index = (begins[:, None] + places)[..., None]
+        index = (begins[:, None] + places - self.ahead).clamp(min=0)[..., None]
 
         def select(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].gather(1, index.expand(-1, -1, inputs[0].shape[-1])), *inputs[1:])

@@ -101,6 +101,27 @@ class CriticAdvantage(Choice):
     """Discount per environment step."""
     lam: Factor = 0.95
     """Factor of later errors of the critic, per step or per token."""
+    every_token: Flag = False
+    """With tokens: gamma discounts every token, as if each were a step (the token-level PPO that POAD is compared
+    with)."""
+
+
+class SemiOnline(Choice):
+    """Credit of turns whose actions are compared with an expert's, [turn], [turn_reward] and [matched] [B, T]: UI-S1
+    (`semi_online.semi_online_advantages`)."""
+
+    tensors = ("turn", "turn_reward", "matched")
+    name: Literal["semi_online"] = "semi_online"
+    gamma: Factor = 0.5
+    """Discount of later rewards per turn, up to the next action that is not the expert's."""
+    episode: NonNegative = 1.0
+    """Weight of the advantage of the whole episode."""
+    step: NonNegative = 1.0
+    """Weight of the advantage of the turn."""
+    spread: NonNegative = 0.3
+    """Least standard deviation of a group's returns of turns; a group below is played again, from another start."""
+    rounds: Count = 4
+    """Times that a group is played at most; one that has too little spread then is trained on as it is."""
 
 
 class Hierarchical(Choice):
@@ -124,6 +145,7 @@ Advantage = (
     | RankQuantiles
     | NormaliseThenSum
     | CriticAdvantage
+    | SemiOnline
     | Hierarchical
 )
 

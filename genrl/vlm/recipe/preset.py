@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from genrl.vlm.recipe.advantages import Advantage, CriticAdvantage, Hierarchical, RewardTerm, Transform, WhitenedReturns
+from genrl.vlm.recipe.advantages import (
+    Advantage,
+    CriticAdvantage,
+    Hierarchical,
+    RewardTerm,
+    SemiOnline,
+    Transform,
+    WhitenedReturns,
+)
 from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.regularisers import Regulariser
 from genrl.vlm.recipe.surrogates import GeometricMean, GroupLoss, LinearBound, SequenceClip, Surrogate, Vespo
@@ -60,7 +68,7 @@ class Preset:
             raise Contradiction("weights", "a group loss compares whole completions: token weights do not apply to it")
         if self.group_loss is not None and self.aggregation == "balanced":
             raise Contradiction("aggregation", "a group loss compares whole completions: 'balanced' does not apply")
-        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical) or (
+        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical | SemiOnline) or (
             isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
         )
         rowwise = (

@@ -22,6 +22,7 @@ from genrl.vlm.recipe.advantages import (
     LengthWeighted,
     NormaliseThenSum,
     RankQuantiles,
+    SemiOnline,
     SigmaFilter,
     SmoothedAdvantage,
     TrajectoryDependency,
@@ -65,7 +66,8 @@ PresetName = Literal[
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
     "off_policy_mask", "gmpo", "clip_cov", "kl_cov", "gpg", "opo",
     "remax", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "ttrl",
-    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan",
+    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad",
+    "token_ppo", "ui_s1", "bgpo", "just_grpo", "conan",
     "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
 ]  # fmt: skip
 
@@ -80,6 +82,17 @@ _REINFORCE_PP = Preset(
     reward_terms=(KlInReward(beta=0.01),),
     source="arXiv 2501.03262",
     notes="beta is OpenRLHF's default; no groups are needed",
+)
+_POAD = Preset(
+    CriticAdvantage(level="token", gamma=0.95, lam=0.95),
+    Clip(),
+    "token_mean",
+    transforms=(BatchNormalise(),),
+    regularisers=(EntropyBonus(coefficient=0.01), ValueLoss(coefficient=0.5, clip=0.2)),
+    kl_stop=0.02,
+    source="arXiv 2405.15821",
+    notes="a value per token; an iteration's updates end where the mean of l_old - l exceeds kl_stop; weights of "
+    "entropy and value are inferred",
 )
 # of trainers that have a KL k3 of .01
 _VERL_KL = Preset(_Z_VERL, Clip(), "token_mean", regularisers=(Kl(beta=0.01),))
@@ -320,16 +333,21 @@ PRESETS: dict[PresetName, Preset] = {
         notes="a value head on the detached state of the last prompt token; gamma .9 to .99 by environment; a row is "
         "one environment step",
     ),
-    "poad": Preset(
-        CriticAdvantage(level="token", gamma=0.95, lam=0.95),
+    "poad": _POAD,
+    "token_ppo": replace(
+        _POAD,
+        advantage=CriticAdvantage(level="token", gamma=0.95, lam=0.95, every_token=True),
+        notes="POAD's control (NTPO in the paper): gamma at every token, so that long answers are discounted more",
+    ),
+    # --- agents that learn from an expert's walks
+    "ui_s1": Preset(
+        SemiOnline(),
         Clip(),
         "token_mean",
-        transforms=(BatchNormalise(),),
-        regularisers=(EntropyBonus(coefficient=0.01), ValueLoss(coefficient=0.5, clip=0.2)),
-        kl_stop=0.02,
-        source="arXiv 2405.15821",
-        notes="a value per token; an iteration's updates end where the mean of l_old - l exceeds kl_stop; weights of "
-        "entropy and value are inferred",
+        regularisers=(Kl(beta=1e-4),),
+        source="arXiv 2509.11543 and code",
+        notes="environment trajectories, history of its own, expert's action without a thought in place of a wrong "
+        "one; G = 8; rounds inferred",
     ),
     # --- diffusion language models
     "bgpo": Preset(

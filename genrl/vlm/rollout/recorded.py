@@ -39,8 +39,8 @@ class Asked:
         used = [self.prompts[n] for n in numbers.tolist()]
         changed = None if self.changed is None else [self.changed[n] for n in numbers.tolist()]
         tree = {
-            "prompts": [_tree(prompt) for prompt in used],
-            "changed": None if changed is None else [_tree(prompt) for prompt in changed],
+            "prompts": [tree_of(prompt) for prompt in used],
+            "changed": None if changed is None else [tree_of(prompt) for prompt in changed],
             "group": group,
         }
         tensors, packed = state.pack(tree)
@@ -55,18 +55,20 @@ class Asked:
             return None
         found = {n.removeprefix("inputs/"): value for n, value in tensors.items() if n.startswith("inputs/")}
         tree = state.unpack(found, info["asked"])
-        changed = None if tree["changed"] is None else [_encoded(prompt) for prompt in tree["changed"]]
+        changed = None if tree["changed"] is None else [encoded_of(prompt) for prompt in tree["changed"]]
         preset = None if info["preset"] is None else PRESET.validate_python(info["preset"])
-        prompts = [_encoded(prompt) for prompt in tree["prompts"]]
+        prompts = [encoded_of(prompt) for prompt in tree["prompts"]]
         return cls(prompts, tree["group"], info["temperature"], preset, changed, tuple(info["round"]))
 
 
-def _tree(prompt: Encoded) -> dict[str, Any]:
+def tree_of(prompt: Encoded) -> dict[str, Any]:
+    """A prompt as `runtime.state.pack` takes it."""
     tokens = {"ids": prompt.tokens.ids, "kinds": prompt.tokens.kinds, "pixels": prompt.tokens.pixels}
     return {"tokens": tokens, "positions": prompt.positions, "next": prompt.next_position, "where": prompt.where}
 
 
-def _encoded(tree: Mapping[str, Any]) -> Encoded:
+def encoded_of(tree: Mapping[str, Any]) -> Encoded:
+    """The reverse of `tree_of`."""
     return Encoded(Tokens(**tree["tokens"]), tree["positions"], tree["next"], tree["where"])
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Positive, Section, Whole
+from genrl.vlm.episodes.metrics import ACTED
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
@@ -23,18 +24,18 @@ OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "comp
 
 
 class Critic(Section):
-    """The value function of vl_dac and poad: a small network on the language model's last state, which it does not
-    train."""
+    """The value function of vl_dac, poad and token_ppo: a small network on the language model's last state, which it
+    does not train."""
 
     hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (3072, 2048)
     """Widths of its hidden layers (VL-DAC: 3072 and 2048)."""
     lr: Positive = 1e-4
     """Its learning rate; the schedule is the optimiser's."""
     warmup: Whole | None = None
-    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, poad: 0)."""
+    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, others: 0)."""
     kl_stop: Positive | None = None
-    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (poad: .02, vl_dac:
-    never)."""
+    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (vl_dac: never,
+    others: .02)."""
 
 
 class Episodes(RecipeMethod):
@@ -42,45 +43,14 @@ class Episodes(RecipeMethod):
 
     acts: ClassVar[bool] = True
     title: ClassVar[str] = "Vision-language agents"
-    metrics: ClassVar[Mapping[str, MetricDoc]] = {
-        "rollout/invalid": MetricDoc(
-            "answers that say nothing the environment can do / answers",
-            "Falls first. Not near 0: the model has not learnt the form; show it by examples, or supervised.",
-            "share 0..1",
-        ),
-        "rollout/episodes": MetricDoc(
-            "episodes that ended in the iteration, over all processes",
-            "What `rollout/success`, `return_mean` and `length_mean` are of.",
-            "episodes",
-        ),
-        "rollout/too_long": MetricDoc(
-            "those of `rollout/episodes` that were cut because the model has no positions left for a further answer",
-            "0. Else fewer turns (`environment.max_steps`), smaller pictures, or a model of more positions.",
-            "episodes",
-        ),
-        "eval/dropped": MetricDoc(
-            "episodes of the evaluation whose environment hung or died; the other `eval/` figures are of the rest",
-            "0. Many: `eval/success_mean` is of fewer, perhaps other episodes.",
-            "episodes",
-        ),
-        "eval/too_long": MetricDoc(
-            "episodes of the evaluation that were cut as those of `rollout/too_long`; they count as failures "
-            "unless they had succeeded before",
-            "0. As `rollout/too_long`.",
-            "episodes",
-        ),
-        "eval/success_blind": MetricDoc(
-            "`eval/success_mean` with black pictures, before training and after it",
-            "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to "
-            "work on.",
-            "share 0..1",
-        ),
-    }
+    metrics: ClassVar[Mapping[str, MetricDoc]] = ACTED
 
     algorithm: Literal["episodes"] = "episodes"
     """Which method."""
     critic: Critic | None = None
-    """The value function of vl_dac and poad; null = as its defaults."""
+    """The value function of vl_dac, poad and token_ppo; null = as its defaults."""
+
+    critic_class: ClassVar[str] = "genrl.vlm.episodes.critic:ValueHead"
 
     @property
     def with_critic(self) -> bool:

@@ -72,7 +72,7 @@ def compare(run: EpisodesRun, found: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-@pytest.mark.parametrize("preset", ["vl_dac", "poad"])
+@pytest.mark.parametrize("preset", ["vl_dac", "poad", "token_ppo"])
 def test_the_gradient_of_the_first_update_is_that_of_the_formula(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
         if preset == "vl_dac":  # the mean of each step's tokens, of an advantage that all of them share
             advantage = (credit.flatten() - credit.mean()) / (credit.std() + 1e-8)
             loss = -sum(a * one.mean() for a, one in zip(advantage.tolist(), log_probs, strict=True)) / 12
-        else:  # the mean of all tokens; gamma counts between actions, lambda from token to token
+        else:  # the mean of all tokens; gamma counts between actions (POAD) or tokens, lambda from token to token
             by_token: dict[int, list[float]] = {}
             for slot in range(4):
                 running = 0.0
@@ -106,7 +106,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
                     own = []
                     for _ in range(n):
                         own.append(running)
-                        running *= 0.95
+                        running *= 0.95 * (0.95 if preset == "token_ppo" else 1.0)
                     running = own[-1]
                     by_token[k * 4 + slot] = own[::-1]
             every = torch.tensor([value for row in range(12) for value in by_token[row]], dtype=torch.float64)

@@ -1,0 +1,162 @@
+"""ArCHer (arXiv 2402.19446, section 3): act, remember the turns, fit the critic of utterances, move the policy.
+
+    critic   (Q(o, a) - r - gamma V'(o'))^2  +  (V(o) - Q'(o, u))^2         o, a, r, o' of the memory, u ~ pi(. | o)
+    policy   - A(o, u) sum_t log pi(u_t | o, u_<t),   A = min Q(o, u) - min V(o)     o of the memory, u ~ pi(. | o)
+
+Two critics; Q' and V' are slow copies. The utterances u are sampled by the policy as it is, before every step. The
+critic reads the states of the policy's own language model (the paper: a smaller one that is trained with it).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.mdp.noise import generator
+from genrl.objectives.tokens.utterance_credit import critic_losses, utterance_advantages, utterance_loss
+from genrl.runtime.recorded import Recorded
+from genrl.vlm.engines.generation import Sampling, generate
+from genrl.vlm.episodes.run import Actor, EpisodesRun
+from genrl.vlm.episodes.utterance_critic import Turn, Turns, UtteranceCritic, turns_of_walk
+from genrl.vlm.methods.archer.settings import ArCHer
+from genrl.vlm.methods.updates import check_on_policy
+from genrl.vlm.policies.policy import Encoded, Policy, dtype_of
+from genrl.vlm.rollout.recorded import Asked
+
+
+def train(run: EpisodesRun, settings: ArCHer) -> None:
+    """All iterations that are left."""
+    memory = Turns(settings.memory)
+    run.loop.keep("turns", memory)
+    for _ in run.loop.iterations():
+        acted, row = run.act()
+        assert acted.walk is not None
+        memory.add([one for every in gather_object([turns_of_walk(acted.walk)]) for one in every])
+        row |= learn(run, settings, memory)
+        row |= {"critic/turns": float(len(memory.held)), "lr": run.loop.lr}
+        run.remember(row)
+        run.loop.finish(row)
+
+
+def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]:
+    """The optimiser steps of an iteration; means of what they measured."""
+    loop, critic = run.loop, utterance_critic(run.actor)
+    figures: dict[str, list[float]] = defaultdict(list)
+    moved = loop.iteration >= settings.critic.warmup
+    kinds = ["critic"] * settings.critic.updates + ["policy"] * settings.updates * moved
+    loop.phase("training", len(kinds))
+    with loop.timed("train"):
+        for number, kind in enumerate(kinds):
+            source = generator(run.config.seed, "turns", loop.iteration, number)
+            given = recorded(run, settings, memory.drawn(settings.batch, source), number, kind)
+            results = loss(settings, run.actor, given)
+            if kind == "policy":
+                error = (results["log_prob"].detach() - given["old_log_prob"])[given["mask"]].abs().max()
+                check_on_policy(float(error), dtype_of(run.config))
+            loop.backward(settings, results, given)
+            norms = loop.step([kind])
+            if kind == "critic":
+                critic.follow(settings.critic.follow)
+            figures["grad_norm" if kind == "policy" else "grad_norm/critic"].append(norms[kind])
+            for name in ("loss/q", "loss/v", "loss/policy"):
+                if name in results:
+                    figures[name].append(sum(gather_object([float(results[name].detach())])))
+            if kind == "policy":
+                sizes = gather_object([float(given["advantages"].abs().mean())])
+                figures["advantage/abs_mean"].append(sum(sizes) / len(sizes))
+            loop.advance(1)
+    return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+@torch.no_grad()
+def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int, kind: str) -> Recorded:
+    """This process's share of some turns, with what the policy says there now, as the loss of a step reads it."""
+    accelerator, config, policy = run.loop.process.accelerator, run.config, run.policy
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    places = range(rank, len(turns), processes)
+    own, share = [turns[k] for k in places], torch.tensor(len(places) / len(turns))
+    prompts, temperature = [one.prompt for one in own], config.generation.temperature
+    keys = [(config.seed, "says", run.loop.iteration, number, k) for k in places]
+    sampling = Sampling(config.generation.max_new_tokens, temperature)
+    now = generate(policy, prompts, 1, sampling, keys)
+    tokens, mask = now.tokens.cpu(), now.mask.cpu()
+    critic, fresh = utterance_critic(run.actor), states_of(policy, prompts, tokens, mask, temperature)
+    if kind == "policy":
+        advantages = utterance_advantages(critic.quality(fresh.state, fresh.utterance), critic.value(fresh.state))
+        asked = Asked(prompts, torch.arange(len(own)), temperature)
+        tensors = {"answers": tokens, "mask": mask, "advantages": advantages.cpu(), "old_log_prob": fresh.log_prob}
+        return Recorded(asked, tensors | {"share": share})
+    stored = torch.nn.utils.rnn.pad_sequence([one.tokens for one in own], batch_first=True)
+    lengths = torch.tensor([len(one.tokens) for one in own])
+    said = states_of(policy, prompts, stored, torch.arange(stored.shape[1]) < lengths[:, None], temperature)
+    ended = torch.tensor([one.after is None for one in own])
+    after = [one.after for one in own if one.after is not None]
+    following = torch.zeros_like(critic.value(fresh.state))
+    if after:
+        following[:, ~ended] = critic.value(policy.prefix(after)[1], slow=True)
+    tensors = {
+        "state": fresh.state,
+        "utterance": said.utterance,
+        "target_q": critic.quality(fresh.state, fresh.utterance, slow=True),
+        "target_v": following,
+        "rewards": torch.tensor([one.reward for one in own], device=following.device),
+        "terminated": ended.to(following.device),
+    }
+    return Recorded(None, tensors | {"share": share})
+
+
+def loss(settings: ArCHer, actor: Actor, given: Recorded) -> dict[str, Tensor]:
+    """This process's share of a step's loss, [], and its parts: the critic's, or the policy's with its log-probs."""
+    share = float(given["share"])
+    if given.batch is None:
+        critic = utterance_critic(actor)
+        fit = critic_losses(
+            critic.quality(given["state"], given["utterance"]),
+            critic.value(given["state"]),
+            given["target_q"],
+            given["target_v"],
+            given["rewards"],
+            given["terminated"],
+            gamma=settings.gamma,
+        )
+        return {"loss": share * (fit.q + fit.v), "loss/q": share * fit.q, "loss/v": share * fit.v}
+    asked: Asked = given.batch
+    found = actor.policy.log_probs(
+        asked.prompts,
+        given["answers"],
+        given["mask"],
+        group=asked.group,
+        temperature=asked.temperature,
+        share_prefix=False,
+    )
+    log_prob = found.log_prob.cpu()
+    whole = share * utterance_loss(log_prob, given["mask"], given["advantages"])
+    return {"loss": whole, "loss/policy": whole, "log_prob": log_prob}
+
+
+class States(NamedTuple):
+    """state and utterance [B, H]: the last states of prompts and of answers; log_prob [B, T]."""
+
+    state: Tensor
+    utterance: Tensor
+    log_prob: Tensor
+
+
+def states_of(policy: Policy, prompts: list[Encoded], tokens: Tensor, mask: Tensor, temperature: float) -> States:
+    """Of answers tokens, mask [B, T], one to each prompt. An answer's last state has read all but its last token, which
+    ends it."""
+    group = torch.arange(len(prompts))
+    found = policy.log_probs(prompts, tokens, mask, group=group, temperature=temperature, share_prefix=False)
+    last = mask.sum(1) - 1
+    return States(found.states[:, 0], found.states[group, last], found.log_prob.cpu())
+
+
+def utterance_critic(actor: Actor) -> UtteranceCritic:
+    """The critic that this method is opened with."""
+    critic: Any = actor.critic
+    assert isinstance(critic, UtteranceCritic)
+    return critic
