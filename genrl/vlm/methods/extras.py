@@ -140,7 +140,8 @@ def computed(
         found["divergence"] = rows[answers.group]
     if "task" in reads:
         # numbers by name, which are the same in every process
-        names = [str(row.columns[config.trainer.task_column]) for row in answers.rows]
+        column = str(config.trainer.task_column)
+        names = [str(row.columns[column]) for row in answers.rows]
         found["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
     if "greedy" in reads:
         found["greedy"] = totals(config, {label: answers.scores[greedy_label(label)] for label in config.reward_labels})
