@@ -245,6 +245,7 @@ class Policy:
     def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
         """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
+        cache.activate_past_recording()  # layers with a window (Gemma 3) keep what lies before it: it may be cropped
         found = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
         return found.past_key_values, found.last_hidden_state[:, -1]
 
