@@ -218,7 +218,8 @@ def _llava_onevision(family: str, folder: Path) -> Path:
 def _gemma3(family: str, folder: Path) -> Path:
     """A window of 12 tokens, shorter than the prompts; one layer with it, one without."""
     named = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
-    made = _with_names(_tokenizer(list(named.values()), "<start_of_image>"), {f"{k}_token": v for k, v in named.items()})
+    made = _tokenizer(list(named.values()), "<start_of_image>")
+    made = _with_names(made, {f"{name}_token": token for name, token in named.items()})
     text = {**TEXT, "vocab_size": len(made), "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 12}
     text |= {"layer_types": ["sliding_attention", "full_attention"], "eos_token_id": made.eos_token_id}
     config = Gemma3Config(
@@ -259,7 +260,8 @@ def _glm(family: str, folder: Path) -> Path:
     made = _tokenizer([f"<|{n}|>" for n in ("image", "video", *names)], "<|begin_of_image|><|image|><|end_of_image|>")
     ids = {n: made.convert_tokens_to_ids(f"<|{n}|>") for n in ("image", "video", *names)}
     keys = {"image_token_id": "image", "video_token_id": "video"}
-    keys |= {f"{k}_{n}_token_id": f"{e}_of_{k}" for k in ("image", "video") for n, e in (("start", "begin"), ("end", "end"))}
+    keys |= {f"{kind}_start_token_id": f"begin_of_{kind}" for kind in ("image", "video")}
+    keys |= {f"{kind}_end_token_id": f"end_of_{kind}" for kind in ("image", "video")}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
     text = {**TEXT, "model_type": "glm4v_text", "vocab_size": len(made), "rope_parameters": rope}
     vision = {"model_type": "glm4v_vision", "depth": 2, "hidden_size": 32, "num_heads": 2, "image_size": 16}

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.loading import checked, loaded
 from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
 from genrl.vlm.policies.processor import (
@@ -31,16 +32,11 @@ from genrl.vlm.policies.processor import (
     Prompt,
     Tokens,
     join_pixels,
-    load_processor,
     placeholder_ids,
     tokenize,
 )
 from genrl.vlm.policies.shards import Body
 from rewards.given import is_given, take
-from rewards.models.checkpoints import pretrained
-
-RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
-"""Settings of models whose logits are not just the output layer of the last hidden state."""
 
 
 def dtype_of(config: VLMConfig) -> torch.dtype:
@@ -112,9 +108,9 @@ class Policy:
     ) -> None:
         """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. seed: of
         the adapters' initial values."""
-        loaded = take(path) if is_given(path) else _loaded(path, dtype)
-        self.model: Any = loaded.model.requires_grad_(False)
-        self.processor = loaded.processor
+        found = take(path) if is_given(path) else loaded(path, dtype)
+        self.model: Any = found.model.requires_grad_(False)
+        self.processor = found.processor
         self.tokenizer: Any = self.processor.tokenizer
         config = checked(self.model.config, path)
         self.room: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -348,42 +344,6 @@ class Policy:
             with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
                 found = self.body(**new, past_key_values=kept, use_cache=True)
         return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
-
-
-class Loaded(NamedTuple):
-    """A model of transformers and its processor."""
-
-    model: Any
-    processor: Any
-
-
-def _loaded(path: str, dtype: torch.dtype) -> Loaded:
-    """Those of a hub id or folder. Raises ValueError where it is no checkpoint that `Policy` can train."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
-    processor = load_processor(path, checked(config, path).model_type)
-    try:
-        architecture = transformers.AutoModelForImageTextToText
-        return Loaded(pretrained(architecture, path, types=(), reward="policy", dtype=dtype), processor)
-    except OSError as error:
-        raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
-
-
-def checked(config: Any, path: str) -> Any:
-    """The configuration of a checkpoint. Raises ValueError unless it is a model that `Policy` can train."""
-    kind = config.model_type
-    if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise ValueError(
-            f"{path!r} is a {kind!r} model, which transformers' AutoModelForImageTextToText does not load: take a "
-            "vision-language model, such as a Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
-        )
-    text = config.get_text_config()
-    rescaled = [name for name in RESCALED if getattr(text, name, None) not in (None, 1, 1.0)]
-    if rescaled:
-        raise ValueError(f"{path!r} ({kind}) rescales its logits ({rescaled[0]}), which the log-probabilities do not")
-    return config
 
 
 def _stop_ids(model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:

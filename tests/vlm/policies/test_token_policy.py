@@ -5,6 +5,7 @@ In float64 all ways agree within 1e-13, so what differs in float32 is rounding.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -430,3 +431,20 @@ def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], t
         Policy(str(text))
     with pytest.raises(ValueError, match=r"named \['nothing'\]. There are \['down_proj', 'gate_proj', 'k_proj'"):
         Policy(str(folder("llava")), lora=Lora(targets=("nothing",)))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "minicpmv4_6"}, r"\(minicpmv4_6\) has layers of linear_attention, which keep one state"),
+        ({"model_type": "qwen3_5"}, r"\(qwen3_5\) has layers of linear_attention"),
+        ({"model_type": "florence2"}, r"\(florence2\) reads questions by an encoder"),
+        ({"model_type": "kimi_vl", "auto_map": {"AutoConfig": "code.KimiVLConfig"}}, "such code is not executed"),
+        ({"model_type": "internvl_chat", "auto_map": {"AutoConfig": "code.InternVLChatConfig"}}, "InternVL3-8B-hf"),
+    ],
+)
+def test_families_that_cannot_be_trained_say_why(config: dict[str, object], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint was executed')")
+    with pytest.raises(ValueError, match=reason):
+        Policy(str(tmp_path))
