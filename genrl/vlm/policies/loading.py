@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from genrl.runtime.quantization import quantization_config
 from genrl.vlm.policies.processor import load_processor
 from rewards.models.checkpoints import pretrained
 
@@ -25,8 +26,11 @@ class Loaded(NamedTuple):
     processor: Any
 
 
-def loaded(path: str, dtype: torch.dtype) -> Loaded:
-    """Those of a hub id or folder. Raises ValueError where it is no checkpoint that `Policy` can train."""
+def loaded(path: str, dtype: torch.dtype, quantize: str | None = None) -> Loaded:
+    """Those of a hub id or folder. quantize: int8, fp8 or nf4, for linear layers but the output's.
+
+    Raises ValueError where it is no checkpoint that `Policy` can train.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -38,7 +42,9 @@ def loaded(path: str, dtype: torch.dtype) -> Loaded:
     processor = load_processor(path, checked(config, path).model_type)
     try:
         architecture = transformers.AutoModelForImageTextToText
-        return Loaded(pretrained(architecture, path, types=(), reward="policy", dtype=dtype), processor)
+        held = None if quantize is None else quantization_config(quantize, transformers, dtype)
+        model = pretrained(architecture, path, types=(), reward="policy", dtype=dtype, quantization=held)
+        return Loaded(model, processor)
     except OSError as error:
         raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
 
@@ -52,9 +58,7 @@ def checked(config: Any, path: str) -> Any:
             f"vision-language model, such as a Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA; {SEE}"
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{path!r} ({kind}) reads questions by an encoder, so answers share no prompt; {SEE}"
-        )
+        raise ValueError(f"{path!r} ({kind}) reads questions by an encoder, so answers share no prompt; {SEE}")
     text = config.get_text_config()
     stateful = sorted(set(getattr(text, "layer_types", None) or ()) - set(WITH_KEYS))
     if stateful:

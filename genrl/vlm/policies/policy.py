@@ -90,7 +90,8 @@ class Policy:
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        settings = {"lora": lora_of(config), "quantize": config.vlm.quantize, "seed": config.seed}
+        made = cls(path, dtype=dtype_of(config), device=device, **settings)
         made.prefix_attention = config.vlm.prefix_attention
         made.shares_prompts = not config.distributed.fsdp
         if config.vlm.gradient_checkpointing:
@@ -104,11 +105,12 @@ class Policy:
         lora: Lora | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        quantize: str | None = None,
         seed: int = 0,
     ) -> None:
-        """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. seed: of
-        the adapters' initial values."""
-        found = take(path) if is_given(path) else loaded(path, dtype)
+        """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. quantize:
+        as `vlm.quantize`. seed: of the adapters' initial values."""
+        found = take(path) if is_given(path) else loaded(path, dtype, quantize)
         self.model: Any = found.model.requires_grad_(False)
         self.processor = found.processor
         self.tokenizer: Any = self.processor.tokenizer
@@ -117,6 +119,7 @@ class Policy:
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.sampler: Any = None
         """A `engines.vllm.Sampler` that samples in place of this model; None: transformers' generate on it."""
+        self.quantized = quantize is not None
         self.peft: PeftModel | None = None
         if lora is None:
             self.model.requires_grad_(True)
