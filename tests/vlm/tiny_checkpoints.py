@@ -84,12 +84,12 @@ LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TEXT = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
-def save(family: str, folder: Path) -> Path:
-    """A checkpoint with weights, tokenizer, image processor and chat template."""
+def save(family: str, folder: Path, layers: int = 2) -> Path:
+    """A checkpoint with weights, tokenizer, image processor and chat template. layers: of a Qwen's decoder."""
     makers = {"smolvlm": _idefics, "idefics3": _idefics, "llava": _llava, "llava_next": _llava, "gemma3": _gemma3}
     makers |= {"llava_onevision": _llava_onevision, "internvl": _internvl, "kimi_k25": _kimi}
     makers |= {"mistral3": _pixtral, "pixtral": _pixtral, "glm4v": _glm, "glm46v": _glm}
-    return makers.get(family, _qwen)(family, folder)
+    return makers[family](family, folder) if family in makers else _qwen(family, folder, layers)
 
 
 def _tokenizer(special: list[str], image: str) -> Qwen2Tokenizer:
@@ -114,11 +114,12 @@ def _save(model: torch.nn.Module, tokenizer: Qwen2Tokenizer, folder: Path) -> No
     model.save_pretrained(folder)
 
 
-def _qwen(family: str, folder: Path) -> Path:
+def _qwen(family: str, folder: Path, layers: int) -> Path:
     made = _tokenizer([f"<|{name}|>" for name in QWEN], "<|vision_start|><|image_pad|><|vision_end|>")
     ids = {name: made.convert_tokens_to_ids(f"<|{name}|>") for name in QWEN}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {**TEXT, "vocab_size": len(made), "rope_parameters": rope, "tie_word_embeddings": False}
+    text |= {"num_hidden_layers": layers}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
     common = {"image_token_id": ids["image_pad"], "video_token_id": ids["video_pad"], "tie_word_embeddings": False}
     common |= {"vision_start_token_id": ids["vision_start"], "vision_end_token_id": ids["vision_end"]}
