@@ -57,6 +57,9 @@ class VLM(Section):
     """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
     null = a copy per answer, in the model's own attention."""
 
+    kernels: Literal["liger"] | None = None
+    """Fused kernels for norms, rotations and MLPs: Liger's (pip install liger-kernel), on a GPU; null = transformers'
+    own."""
     gradient_checkpointing: Flag = False
     """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
     more training time, and prompts are computed once for each answer."""

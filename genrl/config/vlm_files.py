@@ -43,6 +43,8 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
         text = "vLLM is not installed: pip install 'genrl-diffusion[vllm]', or name a server by generation.vllm.url"
         yield ("generation", "engine"), text
+    if config.vlm.kernels == "liger" and find_spec("liger_kernel") is None:
+        yield ("vlm", "kernels"), "Liger is not installed: pip install liger-kernel, or write null"
     if config.vlm.quantize is not None and (lacking := missing_package(config.vlm.quantize)):
         yield ("vlm", "quantize"), lacking
     yield from _task(config, notes)

@@ -97,6 +97,8 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
 
 def _quantized(config: VLMConfig) -> Iterator[Finding]:
     key, kind = "vlm.quantize", config.vlm.quantize
+    if config.vlm.kernels is not None and config.vlm.output != "text":
+        yield ("vlm.kernels", "vlm.output"), "only the vision-language models built in have them; write null"
     if kind is None:
         return
     if kind == "int4":

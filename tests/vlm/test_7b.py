@@ -36,12 +36,12 @@ def rows(place: Path, count: int, seed: int) -> str:
 
 
 def written(place: Path, **changes: Any) -> VLMConfig:
-    """place/tiny.yaml: the shipped file but for its model, data and sizes."""
+    """place/tiny.yaml: the shipped file but for its model, data and sizes. Runs share the data: keys have its path."""
     tree = yaml.safe_load(FILE.read_text())
     low = place / "low.py"  # random weights are never right
     low.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
     tree["vlm"] |= {"path": str(place.parent / "model"), "dtype": "float32"}
-    tree["task"] |= {"train": rows(place / "train", 4, 0), "eval": rows(place / "eval", 2, 50)}
+    tree["task"] |= {"train": rows(place.parent / "train", 4, 0), "eval": rows(place.parent / "eval", 2, 50)}
     tree["generation"] |= {"prompts_per_iteration": 4, "group_size": 4, "max_new_tokens": 8, "batch_size": 8}
     tree["rewards"] = [{"name": "math"}, {"name": f"{low}:low"}]
     tree["trainer"] |= {"updates": 2}

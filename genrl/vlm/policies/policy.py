@@ -24,6 +24,7 @@ from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.liger import use_liger
 from genrl.vlm.policies.loading import checked, loaded
 from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
@@ -92,6 +93,8 @@ class Policy:
         """The model in `path` as a run trains it."""
         settings = {"lora": lora_of(config), "quantize": config.vlm.quantize, "seed": config.seed}
         made = cls(path, dtype=dtype_of(config), device=device, **settings)
+        if config.vlm.kernels == "liger":
+            use_liger(made.model)
         made.prefix_attention = config.vlm.prefix_attention
         made.shares_prompts = not config.distributed.fsdp
         if config.vlm.gradient_checkpointing:
