@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -17,7 +18,7 @@ from torch import nn
 from genrl.config.memory_estimate import BITS, LARGEST_COPY
 from genrl.config.optimizers import state_bytes
 from genrl.config.vlm import VLMConfig, VLMLoRA
-from genrl.vlm.policies.adapters import lora_of
+from genrl.vlm.policies.adapters import ATTENTION
 from genrl.vlm.policies.loading import checked
 from genrl.vlm.policies.log_probs import LOGITS
 
@@ -58,8 +59,7 @@ def sizes(path: str, config: VLMConfig) -> Sizes:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = [layer for group in decoder.children() if isinstance(group, nn.ModuleList) for layer in group]
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    lora = config.vlm.lora or VLMLoRA()
-    targets = lora_of(config.model_copy(update={"vlm": config.vlm.model_copy(update={"lora": lora})})).targets
+    targets = (config.vlm.lora or VLMLoRA()).targets or ATTENTION
     named = [m for n, m in decoder.named_modules() if isinstance(m, nn.Linear) and n.rsplit(".", 1)[-1] in targets]
     numbers = sum(p.numel() for p in model.parameters())
     heads = text.num_attention_heads
@@ -114,15 +114,16 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
 
 def ways(config: VLMConfig) -> Iterator[tuple[str, VLMConfig, int]]:
     """(name, the run in this way, processes): all weights, in shards, adapters, adapters on fewer bits; in bfloat16."""
-    lora = config.vlm.lora or VLMLoRA()
-    for name, changes, processes in (
+    adapted: dict[str, Any] = {"lora": config.vlm.lora or VLMLoRA()}
+    known: list[tuple[str, dict[str, Any], int]] = [
         ("all weights", {}, 1),
         *((f"all weights, {count} processes with fsdp", {}, count) for count in (2, 4, 8)),
-        ("LoRA", {"lora": lora}, 1),
-        ("LoRA, 8 processes with fsdp", {"lora": lora}, 8),
-        ("LoRA, int8", {"lora": lora, "quantize": "int8"}, 1),
-        ("LoRA, nf4 (QLoRA)", {"lora": lora, "quantize": "nf4"}, 1),
-    ):
+        ("LoRA", adapted, 1),
+        ("LoRA, 8 processes with fsdp", adapted, 8),
+        ("LoRA, int8", {**adapted, "quantize": "int8"}, 1),
+        ("LoRA, nf4 (QLoRA)", {**adapted, "quantize": "nf4"}, 1),
+    ]
+    for name, changes, processes in known:
         vlm = config.vlm.model_copy(update={"lora": None, "quantize": None, "dtype": "bfloat16", **changes})
         shards = config.distributed.model_copy(update={"fsdp": processes > 1})
         yield name, config.model_copy(update={"vlm": vlm, "distributed": shards}), processes

@@ -67,7 +67,7 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
 
 def _merged(policy: Policy, adapted: PeftModel, source: str) -> Any:
     """The model with its adapter merged in; on quantised weights, which would round it, into those of the source."""
-    if policy.quantized:
+    if getattr(policy, "quantized", False):  # other policies than `Policy` never are
         with TemporaryDirectory() as place:
             adapted.save_pretrained(place)
             adapted = PeftModel.from_pretrained(loaded(source, policy.dtype).model, place)

@@ -91,8 +91,8 @@ class Policy:
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        settings = {"lora": lora_of(config), "quantize": config.vlm.quantize, "seed": config.seed}
-        made = cls(path, dtype=dtype_of(config), device=device, **settings)
+        lora, kind = lora_of(config), config.vlm.quantize
+        made = cls(path, lora=lora, dtype=dtype_of(config), device=device, quantize=kind, seed=config.seed)
         if config.vlm.kernels == "liger":
             use_liger(made.model)
         made.prefix_attention = config.vlm.prefix_attention
