@@ -130,8 +130,9 @@ def pretrained(
     """
     if types:
         check_type(model, types, reward)
+    held = {} if quantization is None else {"quantization_config": quantization}
     loaded, report = architecture.from_pretrained(
-        model, dtype=dtype, use_safetensors=True, output_loading_info=True, quantization_config=quantization
+        model, dtype=dtype, use_safetensors=True, output_loading_info=True, **held
     )
     missing = sorted(report["missing_keys"])
     if missing:
