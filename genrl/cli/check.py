@@ -47,7 +47,8 @@ def check(
     A configuration on the hub is written `hub:org/name/config.yaml`.
 
     `--memory 24GB` says whether a run that trains a pipeline fits on such a card, and if not which keys to change, in
-    their order (docs/memory.md).
+    their order (docs/memory.md); of a vision-language model it says in which ways it can be trained there
+    (docs/vlm_models.md).
 
     Several files, or a folder: `genrl check configs mine.yaml trackers=[]` prints a line for each that is valid, all
     problems of the others and a total, and exits with code 2 if any is wrong.
@@ -89,14 +90,19 @@ class Checked:
 
 def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:
     """On which cards the run fits, or what it takes to fit on this one; raises BadParameter for what is no card."""
-    from genrl.config import Config
+    from genrl.config import Config, VLMConfig
 
     if isinstance(checked.config, Config):
         from genrl.cli import diffusion
 
         return diffusion.cards(file, overrides, checked.config, card)
+    if isinstance(checked.config, VLMConfig):
+        from genrl.cli import vlm
+
+        return vlm.cards(checked.config, card)
     if card is not None:
-        raise typer.BadParameter("memory is estimated for runs that train a pipeline", param_hint="--memory")
+        text = "memory is estimated for runs that train a pipeline or a vision-language model"
+        raise typer.BadParameter(text, param_hint="--memory")
     return []
 
 

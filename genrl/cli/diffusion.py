@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from genrl.cli.tables import number, safe, size
+from genrl.cli.tables import memory_table, number, safe, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,7 +47,7 @@ def summary(config: Config) -> list[RenderableType]:
             parts.append("guidance is counted as a second model call; where it is an input of the model, halve these")
         where = "is not on this machine" if model_folder(config) is None else "holds no networks"
         return [*parts, f"memory: not estimated, because {safe(config.model.path)} {where}"]
-    parts += [_component_table(components), _memory_table(memory(config, components))]
+    parts += [_component_table(components), memory_table(memory(config, components))]
     if config.sampling.guidance_scale is None and cost.guidance == 2:
         parts.append("guidance_scale is the pipeline's default here, counted as two model calls per step")
     return parts
@@ -132,13 +132,4 @@ def _component_table(components: Sequence[Component]) -> Table:
     for part in components:
         row = (part.name, part.kind, f"{part.num_parameters:,}", size(part.num_file_bytes), part.note)
         table.add_row(*map(safe, row))
-    return table
-
-
-def _memory_table(parts: Sequence[tuple[str, int]]) -> Table:
-    table = Table("part", "size", title="memory of one process (estimate), beside the libraries", title_justify="left")
-    for name, num_bytes in parts:
-        table.add_row(safe(name), size(num_bytes))
-    table.add_section()
-    table.add_row("sum", size(sum(num_bytes for _, num_bytes in parts)))
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ def size(num_bytes: int) -> str:
         return "-"
     exponent = min(3, int(math.log(num_bytes, 1000)))
     return f"{num_bytes / 1000**exponent:.3g} {('B', 'kB', 'MB', 'GB')[exponent]}"
+
+
+def memory_table(parts: Sequence[tuple[str, int]]) -> Table:
+    """What one process holds, part by part, in bytes, and the sum."""
+    table = Table("part", "size", title="memory of one process (estimate), beside the libraries", title_justify="left")
+    for name, num_bytes in parts:
+        table.add_row(safe(name), size(num_bytes))
+    table.add_section()
+    table.add_row("sum", size(sum(num_bytes for _, num_bytes in parts)))
+    return table
 
 
 def add_course(table: Table, iterations: int, every: int, evaluated: str) -> None:

@@ -11,7 +11,9 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from genrl.cli.arguments import default_device
-from genrl.cli.tables import add_course, console, safe, scores_table, write_scores
+from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
+from genrl.config.fitting import CARDS, SHARE
+from rewards.given import is_given
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +40,35 @@ def summary(config: VLMConfig) -> list[RenderableType]:
         if value not in ((), None, False, ""):
             functions.add_row(name, safe(_choice(value)))
     return [table, functions] if functions.row_count else [table]
+
+
+def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
+    """With `card`, in bytes: the memory of one process, and in which ways the model can be trained on such cards.
+    Without, how to ask. Raises BadParameter for a model of another kind, or whose config.json is not here."""
+    if card is None:
+        return (
+            ["memory: --memory 24GB estimates it from the model's config.json"] if config.vlm.output == "text" else []
+        )
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(config.vlm.path).expanduser()
+    if config.vlm.output != "text" or is_given(config.vlm.path):
+        text = "memory is estimated for models in a folder or on the hub that answer with text"
+        raise typer.BadParameter(text, param_hint="--memory")
+    if not path.is_dir() and not isinstance(try_to_load_from_cache(config.vlm.path, "config.json"), str):
+        text = f"the config.json of {config.vlm.path} is not here: hf download {config.vlm.path} --include '*.json'"
+        raise typer.BadParameter(text, param_hint="--memory")
+    from genrl.vlm.memory import QUESTION, memory, sizes, ways
+
+    found = sizes(str(path) if path.is_dir() else config.vlm.path, config)
+    count = 8 if config.distributed.fsdp else 1
+    table = Table("in bfloat16", "one process", "fits", title="ways of training it", title_justify="left")
+    for name, changed, processes in ways(config):
+        total = sum(part for _, part in memory(changed, found, processes))
+        enough = next((f"{size} GB" for size in CARDS if total <= SHARE * size * 10**9), f"not on {CARDS[-1]} GB")
+        table.add_row(name, size(total), "yes" if total <= SHARE * card else f"no ({enough})")
+    asked = f"{found.numbers:,} weights; of one of {count} processes; questions of {QUESTION:,} tokens"
+    return [memory_table(memory(config, found, count)), asked, table]
 
 
 def _choice(value: Any) -> str:

@@ -85,9 +85,16 @@ def missing_packages(model: Model) -> Iterator[tuple[str, str]]:
     if is_gguf(model.path) and importlib.util.find_spec("gguf") is None:
         yield "model.path", "a .gguf file is read by gguf, which is not installed: pip install gguf"
     for key, _, kind in _kinds(model):
-        package = PACKAGES[kind]
-        if importlib.util.find_spec(package) is None:
-            yield key, f"{kind} is computed by {package}, which is not installed: pip install {package}"
+        if lacking := missing_package(kind):
+            yield key, lacking
+
+
+def missing_package(kind: str) -> str:
+    """What to install for weights of this kind; "" where it is there."""
+    package = PACKAGES[kind]
+    if importlib.util.find_spec(package) is not None:
+        return ""
+    return f"{kind} is computed by {package}, which is not installed: pip install {package}"
 
 
 def missing_components(model: Model, index: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -24,9 +24,19 @@ from genrl.config.section import (
     Text,
     Whole,
 )
-from genrl.config.sections import EMA, Checkpoint, Distributed, LoRA, Monitor, Optimizer, Precision, Tracker, labels_of
+from genrl.config.sections import (
+    EMA,
+    Checkpoint,
+    Distributed,
+    LoRA,
+    Monitor,
+    Optimizer,
+    Precision,
+    Quantized,
+    Tracker,
+    labels_of,
+)
 
-Quantized = Literal["int8", "int4", "fp8", "nf4"]
 Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 
 if TYPE_CHECKING:

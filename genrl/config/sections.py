@@ -12,6 +12,8 @@ from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, S
 Precision = Literal["float32", "bfloat16", "float16"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
+Quantized = Literal["int8", "int4", "fp8", "nf4"]
+
 
 class LowRank(Section):
     """Low-rank adapters; only they are trained."""

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from genrl.config.method import Kind, union_of
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker, labels_of
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Quantized, Tracker, labels_of
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_agents import Environment
 from genrl.config.vlm_method import VLMMethod, completed, default_method
@@ -50,10 +50,16 @@ class VLM(Section):
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and passes; log-probabilities and LoRA weights are always float32."""
+    quantize: Quantized | None = None
+    """Hold the linear layers in fewer bits, the output layer aside: int8 or fp8 (torchao), nf4 (bitsandbytes); adapters
+    stay float32 (QLoRA: nf4 with lora, docs/vlm_models.md); null = as in dtype. int4 is refused."""
     prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
     """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
     null = a copy per answer, in the model's own attention."""
 
+    kernels: Literal["liger"] | None = None
+    """Fused kernels for norms, rotations and MLPs: Liger's (pip install liger-kernel), on a GPU; null = transformers'
+    own."""
     gradient_checkpointing: Flag = False
     """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
     more training time, and prompts are computed once for each answer."""

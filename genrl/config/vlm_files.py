@@ -11,6 +11,7 @@ from typing import Any
 
 import rewards
 from genrl.config.folders import looks_local
+from genrl.config.memory_rules import missing_package
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, Task, VLMConfig
 from genrl.config.vlm_names import FORMATS, OUTPUTS, TASKS
@@ -42,6 +43,10 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
         text = "vLLM is not installed: pip install 'genrl-diffusion[vllm]', or name a server by generation.vllm.url"
         yield ("generation", "engine"), text
+    if config.vlm.kernels == "liger" and find_spec("liger_kernel") is None:
+        yield ("vlm", "kernels"), "Liger is not installed: pip install liger-kernel, or write null"
+    if config.vlm.quantize is not None and (lacking := missing_package(config.vlm.quantize)):
+        yield ("vlm", "quantize"), lacking
     yield from _task(config, notes)
     for number, stage in enumerate(config.stages):
         if stage.task is not None:
@@ -174,6 +179,11 @@ def _given_model(config: VLMConfig) -> Iterator[Finding]:
         yield key, f"a model that makes {config.vlm.output} is loaded here; give its hub id or folder"
     if config.generation.engine == "vllm":
         yield ("generation", "engine"), "vLLM loads the model itself; give its hub id or folder"
+    if config.vlm.quantize is not None:
+        yield (
+            ("vlm", "quantize"),
+            "weights are quantised while they are loaded; give the hub id or folder",
+        )
     if getattr(found.processor, "image_processor", None) is None:
         text = f"needs its processor with an image processor, found a {type(found.processor).__name__}"
         yield key, f"{text}; give processor=AutoProcessor.from_pretrained(...)"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from genrl.config.combinations import ImpossibleConfig
+from genrl.config.memory_rules import NO_INT4
 from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import Group, find
@@ -25,6 +26,7 @@ def refuse_impossible(config: VLMConfig) -> None:
     shared = [
         *asked,
         *_outputs(config),
+        *_quantized(config),
         *_generation(config),
         *_strategies(config),
         *_shards(config),
@@ -100,6 +102,28 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
     if (output == "text" or makes not in (None, "image")) and config.generation.guidance_scale is not None:
         yield ("generation.guidance_scale", "vlm.output"), "only pictures are sampled with guidance; leave it out"
+
+
+def _quantized(config: VLMConfig) -> Iterator[Finding]:
+    key, kind = "vlm.quantize", config.vlm.quantize
+    if config.vlm.kernels is not None and config.vlm.output != "text":
+        yield ("vlm.kernels", "vlm.output"), "only the vision-language models built in have them; write null"
+    if kind is None:
+        return
+    if kind == "int4":
+        yield (key,), NO_INT4
+    if config.vlm.lora is None:
+        text = "quantised weights cannot be trained, only adapters on them; write quantize: null, or give lora"
+        yield (key, "vlm.lora"), text
+    if config.vlm.output != "text":
+        yield (key, "vlm.output"), "only the vision-language models built in are held in fewer bits; write null"
+    if config.distributed.fsdp:
+        yield (key, "distributed.fsdp"), "quantised weights cannot be divided; write null, or fsdp: false"
+    if config.generation.engine == "vllm":
+        yield (
+            (key, "generation.engine"),
+            "vLLM is sent merged weights, which quantised ones cannot be; write null",
+        )
 
 
 def _unknown(name: str, group: Group) -> str:

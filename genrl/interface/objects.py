@@ -91,7 +91,7 @@ def vlm_section(model: Any, processor: Any, lent: Lent) -> dict[str, Any]:
         return {"path": str(model)}
     if processor is None:
         raise ValueError("vlm: a loaded model needs its processor: processor=AutoProcessor.from_pretrained(...)")
-    from genrl.vlm.policies.policy import Loaded
+    from genrl.vlm.policies.loading import Loaded
 
     dtype = str(model.dtype).removeprefix("torch.")
     return {"path": lent.name(Loaded(model, processor), source_name(model)), "dtype": dtype}

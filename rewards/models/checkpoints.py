@@ -114,16 +114,26 @@ def check_type(model: str, types: Sequence[str], reward: str) -> None:
 
 
 def pretrained(
-    architecture: Any, model: str, *, types: Sequence[str], reward: str, dtype: torch.dtype = torch.float32
+    architecture: Any,
+    model: str,
+    *,
+    types: Sequence[str],
+    reward: str,
+    dtype: torch.dtype = torch.float32,
+    quantization: Any = None,
 ) -> Any:
     """A transformers model for scoring: all its weights read from safetensors, its parameters without gradients.
 
     `architecture` is a class with `from_pretrained`; `types` are the values of `model_type` that it can load, empty for
-    any. Raises ValueError for another type, and if weights are missing.
+    any; `quantization` is transformers' configuration of weights in fewer bits. Raises ValueError for another type, and
+    if weights are missing.
     """
     if types:
         check_type(model, types, reward)
-    loaded, report = architecture.from_pretrained(model, dtype=dtype, use_safetensors=True, output_loading_info=True)
+    held = {} if quantization is None else {"quantization_config": quantization}
+    loaded, report = architecture.from_pretrained(
+        model, dtype=dtype, use_safetensors=True, output_loading_info=True, **held
+    )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

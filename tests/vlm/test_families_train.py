@@ -14,7 +14,9 @@ from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import tiny_checkpoints, vlm_runs
 
+NEWER = ("llava_onevision", "internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25")
 RUNS = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True), ("smolvlm", False)]
+RUNS += [(family, adapted) for family in NEWER for adapted in (False, True)]
 
 
 @pytest.mark.slow

@@ -9,17 +9,50 @@ import torch
 from genrl.vlm.policies import processor as pictures  # first: it makes transformers importable beside any torchvision
 
 from transformers import (  # isort: skip
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vImageProcessorPil,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
+    Glm46VImageProcessorPil,
+    Glm46VProcessor,
+    Glm46VVideoProcessor,
+    GotOcr2ImageProcessorPil,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessorPil,
     Idefics3Processor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Kimi_K25ImageProcessor,
+    Kimi_K25Processor,
+    Kimi_K25VideoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
     LlavaProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralImageProcessorPil,
+    PixtralProcessor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -35,7 +68,10 @@ from transformers import (  # isort: skip
 from transformers.models.siglip import SiglipVisionConfig  # isort: skip
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # isort: skip
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "llava", "llava_next")
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision"),
+    *("internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25"),
+)
 QWEN = ["vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"]
 PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *PLACES]
@@ -48,11 +84,12 @@ LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TEXT = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
-def save(family: str, folder: Path) -> Path:
-    """A checkpoint with weights, tokenizer, image processor and chat template."""
-    return {"smolvlm": _idefics, "idefics3": _idefics, "llava": _llava, "llava_next": _llava}.get(family, _qwen)(
-        family, folder
-    )
+def save(family: str, folder: Path, layers: int = 2) -> Path:
+    """A checkpoint with weights, tokenizer, image processor and chat template. layers: of a Qwen's decoder."""
+    makers = {"smolvlm": _idefics, "idefics3": _idefics, "llava": _llava, "llava_next": _llava, "gemma3": _gemma3}
+    makers |= {"llava_onevision": _llava_onevision, "internvl": _internvl, "kimi_k25": _kimi}
+    makers |= {"mistral3": _pixtral, "pixtral": _pixtral, "glm4v": _glm, "glm46v": _glm}
+    return makers[family](family, folder) if family in makers else _qwen(family, folder, layers)
 
 
 def _tokenizer(special: list[str], image: str) -> Qwen2Tokenizer:
@@ -77,11 +114,12 @@ def _save(model: torch.nn.Module, tokenizer: Qwen2Tokenizer, folder: Path) -> No
     model.save_pretrained(folder)
 
 
-def _qwen(family: str, folder: Path) -> Path:
+def _qwen(family: str, folder: Path, layers: int) -> Path:
     made = _tokenizer([f"<|{name}|>" for name in QWEN], "<|vision_start|><|image_pad|><|vision_end|>")
     ids = {name: made.convert_tokens_to_ids(f"<|{name}|>") for name in QWEN}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {**TEXT, "vocab_size": len(made), "rope_parameters": rope, "tie_word_embeddings": False}
+    text |= {"num_hidden_layers": layers}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
     common = {"image_token_id": ids["image_pad"], "video_token_id": ids["video_pad"], "tie_word_embeddings": False}
     common |= {"vision_start_token_id": ids["vision_start"], "vision_end_token_id": ids["vision_end"]}
@@ -142,3 +180,131 @@ def _llava(family: str, folder: Path) -> Path:
         images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=places)
         LlavaNextProcessor(images, made, **how).save_pretrained(folder)
     return folder
+
+
+def _internvl(family: str, folder: Path) -> Path:
+    named = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
+    made = _tokenizer(list(named.values()), "<IMG_CONTEXT>\n")
+    made = _with_names(made, {f"{name}_token": token for name, token in named.items()})
+    vision = {**LAYERS, "num_attention_heads": 2, "image_size": [16, 16], "patch_size": [4, 4]}
+    text = {**TEXT, "model_type": "qwen2", "vocab_size": len(made)}
+    ids = {"image_token_id": made.convert_tokens_to_ids("<IMG_CONTEXT>"), "image_seq_length": 4}
+    config = InternVLConfig(vision_config=vision, text_config=text, tie_word_embeddings=False, **ids)
+    _save(InternVLForConditionalGeneration(config), made, folder)
+    size = {"height": 16, "width": 16}
+    images = GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+    how = {"image_seq_length": 4, "chat_template": made.chat_template}
+    InternVLProcessor(images, made, InternVLVideoProcessor(size=size), **how).save_pretrained(folder)
+    return folder
+
+
+def _llava_onevision(family: str, folder: Path) -> Path:
+    made = _tokenizer(["<image>", "<video>"], "<image>\n")
+    size, places = {"height": 16, "width": 16}, [[16, 16], [16, 32], [32, 16], [32, 32]]
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(made)},
+        image_token_index=made.convert_tokens_to_ids("<image>"),
+        video_token_index=made.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=places,
+    )
+    _save(LlavaOnevisionForConditionalGeneration(config), made, folder)
+    images = LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=places)
+    videos = LlavaOnevisionVideoProcessor(size=size)
+    how = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "chat_template": made.chat_template}
+    LlavaOnevisionProcessor(images, made, videos, **how).save_pretrained(folder)
+    return folder
+
+
+def _gemma3(family: str, folder: Path) -> Path:
+    """A window of 12 tokens, shorter than the prompts; one layer with it, one without."""
+    named = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+    made = _tokenizer(list(named.values()), "<start_of_image>")
+    made = _with_names(made, {f"{name}_token": token for name, token in named.items()})
+    text = {**TEXT, "vocab_size": len(made), "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 12}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "eos_token_id": made.eos_token_id}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config={**LAYERS, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=4,
+        **{f"{name}_token_index": made.convert_tokens_to_ids(token) for name, token in named.items()},
+        tie_word_embeddings=True,
+    )
+    _save(Gemma3ForConditionalGeneration(config), made, folder)
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    Gemma3Processor(images, made, made.chat_template, image_seq_length=4).save_pretrained(folder)
+    return folder
+
+
+def _pixtral(family: str, folder: Path) -> Path:
+    """Mistral 3.1 merges 2 x 2 patches; Pixtral itself is a LLaVA whose tower takes pictures of any size."""
+    made = _tokenizer(["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]")
+    vision = {**LAYERS, "model_type": "pixtral", "num_attention_heads": 2, "image_size": 32, "patch_size": 4}
+    vision |= {"head_dim": 16, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}
+    common = {"vision_config": vision, "image_token_index": made.convert_tokens_to_ids("[IMG]")}
+    common |= {"text_config": {**TEXT, "model_type": "mistral", "head_dim": 8, "vocab_size": len(made)}}
+    merge = 2 if family == "mistral3" else 1
+    if family == "mistral3":
+        model = Mistral3ForConditionalGeneration(Mistral3Config(**common, tie_word_embeddings=False))
+    else:
+        rest = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+        model = LlavaForConditionalGeneration(LlavaConfig(**common, **rest))
+    _save(model, made, folder)
+    images = PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 24})
+    how = {"patch_size": 4, "spatial_merge_size": merge, "chat_template": made.chat_template}
+    PixtralProcessor(images, made, **how).save_pretrained(folder)
+    return folder
+
+
+def _glm(family: str, folder: Path) -> Path:
+    names = [f"{end}_of_{kind}" for kind in ("image", "video") for end in ("begin", "end")]
+    made = _tokenizer([f"<|{n}|>" for n in ("image", "video", *names)], "<|begin_of_image|><|image|><|end_of_image|>")
+    ids = {n: made.convert_tokens_to_ids(f"<|{n}|>") for n in ("image", "video", *names)}
+    keys = {"image_token_id": "image", "video_token_id": "video"}
+    keys |= {f"{kind}_start_token_id": f"begin_of_{kind}" for kind in ("image", "video")}
+    keys |= {f"{kind}_end_token_id": f"end_of_{kind}" for kind in ("image", "video")}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+    text = {**TEXT, "model_type": "glm4v_text", "vocab_size": len(made), "rope_parameters": rope}
+    vision = {"model_type": "glm4v_vision", "depth": 2, "hidden_size": 32, "num_heads": 2, "image_size": 16}
+    vision |= {"patch_size": 4, "out_hidden_size": 32, "intermediate_size": 48}
+    common = {"text_config": text, "vision_config": vision, **{key: ids[name] for key, name in keys.items()}}
+    size = {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 32 * 32 * 2}, "patch_size": 4}
+    if family == "glm4v":
+        _save(Glm4vForConditionalGeneration(Glm4vConfig(**common)), made, folder)
+        images, videos, kind = Glm4vImageProcessorPil(**size), Glm4vVideoProcessor(**size), Glm4vProcessor
+    else:
+        _save(Glm46VForConditionalGeneration(Glm46VConfig(**common)), made, folder)
+        images, videos, kind = Glm46VImageProcessorPil(**size), Glm46VVideoProcessor(**size), Glm46VProcessor
+    kind(images, made, videos, chat_template=made.chat_template).save_pretrained(folder)
+    return folder
+
+
+def _kimi(family: str, folder: Path) -> Path:
+    """Multi-head latent attention, and experts from the second layer on."""
+    names = ["<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>"]
+    made = _with_names(_tokenizer([*names, "<|video|>"], "<|media_pad|>"), {"image_token": "<|media_pad|>"})
+    text = {**LAYERS, "model_type": "deepseek_v3", "vocab_size": len(made), "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    text |= {"qk_nope_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    text |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512}
+    vision = {**LAYERS, "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8}
+    config = Kimi_K25Config(
+        text_config=text,
+        vision_config=vision,
+        projection_hidden_size=32,
+        image_token_id=made.convert_tokens_to_ids("<|media_pad|>"),
+        video_token_id=made.convert_tokens_to_ids("<|video|>"),
+        vision_start_token_id=made.convert_tokens_to_ids("<|media_begin|>"),
+        vision_end_token_id=made.convert_tokens_to_ids("<|media_end|>"),
+        tie_word_embeddings=False,
+    )
+    _save(Kimi_K25ForConditionalGeneration(config), made, folder)
+    images, videos = Kimi_K25ImageProcessor(patch_size=4), Kimi_K25VideoProcessor(patch_size=4)
+    Kimi_K25Processor(images, made, videos, chat_template=made.chat_template).save_pretrained(folder)
+    return folder
+
+
+def _with_names(tokenizer: Qwen2Tokenizer, names: dict[str, str]) -> Qwen2Tokenizer:
+    """The tokenizer with special tokens that processors ask it for by name, as makers save them."""
+    tokenizer._set_model_specific_special_tokens(special_tokens=names)
+    return tokenizer

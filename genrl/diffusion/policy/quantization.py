@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import diffusers
 import torch
 import transformers
@@ -12,6 +10,7 @@ from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 
 from genrl.config import Model
 from genrl.config.memory_rules import missing_components, missing_packages, quantized
+from genrl.runtime.quantization import quantization_config
 
 
 def quantization(model: Model) -> PipelineQuantizationConfig | None:
@@ -34,20 +33,7 @@ def quantization(model: Model) -> PipelineQuantizationConfig | None:
             "model.quantize: nf4 is computed by bitsandbytes, for which diffusers asks for a GPU, and there is none "
             "here; write int8 or fp8"
         )
-    mapping = {name: _configuration(kind, libraries[name], model.dtype) for name, kind in kinds.items()}
+    loaders = {name: transformers if libraries[name] == "transformers" else diffusers for name in kinds}
+    dtype = getattr(torch, model.dtype)
+    mapping = {name: quantization_config(kind, loaders[name], dtype) for name, kind in kinds.items()}
     return PipelineQuantizationConfig(quant_mapping=mapping)
-
-
-def _configuration(kind: str, library: str, dtype: str) -> Any:
-    """Of one component, which diffusers or transformers loads."""
-    loader = transformers if library == "transformers" else diffusers
-    if kind == "nf4":
-        return loader.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=getattr(torch, dtype),
-        )
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
-
-    return loader.TorchAoConfig(Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())

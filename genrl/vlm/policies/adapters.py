@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from genrl.config.vlm import VLMConfig
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from peft import PeftModel
 
 from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
@@ -15,6 +17,7 @@ from genrl.runtime import checkpoint
 from genrl.runtime.weights import put_back, result
 from genrl.vlm.policies.codes import CODEC
 from genrl.vlm.policies.contract import SequencePolicy, members
+from genrl.vlm.policies.loading import loaded
 from genrl.vlm.policies.policy import Policy
 from rewards.given import is_given
 
@@ -62,6 +65,15 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
     return policy
 
 
+def _merged(policy: Policy, adapted: PeftModel, source: str) -> Any:
+    """The model with its adapter merged in; on quantised weights, which would round it, into those of the source."""
+    if getattr(policy, "quantized", False):  # other policies than `Policy` never are
+        with TemporaryDirectory() as place:
+            adapted.save_pretrained(place)
+            adapted = PeftModel.from_pretrained(loaded(source, policy.dtype).model, place)
+    return adapted.merge_and_unload()
+
+
 def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) -> Path:
     """Write `out`: the whole model with its processor, or the adapter of a LoRA (full: merged into the model).
 
@@ -74,7 +86,7 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
         policy.peft.peft_config["default"].base_model_name_or_path = source
         policy.peft.save_pretrained(str(out))
         return out
-    model = policy.model if policy.peft is None else policy.peft.merge_and_unload()
+    model = policy.model if policy.peft is None else _merged(policy, policy.peft, source)
     model.save_pretrained(out)
     if Path(source).is_dir():
         for file in Path(source).iterdir():

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import transformers
@@ -24,6 +24,8 @@ from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.liger import use_liger
+from genrl.vlm.policies.loading import checked, loaded
 from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
 from genrl.vlm.policies.processor import (
@@ -33,16 +35,11 @@ from genrl.vlm.policies.processor import (
     Tokens,
     check_pixels,
     join_pixels,
-    load_processor,
     placeholder_ids,
     tokenize,
 )
 from genrl.vlm.policies.shards import Body
 from rewards.given import is_given, take
-from rewards.models.checkpoints import pretrained
-
-RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
-"""Settings of models whose logits are not just the output layer of the last hidden state."""
 
 
 def dtype_of(config: VLMConfig) -> torch.dtype:
@@ -96,7 +93,10 @@ class Policy:
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        lora, kind = lora_of(config), config.vlm.quantize
+        made = cls(path, lora=lora, dtype=dtype_of(config), device=device, quantize=kind, seed=config.seed)
+        if config.vlm.kernels == "liger":
+            use_liger(made.model)
         made.prefix_attention = config.vlm.prefix_attention
         made.shares_prompts = not config.distributed.fsdp
         made.pixels = Pixels(config.task.min_pixels, config.task.max_pixels)
@@ -112,19 +112,21 @@ class Policy:
         lora: Lora | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        quantize: str | None = None,
         seed: int = 0,
     ) -> None:
-        """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. seed: of
-        the adapters' initial values."""
-        loaded = take(path) if is_given(path) else _loaded(path, dtype)
-        self.model: Any = loaded.model.requires_grad_(False)
-        self.processor = loaded.processor
+        """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. quantize:
+        as `vlm.quantize`. seed: of the adapters' initial values."""
+        found = take(path) if is_given(path) else loaded(path, dtype, quantize)
+        self.model: Any = found.model.requires_grad_(False)
+        self.processor = found.processor
         self.tokenizer: Any = self.processor.tokenizer
         config = checked(self.model.config, path)
         self.room: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.sampler: Any = None
         """A `engines.vllm.Sampler` that samples in place of this model; None: transformers' generate on it."""
+        self.quantized = quantize is not None
         self.peft: PeftModel | None = None
         if lora is None:
             self.model.requires_grad_(True)
@@ -251,6 +253,7 @@ class Policy:
     def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
         """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
+        cache.activate_past_recording()  # layers with a window (Gemma 3) keep what lies before it: it may be cropped
         found = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
         return found.past_key_values, found.last_hidden_state[:, -1]
 
@@ -353,42 +356,6 @@ class Policy:
             with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
                 found = self.body(**new, past_key_values=kept, use_cache=True)
         return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
-
-
-class Loaded(NamedTuple):
-    """A model of transformers and its processor."""
-
-    model: Any
-    processor: Any
-
-
-def _loaded(path: str, dtype: torch.dtype) -> Loaded:
-    """Those of a hub id or folder. Raises ValueError where it is no checkpoint that `Policy` can train."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
-    processor = load_processor(path, checked(config, path).model_type)
-    try:
-        architecture = transformers.AutoModelForImageTextToText
-        return Loaded(pretrained(architecture, path, types=(), reward="policy", dtype=dtype), processor)
-    except OSError as error:
-        raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
-
-
-def checked(config: Any, path: str) -> Any:
-    """The configuration of a checkpoint. Raises ValueError unless it is a model that `Policy` can train."""
-    kind = config.model_type
-    if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise ValueError(
-            f"{path!r} is a {kind!r} model, which transformers' AutoModelForImageTextToText does not load: take a "
-            "vision-language model, such as a Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
-        )
-    text = config.get_text_config()
-    rescaled = [name for name in RESCALED if getattr(text, name, None) not in (None, 1, 1.0)]
-    if rescaled:
-        raise ValueError(f"{path!r} ({kind}) rescales its logits ({rescaled[0]}), which the log-probabilities do not")
-    return config
 
 
 def _stop_ids(model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:

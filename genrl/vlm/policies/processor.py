@@ -21,9 +21,11 @@ from transformers.processing_utils import ProcessorMixin
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PLACEHOLDERS = tuple(
     "image_token video_token vision_start_token vision_end_token fake_image_token global_image_token global_image_tag "
-    "boi_token eoi_token audio_token".split()
+    "boi_token eoi_token audio_token image_start_token image_end_token video_start_token video_end_token "
+    "start_image_token end_image_token image_break_token".split()
 )
-"""Tokens of a processor that stand for, or around, what is not text; configurations have them as `<name>_id`."""
+"""Tokens of a processor or tokenizer that stand for, or around, what is not text; configurations have them as
+`<name>_id`."""
 
 _Mixin: Any = ProcessorMixin  # its signatures are typed in part only
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
@@ -145,9 +147,9 @@ def placeholder_ids(config: Any, processor: Any) -> list[int]:
 
 
 def placeholder_tokens(processor: Any) -> list[str]:
-    """The same as text, as far as the processor names them."""
-    named = [getattr(processor, name, None) for name in PLACEHOLDERS]
-    return [token for token in named if isinstance(token, str)]
+    """The same as text, as far as the processor or its tokenizer names them (Gemma's: what an image becomes)."""
+    named = [getattr(held, name, None) for held in (processor, processor.tokenizer) for name in PLACEHOLDERS]
+    return list(dict.fromkeys(token for token in named if isinstance(token, str)))
 
 
 def open_image(source: Image.Image | Path, where: str) -> Image.Image:

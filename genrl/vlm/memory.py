@@ -1,0 +1,180 @@
+"""What one process of a run holds at its peak, part by part, from a model's config.json: it is built without weights.
+
+All is arithmetic but for what a layer of the decoder keeps for the backward pass, which was measured (`KEPT`). Not in
+it: activations of the vision tower, and what the libraries and the allocator take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from genrl.config.memory_estimate import BITS, LARGEST_COPY
+from genrl.config.optimizers import state_bytes
+from genrl.config.vlm import VLMConfig, VLMLoRA
+from genrl.vlm.policies.adapters import ATTENTION
+from genrl.vlm.policies.loading import checked
+from genrl.vlm.policies.log_probs import LOGITS
+
+QUESTION = 1024
+"""Tokens that a question is taken to have, its picture included."""
+KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (14.4, 3.0, 2.0)
+"""Numbers kept per token and layer, in units of its width, the width inside its MLP, and that of its keys. Measured on
+Qwen2's layers in bfloat16 with flash attention, four combinations of widths, rank 16 on the attention."""
+RECOMPUTED = 1.0  # of its width, where layers are computed again
+
+Parts = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model. linear: weights that can be held in fewer bits, rows: their output features; outside: what is in no
+    layer of the decoder; layer: the largest of its layers; keys: width of a layer's keys; adapted: input and output
+    features of the layers with adapters, which a rank multiplies."""
+
+    numbers: int
+    linear: int
+    rows: int
+    outside: int
+    layer: int
+    layers: int
+    width: int
+    inner: int
+    keys: int
+    adapted: int
+
+
+def sizes(path: str, config: VLMConfig) -> Sizes:
+    """Of the model whose config.json is in a folder, or of a hub id's in the cache. Raises as `loading.checked`."""
+    found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    text = checked(found, path).get_text_config()
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(found)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers = [layer for group in decoder.children() if isinstance(group, nn.ModuleList) for layer in group]
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    targets = (config.vlm.lora or VLMLoRA()).targets or ATTENTION
+    named = [m for n, m in decoder.named_modules() if isinstance(m, nn.Linear) and n.rsplit(".", 1)[-1] in targets]
+    numbers = sum(p.numel() for p in model.parameters())
+    heads = text.num_attention_heads
+    return Sizes(
+        numbers=numbers,
+        linear=sum(m.weight.numel() for m in linear),
+        rows=sum(m.out_features for m in linear),
+        outside=numbers - sum(p.numel() for layer in layers for p in layer.parameters()),
+        layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+        layers=len(layers),
+        width=text.hidden_size,
+        inner=text.intermediate_size,
+        keys=(getattr(text, "num_key_value_heads", None) or heads)
+        * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+        adapted=sum(m.in_features + m.out_features for m in named),
+    )
+
+
+def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
+    """(what, bytes) of one of so many processes, largest parts first; their sum is the peak on the device."""
+    held, shares = _bytes(config), processes if config.distributed.fsdp else 1
+    weights, trained = _weights(config, size), size.numbers
+    resting: Parts = []
+    if config.vlm.lora is not None:
+        trained = config.vlm.lora.rank * size.adapted
+        resting += [("frozen weights", weights // shares), ("adapters", 4 * trained)]
+    elif config.distributed.fsdp:
+        resting.append(("float32 shares of the weights", 4 * trained // shares))
+    else:
+        resting += [
+            ("weights", weights),
+            ("float32 copies of the weights", 4 * trained if config.rounds_weights else 0),
+        ]
+    own = trained if config.vlm.lora is not None else trained // shares
+    state = state_bytes(config.optimizer)
+    resting.append((f"optimiser state ({config.optimizer.name})", round(own * state)))
+    if config.vlm.lora is not None or (shares == 1 and trained <= LARGEST_COPY):
+        resting.append(("copy to undo an iteration", round(own * (4 + state))))
+    if config.vlm.lora is None and config.trainer.reference:
+        resting.append(("reference", weights // shares))
+    updating = [
+        ("gradients", own * (held if config.rounds_weights and shares == 1 else 4)),
+        *_update(config, size, processes),
+    ]
+    if shares > 1:
+        updating.append(("weights gathered in updates", _gathered(config, size)))
+    answering = _answers(config, size, processes) + (weights if shares > 1 else 0)
+    more = max(0, answering - sum(part for _, part in updating))
+    parts = [*resting, *updating, ("answering, beyond what updates need", more)]
+    return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+
+
+def ways(config: VLMConfig) -> Iterator[tuple[str, VLMConfig, int]]:
+    """(name, the run in this way, processes): all weights, in shards, adapters, adapters on fewer bits; in bfloat16."""
+    adapted: dict[str, Any] = {"lora": config.vlm.lora or VLMLoRA()}
+    known: list[tuple[str, dict[str, Any], int]] = [
+        ("all weights", {}, 1),
+        *((f"all weights, {count} processes with fsdp", {}, count) for count in (2, 4, 8)),
+        ("LoRA", adapted, 1),
+        ("LoRA, 8 processes with fsdp", adapted, 8),
+        ("LoRA, int8", {**adapted, "quantize": "int8"}, 1),
+        ("LoRA, nf4 (QLoRA)", {**adapted, "quantize": "nf4"}, 1),
+    ]
+    for name, changes, processes in known:
+        vlm = config.vlm.model_copy(update={"lora": None, "quantize": None, "dtype": "bfloat16", **changes})
+        shards = config.distributed.model_copy(update={"fsdp": processes > 1})
+        yield name, config.model_copy(update={"vlm": vlm, "distributed": shards}), processes
+
+
+def _bytes(config: VLMConfig) -> int:
+    return 4 if config.vlm.dtype == "float32" else 2
+
+
+def _weights(config: VLMConfig, size: Sizes) -> int:
+    """Of the model as a pass reads it."""
+    held, kind = _bytes(config), config.vlm.quantize
+    if kind is None:
+        return held * size.numbers
+    scales = 0 if kind == "nf4" else held * size.rows
+    return round(size.linear * BITS[kind] / 8) + scales + held * (size.numbers - size.linear)
+
+
+def _gathered(config: VLMConfig, size: Sizes) -> int:
+    """Of a model in shards in an update: what is in no layer, and two layers; of all weights their gradients too, which
+    are summed in float32."""
+    held = _bytes(config)
+    if config.vlm.lora is not None:
+        return held * (size.outside + 2 * size.layer)
+    return (2 * held + 4) * size.outside + 2 * held * 2 * size.layer
+
+
+def _update(config: VLMConfig, size: Sizes, processes: int) -> Parts:
+    """Kept for the backward pass of a micro-batch; logits of a part of its tokens, their softmax and gradient."""
+    generation, vlm = config.generation, config.vlm
+    again = vlm.gradient_checkpointing
+    answers = config.trainer.rows_per_pass or _rows(config, processes)
+    prompts = answers if again or config.distributed.fsdp else math.ceil(answers / generation.group_size)
+    tokens = prompts * QUESTION + answers * generation.max_new_tokens
+    of_width, of_inner, of_keys = KEPT if vlm.lora is None else KEPT_WITH_LORA
+    layer = of_width * size.width + of_inner * size.inner + of_keys * size.keys
+    numbers = size.layers * RECOMPUTED * size.width + layer if again else size.layers * layer
+    parts = [("activations of one micro-batch (rough)", round(tokens * numbers * _bytes(config)))]
+    if vlm.quantize in ("int8", "fp8"):  # torchao unpacks a weight, and the graph keeps that copy
+        layers = 1 if again else size.layers
+        parts.append(("unpacked weights, for the backward pass", layers * size.layer * _bytes(config)))
+    return [*parts, ("logits", 3 * 4 * LOGITS)]
+
+
+def _rows(config: VLMConfig, processes: int) -> int:
+    """Answers of one process in an iteration."""
+    return math.ceil(config.generation.prompts_per_iteration / processes) * config.generation.group_size
+
+
+def _answers(config: VLMConfig, size: Sizes, processes: int) -> int:
+    """Keys and values while a process answers."""
+    generation, every = config.generation, _rows(config, processes)
+    rows = min(every, generation.batch_size or every)
+    return 2 * size.layers * size.keys * rows * (QUESTION + generation.max_new_tokens) * _bytes(config)
