@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from genrl.config.method import Kind, Method, built_in, outside
+from genrl.config.method import Kind, Method, built_in, class_of
 from genrl.config.section import Flag
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ class VLMMethod(Method):
         """Most rounds of sampling in an iteration, while the filter leaves too few groups."""
         return 1
 
+    @property
+    def taught(self) -> str | None:
+        """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
+        return None
+
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
         return None
@@ -102,8 +107,18 @@ def default_method() -> VLMMethod:
 
 
 def completed(written: Any) -> Any:
-    """A configuration as it is written, with the name of its method and what that leaves out. Without `algorithm` the
-    method is the one that `preset` names, or that of the run's kind."""
+    """A configuration as it is written, with the names of its method and of its stages', and what they leave out.
+    Without `algorithm` a method is the one that `preset` names, or that of the run's kind."""
+    found = _completed(written)
+    stages = found.get("stages") if isinstance(found, Mapping) else None
+    if not isinstance(stages, list | tuple):
+        return found
+    own = [_completed(one) if isinstance(one, Mapping) and one.get("trainer") is not None else one for one in stages]
+    return {**found, "stages": own}
+
+
+def _completed(written: Any) -> Any:
+    """A section with a section `trainer`: a configuration, or a stage."""
     if not isinstance(written, Mapping):
         return written
     trainer = {} if written.get("trainer") is None else written["trainer"]
@@ -115,9 +130,8 @@ def completed(written: Any) -> Any:
         usual = QUESTIONS if written.get("environment") is None else EPISODES
         rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
         trainer = {"algorithm": preset if named else usual, **rest}
-    name = trainer["algorithm"]
     try:
-        method = known[name] if name in known else outside(name, "vlm")
+        method = class_of(trainer["algorithm"], "vlm")
     except (TypeError, ValueError):  # told where it is validated
         return {**written, "trainer": trainer}
     return {**written, "trainer": cast(type[VLMMethod], method).completed(trainer)}
