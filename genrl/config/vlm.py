@@ -59,6 +59,11 @@ class VLM(Section):
     """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
     more training time, and prompts are computed once for each answer."""
 
+    packing: Flag = False
+    """Put the prompts and answers of a pass one after the other in one row, without padding, each attending to itself
+    alone: the log-probabilities of training (docs/sft.md says which models can). Prompts are computed once for each
+    answer."""
+
     @property
     def makes(self) -> str | None:
         """What it is known to answer that is no text about a picture; None = that, or what an outside policy does."""

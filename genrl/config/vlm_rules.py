@@ -81,6 +81,11 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         if config.vlm.prefix_attention is not None:
             text = "blocks that are computed again share no prompts; write null, or false"
             yield ("vlm.prefix_attention", "vlm.gradient_checkpointing"), text
+    if config.vlm.packing:
+        if makes:
+            yield ("vlm.packing", "vlm.output"), f"{makes} is computed with padding; write false"
+        if config.vlm.prefix_attention is not None:
+            yield ("vlm.packing", "vlm.prefix_attention"), "packed answers share no prompts; write one of them"
     if makes and config.vlm.prefix_attention is not None:
         yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
     if makes and config.environment is not None:

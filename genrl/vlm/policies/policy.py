@@ -25,6 +25,7 @@ from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import completion_log_probs
+from genrl.vlm.policies.packing import check_packing, packed_states
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
 from genrl.vlm.policies.processor import (
     PER_TOKEN,
@@ -99,6 +100,9 @@ class Policy:
         made.shares_prompts = not config.distributed.fsdp
         if config.vlm.gradient_checkpointing:
             made.checkpoint_blocks()
+        if config.vlm.packing:
+            check_packing(made)
+            made.packing = True
         return made
 
     def __init__(
@@ -139,6 +143,8 @@ class Policy:
         self.shares_prompts = True
         """Whether a prompt may be computed once for all its answers. A block that is computed again would add to their
         cache twice, and one in shards has gone when the gradients of the cache come."""
+        self.packing = False
+        """Whether `log_probs` puts prompts and answers one after the other in one row, without padding."""
         self.checkpointed: list[torch.nn.Module] = []
         """Blocks whose activations are computed again in the backward pass."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
@@ -261,6 +267,7 @@ class Policy:
     ) -> Replay:
         """Of completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
 
+        With `packing` there is no padding, and every row has a copy of its prompt. Otherwise
         share_prefix: each prompt and its images are computed once for all its rows, which attend to its keys and
         values; otherwise once per row. The same numbers within rounding, in value and gradient.
         temperature: that of sampling. Logits exist for a part of the tokens at a time (`log_probs.py`).
@@ -273,7 +280,11 @@ class Policy:
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         # what stands after an answer's end is scored by nobody; a placeholder there would ask for an image
         tokens = torch.where(mask.bool(), tokens, self.pad_id)
-        if share_prefix and self.shares_prompts:
+        if self.packing:
+            with self._recomputed():
+                hidden, positions = packed_states(self, rows, tokens, mask)
+            images = len(rows)
+        elif share_prefix and self.shares_prompts:
             hidden, positions, images = self._shared(prompts, rows, tokens, group)
         else:
             inputs = self.inputs(rows, tokens[:, :-1])
