@@ -11,7 +11,7 @@ from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
 from genrl.runtime.replay import replay
-from genrl.vlm.methods.sft.train import recorded, update
+from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
 from genrl.vlm.rollout.targets import target_of, tell
 from genrl.vlm.tasks.rows import Row
@@ -33,7 +33,7 @@ def step(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[float, dict[str, Te
         return {"policy": 0.0}
 
     monkeypatch.setattr(run.loop, "step", watched)
-    return update(run, run.settings, list(range(8)))["loss"], seen
+    return sft.update(run, run.settings, list(range(8)))["loss"], seen
 
 
 def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -107,10 +107,10 @@ def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
         assert not run.loop.optimizer.state and run.config.trainer.preset == "grpo"
 
 
-@pytest.mark.parametrize("ema", [None, {"decay": 0.5}])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, ema: Any) -> None:
-    """Stopped after the second iteration, which ends a stage."""
-    changes = {"ema": ema, "trainer": {"preset": "grpo"}}
+@pytest.mark.parametrize(("ema", "keep"), [(None, 9), ({"decay": 0.5}, 3)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, ema: Any, keep: int) -> None:
+    """Gone on from the second of the checkpoints that are there: after two iterations, where a stage ends, or three."""
+    changes = {"ema": ema, "checkpoint": {"keep": keep}}
     same_when_resumed(staged(tmp_path / "a", **changes), staged(tmp_path / "b", **changes), tmp_path)
 
 
@@ -126,9 +126,7 @@ def test_epochs_are_passes_over_all_questions(tmp_path: Path) -> None:
 
         run.questions.__class__.__getitem__ = noted
         try:
-            from genrl.vlm.methods.sft.train import train as method
-
-            method(run, run.settings)
+            sft.train(run, run.settings)
         finally:
             run.questions.__class__.__getitem__ = questions
         assert run.loop.optimizer_steps == 6, "of 8, 8 and 4 questions"
@@ -170,20 +168,18 @@ def test_two_processes_with_shards_do_what_one_does(tmp_path: Path, lora: Any) -
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-4), key
 
 
-def test_a_loss_that_is_not_finite_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
     place = staged(tmp_path)
     with vlm_runs.opened(place) as run:
         run.enter()
         told = tell(run.policy, [run.questions[0]], TARGET)
         run.process.run.config.write_text((tmp_path / "tiny.yaml").read_text(encoding="utf-8"), encoding="utf-8")
         next(iter(run.policy.parameters)).data.fill_(torch.nan)
-        from genrl.vlm.methods.sft.train import loss
-
-        given = recorded(told, torch.tensor([0]), int(told.mask.sum()))
-        run.loop.backward(run.settings, loss(run.settings, run.policy, given), given)
+        given = sft.recorded(told, torch.tensor([0]), int(told.mask.sum()))
+        run.loop.backward(run.settings, sft.loss(run.settings, run.policy, given), given)
         with pytest.raises(RuntimeError):
             run.loop.step(["policy"])
-        (dump,) = run.process.run.dumps.iterdir()
+        (dump,) = (file.parent for file in run.process.run.dumps.rglob("dump.json"))
     found = replay(dump, run.process.run.folder)
     assert not found.tensors["loss"].isfinite()
 
