@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 QUESTIONS, EPISODES = "answers", "episodes"
 """The methods of runs that name none: with questions, with an environment."""
+
+PLACE = re.compile(r"{(\w+)}")
+"""Of a column in a text."""
 
 Row = tuple[str, str, str]
 """What there is of in an iteration, how many, and a remark."""
@@ -99,6 +103,11 @@ class VLMMethod(Method):
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its section as it is written, with what is left out because another key implies it."""
         return written
+
+
+def columns_of(target: str) -> list[str]:
+    """The columns of an answer that is taught (`VLMMethod.taught`)."""
+    return PLACE.findall(target) if "{" in target else [target]
 
 
 def default_method() -> VLMMethod:

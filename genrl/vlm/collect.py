@@ -122,7 +122,7 @@ def _asked(row: Row, out: Path, number: int) -> dict[str, Any]:
     first = parts[: len(pictures)] == tuple(pictures) and len(parts) == len(pictures) + 1
     text = parts[-1] if first else "".join(part if isinstance(part, str) else PLACE for part in parts)
     plain = {name: value for name, value in row.columns.items() if _is_json(value)}
-    return {**plain, "prompt": text, **({"image": files} if files else {})}
+    return {**plain, "prompt": text, **({"image": files[0] if len(files) == 1 else files} if files else {})}
 
 
 def _is_json(value: Any) -> bool:

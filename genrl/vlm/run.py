@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from genrl.config.vlm import Stage, VLMConfig
+from genrl.config.vlm_method import columns_of
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
@@ -271,19 +272,22 @@ class AnswersRun:
         whole: VLMConfig = self.loop.config
         if whole.ema is not None:
             self.weights_changed()
-        row = self._target_loss(whole)
+        row = self._target_loss(whole, iteration)
         if whole.rewards:
             row |= self._judged(whole, iteration)
         if whole.ema is not None:  # the caller puts the trained ones back
             self.weights_changed()
         return row
 
-    def _target_loss(self, whole: VLMConfig) -> dict[str, float]:
-        """The loss on the held-out questions' answers, where a stage teaches them."""
-        target = next((part.trainer.taught for part in whole.parts if part.trainer.taught is not None), None)
-        if target is None:
-            return {}
+    def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
+        """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
+        any; empty without one, and where these questions lack its columns."""
+        number, taught = whole.at(max(0, iteration - 1))[0], [part.trainer.taught for part in whole.parts]
+        known = [target for target in (*reversed(taught[: number + 1]), *taught) if target is not None]
         questions = self._held_out(whole)
+        if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():
+            return {}
+        target = known[0]
         mine = share_of(self.process, len(questions))
         self.loop.phase("evaluating", len(mine))
         with gathered(self.policy):

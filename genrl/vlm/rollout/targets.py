@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from genrl.config.vlm_method import PLACE
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import answer_ids
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.tasks.rows import Row
 
-PLACE = re.compile(r"{(\w+)}")
 TOGETHER = 16
 """Questions of an evaluation in one pass."""
 

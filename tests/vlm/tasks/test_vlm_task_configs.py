@@ -22,6 +22,8 @@ FILES = {
     "k_frames": [],
     "stable_reinforce": ["generation.prompts_per_iteration=16"],
     "spine": [],
+    "sft": [],
+    "time_master_sft": ["stages.0.iterations=1", "stages.1.iterations=1"],
     "lmm_r1": ["stages=[{iterations: 1, task: {name: sums}}, {iterations: 1}]"],
     "med_vl_thinker": ["task.rows=24"],
     "reg_grpo_augmented": [],

@@ -19,7 +19,8 @@ class SFT(VLMMethod):
     title: ClassVar[str] = "Supervised fine-tuning of vision-language models"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "eval/loss": MetricDoc(
-            "mean negative log-probability of the tokens of the held-out questions' answers",
+            "mean negative log-probability of the tokens of the held-out questions' answers, where these have the "
+            "columns of `trainer.target`; in a run in stages those of the last stage of sft so far",
             "Rises while `loss` falls: the answers are learnt by heart; fewer epochs, more data.",
             "nats",
         ),
