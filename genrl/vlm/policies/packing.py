@@ -1,9 +1,9 @@
 """Prompts with their answers one after the other in one row, without padding.
 
 Every sequence has positions of its own, which begin at 0 again. Where a model is given positions and no attention mask,
-transformers takes a position that does not follow the one before for the beginning of a sequence, and lets tokens attend
-to their own sequence alone (`masking_utils.find_packed_sequence_indices`). Models with M-RoPE read that from a fourth
-row of positions, those of the text, before time, height and width.
+transformers begins a new sequence at each position that does not follow the one before, and lets tokens attend to their
+own sequence alone (`masking_utils.find_packed_sequence_indices`). Models with M-RoPE read that from a fourth row of
+positions, those of the text, before time, height and width.
 """
 
 from __future__ import annotations

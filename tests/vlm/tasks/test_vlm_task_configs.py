@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from genrl.config import VLMConfig, load
 from genrl.vlm.train import train
@@ -22,13 +24,15 @@ FILES = {
     "k_frames": [],
     "stable_reinforce": ["generation.prompts_per_iteration=16"],
     "spine": [],
-    "sft": [],
-    "time_master_sft": ["stages.0.iterations=1", "stages.1.iterations=1"],
     "lmm_r1": ["stages=[{iterations: 1, task: {name: sums}}, {iterations: 1}]"],
     "med_vl_thinker": ["task.rows=24"],
     "reg_grpo_augmented": [],
     "syn_grpo": ["synthesis.num_inference_steps=2"],
 }
+
+
+STAGED = ("time_master_sft", "patho_r1", "k_frames_sft", "med_vl_thinker_sft", "conan_cold_start")
+"""With stages of supervised fine-tuning."""
 
 
 @pytest.mark.slow
@@ -45,3 +49,20 @@ def test_a_configuration_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert all(value is not None for value in row.values())
     if name == "syn_grpo":
         assert "synthesis/drawn" in found[2] and found[2]["updates"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGED)
+def test_all_stages_of_a_configuration_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file = ROOT / "configs" / "vlm" / f"{name}.yaml"
+    stages = [stage | {"iterations": 1} for stage in yaml.safe_load(file.read_text(encoding="utf-8"))["stages"]]
+    short = [f"stages={json.dumps(stages)}", f"iterations={len(stages)}", "task.rows=128", f"output={tmp_path / 'run'}"]
+    config = load(file, [*SMALL[:-2], *short, "evaluation.blind=false"])
+    assert isinstance(config, VLMConfig)
+    train(config)
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == list(range(len(stages) + 1))
+    taught = [stage.get("trainer", {}).get("algorithm") == "sft" for stage in stages]
+    assert ["target/tokens_mean" in row for row in found[1:]] == taught
+    assert all("eval/loss" in row and "eval/accuracy_mean" in row for row in found)
