@@ -84,9 +84,10 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
-    for name, known in columns if config.trainer.taught is not None else ():
-        missing = [column for column in columns_of(config.trainer.taught) if column not in known and name == "name"]
-        if missing:  # data may have its answers in messages
+    wanted = [] if config.trainer.taught is None else columns_of(config.trainer.taught)
+    for name, known in columns:
+        missing = [column for column in wanted if column not in known]
+        if missing and name == "name":  # data may have its answers in messages
             asks = f"trainer.target asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
             yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
     for name, known in columns if config.augmentation is not None else ():

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from genrl.config import VLMConfig, load
 from genrl.vlm.train import train
@@ -56,13 +55,13 @@ def test_a_configuration_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_stages_of_a_configuration_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     file = ROOT / "configs" / "vlm" / f"{name}.yaml"
-    stages = [stage | {"iterations": 1} for stage in yaml.safe_load(file.read_text(encoding="utf-8"))["stages"]]
+    stages = [stage.model_dump(mode="json", exclude_unset=True) | {"iterations": 1} for stage in load(file).stages]
     short = [f"stages={json.dumps(stages)}", f"iterations={len(stages)}", "task.rows=128", f"output={tmp_path / 'run'}"]
     config = load(file, [*SMALL[:-2], *short, "evaluation.blind=false"])
     assert isinstance(config, VLMConfig)
     train(config)
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == list(range(len(stages) + 1))
-    taught = [stage.get("trainer", {}).get("algorithm") == "sft" for stage in stages]
+    taught = [part.trainer.algorithm == "sft" for part in config.parts]
     assert ["target/tokens_mean" in row for row in found[1:]] == taught
     assert all("eval/loss" in row and "eval/accuracy_mean" in row for row in found)
