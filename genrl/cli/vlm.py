@@ -29,17 +29,28 @@ def summary(config: VLMConfig) -> list[RenderableType]:
         from genrl.vlm.environments.opening import open_environment
 
         open_environment(config.environment).close()
-    method, table = config.trainer, Table(title="one iteration", show_header=False)
-    for row in method.iteration(config):
-        table.add_row(*map(safe, row))
-    asked = "episodes" if method.acts else "questions"
-    add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
+    found: list[RenderableType] = []
+    for number, part in enumerate(config.parts, 1):
+        named = f" of stage {number}, {part.trainer.name}" if config.stages else ""
+        table = Table(title=safe(f"one iteration{named}"), show_header=False)
+        for row in part.trainer.iteration(part):
+            table.add_row(*map(safe, row))
+        if number == len(config.parts):
+            asked = "episodes" if part.trainer.acts else "questions"
+            add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
+        found += [table, *_functions(part)]
+    return found
+
+
+def _functions(config: VLMConfig) -> list[RenderableType]:
+    """What the method is made of, where it is made of named functions."""
+    method = config.trainer
     functions = Table(title=f"the method ({safe(method.name)})", title_justify="left", show_header=False)
     recipe = method.recipe(config)
     for name, value in vars(recipe).items() if recipe is not None else ():
         if value not in ((), None, False, ""):
             functions.add_row(name, safe(_choice(value)))
-    return [table, functions] if functions.row_count else [table]
+    return [functions] if functions.row_count else []
 
 
 def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:

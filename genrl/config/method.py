@@ -83,6 +83,16 @@ class Code(NamedTuple):
     module: ModuleType
 
 
+def methods_of(config: Any) -> list[Method]:
+    """The settings of the methods of a run: one, or of each of its stages."""
+    return [part.trainer for part in getattr(config, "parts", (config,))]
+
+
+def class_of(name: str, kind: Kind) -> type[Method]:
+    """The settings class of this name, built in or from outside. Raises ValueError as `find_method`."""
+    return built_in(kind).get(name) or outside(name, kind)
+
+
 def module_of(settings: Method) -> ModuleType:
     """Import the module that a method's functions are in."""
     return beside(sys.modules[type(settings).__module__], "train")

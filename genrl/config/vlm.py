@@ -6,6 +6,7 @@ As in `schema`, the text under each field is its description. The section `train
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -63,6 +64,11 @@ class VLM(Section):
     gradient_checkpointing: Flag = False
     """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
     more training time, and prompts are computed once for each answer."""
+
+    packing: Flag = False
+    """Put the prompts and answers of a pass one after the other in one row, without padding, each attending to itself
+    alone: the log-probabilities of training (docs/sft.md says which models can). Prompts are computed once for each
+    answer."""
 
     @property
     def makes(self) -> str | None:
@@ -215,6 +221,17 @@ class VLMEvaluation(Section):
     """End training when a held-out figure falls; null = never."""
 
 
+class StageOptimizer(Section):
+    """The learning rate of a stage, over its own iterations; the other keys are those of the run's optimizer."""
+
+    lr: Positive = 1e-6
+    """Learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to 0 at the end of the stage."""
+    warmup_steps: Whole = 0
+    """Optimiser steps in which the learning rate rises from 0."""
+
+
 class Stage(Section):
     """A part of a run with questions or a method of its own."""
 
@@ -222,8 +239,12 @@ class Stage(Section):
     """How many of the run's iterations."""
     task: Task | None = None
     """Its training questions; null = those of the run. The evaluation uses those of the run."""
+    trainer: Trainer | None = None
+    """Its method with all its keys, in place of the run's `trainer`; null = that of the run."""
     preset: Text | None = None
     """Its method, in place of `trainer.preset`; null = that of the run. The other keys of `trainer` stay."""
+    optimizer: StageOptimizer | None = None
+    """Its learning rate; the optimiser then begins anew. null = optimiser and schedule of the run go on."""
 
 
 class Augmentation(Section):
@@ -316,7 +337,12 @@ class VLMConfig(Section):
             last += stage.iterations
             if iteration < last or number == len(self.stages) - 1:
                 preset = {} if stage.preset is None else {"preset": stage.preset}
-                own = {"task": stage.task or self.task, "trainer": self.trainer.model_copy(update=preset)}
+                rate = {} if stage.optimizer is None else dict(stage.optimizer)
+                own = {
+                    "task": stage.task or self.task,
+                    "trainer": stage.trainer or self.trainer.model_copy(update=preset),
+                    "optimizer": self.optimizer.model_copy(update=rate),
+                }
                 return number, self.model_copy(update=own)
         return 0, self
 
@@ -331,10 +357,14 @@ class VLMConfig(Section):
         return self.distributed.fsdp and self.vlm.lora is None
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """Numbers of iterations after which a stage is over; without stages, none."""
+        return tuple(accumulate(stage.iterations for stage in self.stages))
+
+    @property
     def parts(self) -> list[VLMConfig]:
         """The run as each of its stages has it; without stages, itself."""
-        starts = [sum(stage.iterations for stage in self.stages[:k]) for k in range(max(1, len(self.stages)))]
-        return [self.at(start)[1] for start in starts]
+        return [self.at(start)[1] for start in (0, *self.ends[:-1])]
 
     @model_validator(mode="before")
     @classmethod

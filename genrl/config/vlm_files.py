@@ -14,6 +14,7 @@ from genrl.config.folders import looks_local
 from genrl.config.memory_rules import missing_package
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, Task, VLMConfig
+from genrl.config.vlm_method import columns_of
 from genrl.config.vlm_names import FORMATS, OUTPUTS, TASKS
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
@@ -50,7 +51,9 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     yield from _task(config, notes)
     for number, stage in enumerate(config.stages):
         if stage.task is not None:
-            part = config.model_copy(update={"task": stage.task, "stages": ()})
+            part = config.parts[number].model_copy(update={"stages": ()})
+            if part.trainer.taught is not None:  # its answers are given, no reward sees them
+                part = part.model_copy(update={"rewards": ()})
             yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")
     if config.synthesis is not None:
         yield from _synthesis(config.synthesis)
@@ -100,6 +103,12 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         if column not in known and name in ("name", "train"):
             asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
             yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest(str(column), known)}"
+    wanted = [] if config.trainer.taught is None else columns_of(config.trainer.taught)
+    for name, known in columns:
+        missing = [column for column in wanted if column not in known]
+        if missing and name == "name":  # data may have its answers in messages
+            asks = f"trainer.target asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
+            yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
     for name, known in columns if config.augmentation is not None else ():
         if "answer" not in known:
             asks = "augmentation tells hard questions their answer, from the column answer"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from genrl.config.method import Kind, Method, built_in, outside
+from genrl.config.method import Kind, Method, built_in, class_of
 from genrl.config.section import Flag
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 QUESTIONS, EPISODES = "answers", "episodes"
 """The methods of runs that name none: with questions, with an environment."""
+
+PLACE = re.compile(r"{(\w+)}")
+"""Of a column in a text."""
 
 Row = tuple[str, str, str]
 """What there is of in an iteration, how many, and a remark."""
@@ -81,6 +85,11 @@ class VLMMethod(Method):
         """Most rounds of sampling in an iteration, while the filter leaves too few groups."""
         return 1
 
+    @property
+    def taught(self) -> str | None:
+        """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
+        return None
+
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
         return None
@@ -106,14 +115,29 @@ class VLMMethod(Method):
         return written
 
 
+def columns_of(target: str) -> list[str]:
+    """The columns of an answer that is taught (`VLMMethod.taught`)."""
+    return PLACE.findall(target) if "{" in target else [target]
+
+
 def default_method() -> VLMMethod:
     """That of a run which names none."""
     return cast(VLMMethod, built_in("vlm")[QUESTIONS](algorithm=QUESTIONS))
 
 
 def completed(written: Any) -> Any:
-    """A configuration as it is written, with the name of its method and what that leaves out. Without `algorithm` the
-    method is the one that `preset` names, or that of the run's kind."""
+    """A configuration as it is written, with the names of its method and of its stages', and what they leave out.
+    Without `algorithm` a method is the one that `preset` names, or that of the run's kind."""
+    found = _completed(written)
+    stages = found.get("stages") if isinstance(found, Mapping) else None
+    if not isinstance(stages, list | tuple):
+        return found
+    own = [_completed(one) if isinstance(one, Mapping) and one.get("trainer") is not None else one for one in stages]
+    return {**found, "stages": own}
+
+
+def _completed(written: Any) -> Any:
+    """A section with a section `trainer`: a configuration, or a stage."""
     if not isinstance(written, Mapping):
         return written
     trainer = {} if written.get("trainer") is None else written["trainer"]
@@ -125,9 +149,8 @@ def completed(written: Any) -> Any:
         usual = QUESTIONS if written.get("environment") is None else EPISODES
         rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
         trainer = {"algorithm": preset if named else usual, **rest}
-    name = trainer["algorithm"]
     try:
-        method = known[name] if name in known else outside(name, "vlm")
+        method = class_of(trainer["algorithm"], "vlm")
     except (TypeError, ValueError):  # told where it is validated
         return {**written, "trainer": trainer}
     return {**written, "trainer": cast(type[VLMMethod], method).completed(trainer)}

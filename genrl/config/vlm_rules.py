@@ -17,7 +17,7 @@ from genrl.config.shared_rules import monitor_problems, shard_problems, stalenes
 from genrl.config.vlm_names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.config.vlm import Stage, VLMConfig
 
 
 def refuse_impossible(config: VLMConfig) -> None:
@@ -32,7 +32,8 @@ def refuse_impossible(config: VLMConfig) -> None:
         *_shards(config),
         *_staleness(config),
     ]
-    found = [*shared, *config.trainer.problems(config), *optimizer_problems(config)]
+    own = [] if config.stages and all(stage.trainer for stage in config.stages) else config.trainer.problems(config)
+    found = [*shared, *own, *optimizer_problems(config)]
     watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
     found += monitor_problems(config, watchable, "held-out figure")
     if found:
@@ -57,7 +58,8 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
-    if not config.rewards:
+    samples = any(part.trainer.taught is None for part in config.parts)
+    if not config.rewards and samples:
         yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
     if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
         yield ("rewards",), "all weights are 0: nothing is trained"
@@ -88,6 +90,11 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         if config.vlm.prefix_attention is not None:
             text = "blocks that are computed again share no prompts; write null, or false"
             yield ("vlm.prefix_attention", "vlm.gradient_checkpointing"), text
+    if config.vlm.packing:
+        if makes:
+            yield ("vlm.packing", "vlm.output"), f"{makes} is computed with padding; write false"
+        if config.vlm.prefix_attention is not None:
+            yield ("vlm.packing", "vlm.prefix_attention"), "packed answers share no prompts; write one of them"
     if makes and config.vlm.prefix_attention is not None:
         yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
     if makes and config.environment is not None:
@@ -144,6 +151,18 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
     if config.distributed.context > 1:
         text = "is for pipelines, by diffusers; transformers divides no context of vision-language models; write 1"
         yield ("distributed.context",), text
+
+
+def _method_of_stage(at: str, stage: Stage, part: VLMConfig) -> Iterator[Finding]:
+    """A stage with a method of its own."""
+    if stage.preset is not None:
+        yield (f"{at}.preset", f"{at}.trainer"), "write it in the stage's trainer"
+    if part.trainer.acts or part.trainer.with_heads:
+        text = "has modules or an environment of its own; start a run from this one's model"
+        yield (f"{at}.trainer.algorithm",), f"{part.trainer.name} {text}"
+        return
+    for keys, text in part.trainer.problems(part):
+        yield tuple(f"{at}.{key}" if key.startswith("trainer") else key for key in keys), text
 
 
 def _shards(config: VLMConfig) -> Iterator[Finding]:
@@ -207,6 +226,8 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
                 yield (f"stages.{number}.preset",), text
             elif stage.preset is not None:
                 yield from (((f"stages.{number}.preset", *keys), text) for keys, text in part.trainer.problems(part))
+            if stage.trainer is not None:
+                yield from _method_of_stage(f"stages.{number}", stage, part)
     for name in ("stages", "augmentation", "synthesis"):
         if getattr(config, name) and (config.environment is not None or config.vlm.makes):
             yield (name,), "is for questions that are answered by text; leave it out"

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from genrl.config import AnyConfig
-from genrl.config.method import code_of
+from genrl.config.method import code_of, methods_of
 from genrl.runtime import checkpoint
 from genrl.runtime.devices import empty_cache
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
@@ -86,7 +86,9 @@ def run(config: AnyConfig, resume: Path | None = None, script: Script | None = N
     """
     check_trackers(config.trackers)
     check_optimizer(config.optimizer)
-    kind, code = kind_of(config), code_of(config.trainer)
+    kind = kind_of(config)
+    for method in methods_of(config):
+        code_of(method)  # told here where one is incomplete
     accelerator = make_accelerator(config.distributed.timeout_s)
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
@@ -102,7 +104,7 @@ def run(config: AnyConfig, resume: Path | None = None, script: Script | None = N
             run.loop.on_iteration = script.on_iteration
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
         run.begin(claimed.found)
-        _train(run, code.train, kind.memory_hint)
+        _train(run, kind.memory_hint)
         run.loop.save()
         if process.is_main:
             run.conclude()
@@ -126,11 +128,17 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
-def _train(run: Any, method: Callable[[Any, Any], None], memory_hint: str) -> None:
+def _train(run: Any, memory_hint: str) -> None:
+    """The run's method, and in a run in stages the next ones'."""
     loop: Loop = run.loop
     while True:
+        first = loop.iteration
         try:
-            return method(run, run.settings)
+            settings = run.settings
+            code_of(settings).train(run, settings)
+            if loop.iteration == first or loop.iteration not in loop.ends or loop.is_complete:
+                return
+            continue
         except Interrupted:
             loop.undo()
             logger.info("the running iteration is done again on resume")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +105,10 @@ class Loop:
     trained: Trained
     retries: bool = False
     after_backward: Callable[[], None] | None = None
+    before_iteration: Callable[[], None] | None = None
+    """Called before each iteration, which it is no part of: a run in stages takes over the next one's settings."""
+    ends: Collection[int] = ()
+    """Numbers of finished iterations after which another method goes on (`iterations`)."""
     on_iteration: Callable[[Loop, Mapping[str, float]], None] | None = None
     """A script's, called after each iteration with what was logged of it."""
     iteration: int = 0
@@ -158,7 +162,8 @@ class Loop:
         return self.iteration >= self.config.iterations or monitor.ended_at(self) is not None
 
     def iterations(self) -> Iterator[int]:
-        """The iterations still to do, 0-based; fewer where the process is asked to end, or the monitor ends the run."""
+        """The iterations still to do of this method, 0-based; fewer where the process is asked to end, or the monitor
+        ends the run."""
         monitor.prepare(self)
         if self.iteration == 0 and not self._evaluated:
             found = self._evaluate()
@@ -173,6 +178,8 @@ class Loop:
             self.unfinished_row = None
             self._outdated = True
         while not self.is_complete and not any_rank(self.process.stop.requested, self.process.accelerator):
+            if self.before_iteration is not None:
+                self.before_iteration()
             self.timings.clear()
             self.started = time.perf_counter()
             self.optimization.iteration = self.iteration
@@ -180,6 +187,20 @@ class Loop:
             self._seed_globals("iteration")
             self._undo = Undo.of(self)
             yield self.iteration
+            if self.iteration in self.ends:
+                return
+
+    def reschedule(self, settings: Optimizer, first: int, iterations: int) -> None:
+        """From here on the learning rate is that of a run of its own, which begins after `first` iterations and has so
+        many. Where it is just beginning, the optimiser forgets what it has averaged; so does a copy in float32 what is
+        too small to show in half precision."""
+        rates = {group["name"]: settings.lr for group in self.optimizer.param_groups}
+        self.schedule = Schedule(settings, rates, iterations, first=first)
+        self.optimization.schedule = self.schedule
+        if self.iteration == first:
+            self.optimizer.state.clear()
+            for group in self.optimizer.param_groups:
+                group["steps"] = 0
 
     def _seed_globals(self, phase: str) -> None:
         """Nothing here draws from the global generators, but a user's reward, simulator or pipeline may: they start

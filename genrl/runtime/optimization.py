@@ -27,13 +27,15 @@ class Schedule:
     """The learning rate of a step: linear warm-up, then constant, linear or cosine to 0.
 
     steps: optimiser steps of the run, where the schedule follows these; None = the warm-up follows the steps of a
-    parameter group, the rest the iterations. rates: of each group before the schedule.
+    parameter group, the rest the iterations. rates: of each group before the schedule. first: the iteration that it
+    begins with.
     """
 
     settings: Optimizer
     rates: Mapping[str, float]
     iterations: int
     steps: int | None = None
+    first: int = 0
 
     def rate(self, group: str, *, group_steps: int, all_steps: int, iteration: int) -> float:
         """Of the (0-based) step."""
@@ -41,7 +43,7 @@ class Schedule:
         if self.steps is not None:
             return scheduled(self.rates[group], settings, all_steps, self.steps)
         warm = min(group_steps, settings.warmup_steps)  # a step of the warm-up, then an iteration
-        step = warm if warm < settings.warmup_steps else warm + iteration
+        step = warm if warm < settings.warmup_steps else warm + iteration - self.first
         return scheduled(self.rates[group], settings, step, settings.warmup_steps + self.iterations)
 
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 
 from genrl.config import AnyConfig, dump
-from genrl.config.method import metrics_of
+from genrl.config.method import methods_of, metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
 from genrl.runtime.devices import default_device, peak_bytes, resident_peak_bytes
@@ -137,7 +137,7 @@ def begin(
         config=config.model_dump(mode="json"),
         resumed_from=claimed.start,
         enabled=accelerator.is_main_process,
-        own=metrics_of(type(config.trainer)),
+        own={name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()},
     )
     stack.callback(log.finish)
     return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context, script is not None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config import load as load_config
-from genrl.config.method import code_of
+from genrl.config.method import class_of, code_of
 from genrl.runtime import checkpoint
 from genrl.runtime.devices import default_device
 from genrl.runtime.frame import kind_of
@@ -77,7 +77,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
     device = default_device()
     opened = kind_of(config).reopen(config, device, dump.step)
     source = _put_weights(opened.weights, dump, source_run)
-    settings = type(config.trainer).model_validate(dump.info["settings"])
+    settings = class_of(dump.info["settings"]["algorithm"], config.kind).model_validate(dump.info["settings"])
     known = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
     batch = opened.batch(dump.info, known)
     given = {name: tensor.to(device) for name, tensor in known.items() if not name.startswith("inputs/")}

@@ -16,7 +16,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from genrl.config.vlm import VLMConfig
+from genrl.config.vlm import Stage, VLMConfig
+from genrl.config.vlm_method import columns_of
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
@@ -38,6 +39,7 @@ from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.passes import leave_out
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, worth
 from genrl.vlm.rollout.synthesis import Synthesis
+from genrl.vlm.rollout.targets import held_out_loss
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
@@ -96,8 +98,9 @@ class AnswersRun:
 
     @property
     def settings(self) -> Any:
-        """Of the method."""
-        return self.config.trainer
+        """Of the method of the stage that the next iteration belongs to."""
+        whole: VLMConfig = self.loop.config
+        return whole.at(self.loop.iteration)[1].trainer
 
     def begin(self, found: Path | None) -> None:
         """Average and stage go into checkpoints."""
@@ -140,6 +143,9 @@ class AnswersRun:
             return
         self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train")
+        if whole.stages and whole.stages[number].optimizer is not None:
+            first = sum(stage.iterations for stage in whole.stages[:number])
+            self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)
         leave_out(config, self.questions, self.policy, self.loop, number)
 
     def draw(self) -> tuple[Answers, dict[str, float]]:
@@ -266,26 +272,51 @@ class AnswersRun:
         whole: VLMConfig = self.loop.config
         if whole.ema is not None:
             self.weights_changed()
+        row = self._target_loss(whole, iteration)
+        if whole.rewards:
+            row |= self._judged(whole, iteration)
+        if whole.ema is not None:  # the caller puts the trained ones back
+            self.weights_changed()
+        return row
+
+    def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
+        """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
+        any; empty without one, and where these questions lack its columns."""
+        number, taught = whole.at(max(0, iteration - 1))[0], [part.trainer.taught for part in whole.parts]
+        known = [target for target in (*reversed(taught[: number + 1]), *taught) if target is not None]
+        questions = self._held_out(whole)
+        if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():
+            return {}
+        target = known[0]
+        mine = share_of(self.process, len(questions))
+        self.loop.phase("evaluating", len(mine))
+        with gathered(self.policy):
+            own = held_out_loss(self.policy, questions, mine, target, self.loop.advance_or_leave)
+        every = gather_object([own])
+        return {"eval/loss": sum(total for total, _ in every) / sum(tokens for _, tokens in every)}
+
+    def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
         found = self._asked(whole, blind=False)
-        assert self.held_out is not None
         row = figures(whole, found)
-        if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self.held_out):
+        if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self._held_out(whole)):
             blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind
             if iteration == 0:
                 warn_blind(self.process, row["eval/accuracy_mean"], blind, "answers are right")
         if self.process.is_main:
             save_answers(self.process, found, self.shown, iteration)
-        if whole.ema is not None:  # the caller puts the trained ones back
-            self.weights_changed()
         return row
 
-    def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
+    def _held_out(self, whole: VLMConfig) -> Questions:
         if self.held_out is None:
             self.held_out = Questions(whole, "eval")
-        self.loop.phase("evaluating", len(self.held_out))
-        mine = share_of(self.process, len(self.held_out))
-        asked, watch = (self.policy, whole, self.opened, self.held_out, mine), self.loop.advance_or_leave
+        return self.held_out
+
+    def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
+        questions = self._held_out(whole)
+        self.loop.phase("evaluating", len(questions))
+        mine = share_of(self.process, len(questions))
+        asked, watch = (self.policy, whole, self.opened, questions, mine), self.loop.advance_or_leave
         self.shown = Shown()
         with gathered(self.policy), nullcontext() if self.server is None else self.server.alone():
             own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
@@ -351,7 +382,14 @@ def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]
 
 def resized(config: VLMConfig, size: int) -> VLMConfig:
     """The configuration with so many rows per pass."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": size})})
+
+    def smaller(part: VLMConfig | Stage) -> Any:
+        own = None if part.trainer is None else part.trainer.model_copy(update={"micro_batch": size})
+        return part.model_copy(update={"trainer": own})
+
+    stages = tuple(smaller(stage) for stage in config.stages)
+    changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
+    return changed
 
 
 def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:

@@ -34,6 +34,7 @@ from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
+from genrl.vlm.rollout.targets import tell
 from genrl.vlm.run import AnswersRun, Headed
 
 MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environment.parallel where there is one"
@@ -48,9 +49,10 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
     """ValueError where questions cannot be shared out to the processes."""
     if config.distributed.fsdp and num_processes == 1:
         raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
-    key, number = config.trainer.shared(config)
-    if number % num_processes:
-        raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
+    for part in config.parts:
+        key, number = part.trainer.shared(part)
+        if number % num_processes:
+            raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
     if config.generation.engine == "vllm" and num_processes > 1:
@@ -62,12 +64,13 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
     the first one does not fit into the model."""
     open_rewards(config)
     questions = Questions(config, "train")
-    if len(questions) < config.generation.prompts_per_iteration:
-        raise ValueError(
-            f"task: {len(questions)} questions, and an iteration needs {config.generation.prompts_per_iteration} "
-            "different ones (generation.prompts_per_iteration)"
-        )
-    policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
+    key, number = config.trainer.shared(config)
+    if len(questions) < number:
+        raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")
+    if config.trainer.taught is None:
+        policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
+    else:
+        tell(policy, [questions[0]], config.trainer.taught)
 
 
 def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
@@ -104,7 +107,9 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     weights = trained_weights(policy, run.heads)
     optimizer = make_optimizer(groups, config.optimizer)
     schedule = Schedule(config.optimizer, rates, config.iterations)
-    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
+    retries = any(part.trainer.fit_batch for part in config.parts)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=retries, before_iteration=run.enter)
+    run.loop.ends = config.ends
     if config.generation.engine == "vllm":
         policy.sampler = open_sampler(config, policy, process.run.folder / "weights")
         optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())

@@ -15,6 +15,7 @@ COMMANDS = [
     "train",
     "resume",
     "sample",
+    "collect",
     "eval",
     "compare",
     "check",

@@ -20,7 +20,8 @@ MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-vlm"
 
 
 def settings(place: Path, **changes: Any) -> dict[str, Any]:
-    """The YAML of a tiny run in `place`; `changes` are sections, merged key by key."""
+    """The YAML of a tiny run in `place`; `changes` are sections, merged key by key; a trainer that names
+    its algorithm stands in place of grpo."""
     tree: dict[str, Any] = {
         "vlm": {"path": str(MODEL)},
         "task": {"name": "shapes"},
@@ -36,7 +37,8 @@ def settings(place: Path, **changes: Any) -> dict[str, Any]:
     }
     for section, change in changes.items():
         old = tree.get(section)
-        tree[section] = {**old, **change} if isinstance(old, dict) and isinstance(change, Mapping) else change
+        merged = isinstance(old, dict) and isinstance(change, Mapping) and "algorithm" not in change
+        tree[section] = {**old, **change} if merged else change
     return {name: section for name, section in tree.items() if section is not None}
 
 

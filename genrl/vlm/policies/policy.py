@@ -27,6 +27,7 @@ from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
 from genrl.vlm.policies.liger import use_liger
 from genrl.vlm.policies.loading import checked, loaded
 from genrl.vlm.policies.log_probs import completion_log_probs
+from genrl.vlm.policies.packing import check_packing, packed_states
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
 from genrl.vlm.policies.processor import (
     PER_TOKEN,
@@ -103,6 +104,9 @@ class Policy:
         check_pixels(made.pixels, made.processor)
         if config.vlm.gradient_checkpointing:
             made.checkpoint_blocks()
+        if config.vlm.packing:
+            check_packing(made)
+            made.packing = True
         return made
 
     def __init__(
@@ -147,6 +151,8 @@ class Policy:
         cache twice, and one in shards has gone when the gradients of the cache come."""
         self.pixels = Pixels()
         """Limits of the size of pictures."""
+        self.packing = False
+        """Whether `log_probs` puts prompts and answers one after the other in one row, without padding."""
         self.checkpointed: list[torch.nn.Module] = []
         """Blocks whose activations are computed again in the backward pass."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
@@ -270,6 +276,7 @@ class Policy:
     ) -> Replay:
         """Of completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
 
+        With `packing` there is no padding, and every row has a copy of its prompt. Otherwise
         share_prefix: each prompt and its images are computed once for all its rows, which attend to its keys and
         values; otherwise once per row. The same numbers within rounding, in value and gradient.
         temperature: that of sampling. Logits exist for a part of the tokens at a time (`log_probs.py`).
@@ -282,7 +289,11 @@ class Policy:
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         # what stands after an answer's end is scored by nobody; a placeholder there would ask for an image
         tokens = torch.where(mask.bool(), tokens, self.pad_id)
-        if share_prefix and self.shares_prompts:
+        if self.packing:
+            with self._recomputed():
+                hidden, positions = packed_states(self, rows, tokens, mask)
+            images = len(rows)
+        elif share_prefix and self.shares_prompts:
             hidden, positions, images = self._shared(prompts, rows, tokens, group)
         else:
             inputs = self.inputs(rows, tokens[:, :-1])

@@ -212,14 +212,8 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str], pixels: P
                 f"{prompt.where}: the text holds {held[0]!r}, which stands for an image: put images in parts"
             )
     pictures = [pixels.fitted(open_image(part, prompt.where)) for part in parts if not isinstance(part, str)]
-    chat: list[dict[str, Any]] = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
-    if prompt.system is not None:
-        chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})
-    # not the class's own: SmolVLM's asks the video half for its defaults
-    text = _Mixin.apply_chat_template(processor, chat, add_generation_prompt=True, tokenize=False)
-    text += prompt.begun
-    begin = processor.tokenizer.bos_token  # many templates write it; those that do not leave it to the tokenizer
-    special = begin is None or not text.startswith(begin)
+    text = _written(prompt, processor)
+    special = _adds_special(text, processor)
     made = processor(
         text=[text],
         images=[pictures] if pictures else None,
@@ -232,6 +226,50 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str], pixels: P
     unexpanded = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
     kinds = {name: kind for name, kind in kinds.items() if name in per_token}
     return Tokens(ids, kinds, made, tuple(unexpanded), tuple(pictures))
+
+
+def _written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:
+    """A prompt as the chat template writes it, ready for the answer; or with it, and what ends it."""
+    turns = [*prompt.before, Turn("user", prompt.parts), *([] if answer is None else [Turn("assistant", (answer,))])]
+    chat: list[dict[str, Any]] = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
+    if prompt.system is not None:
+        chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})
+    # not the class's own: SmolVLM's asks the video half for its defaults
+    text: str = _Mixin.apply_chat_template(processor, chat, add_generation_prompt=answer is None, tokenize=False)
+    return text + prompt.begun if answer is None else text
+
+
+def _adds_special(text: str, processor: Any) -> bool:
+    """Many templates write the token that begins a text; those that do not leave it to the tokenizer."""
+    begin = processor.tokenizer.bos_token
+    return begin is None or not text.startswith(begin)
+
+
+def answer_ids(prompt: Prompt, text: str, processor: Any, stop_ids: Sequence[int]) -> Tensor:
+    """int64 [T]: what a model would have to sample to answer `text`, the token that ends it included.
+
+    It is what the chat template and the tokenizer make of an assistant's turn after the prompt, up to the first of
+    `stop_ids`. Where prompt and answer together are no continuation of the prompt (a template that drops or adds
+    something, a token across the border), the answer is tokenised alone. Raises ValueError for the token of a place for
+    an image in the text.
+    """
+    held = [token for token in placeholder_tokens(processor) if token in text]
+    if held:
+        raise ValueError(f"{prompt.where}: the answer holds {held[0]!r}, which stands for an image")
+    asked, whole = _written(prompt, processor), _written(prompt, processor, text)
+    special, tokenizer = _adds_special(asked, processor), processor.tokenizer
+    before: list[int] = tokenizer(asked, add_special_tokens=special)["input_ids"]
+    ids: list[int] = tokenizer(whole, add_special_tokens=special)["input_ids"]
+    if ids[: len(before)] == before:
+        ids = ids[len(before) :]
+    else:
+        alone = whole.removeprefix(asked) if whole.startswith(asked) else text
+        ids = tokenizer(alone, add_special_tokens=False)["input_ids"]
+    end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
+    if end is None:  # the template ends no turn
+        own = tokenizer.eos_token_id
+        return torch.tensor([*ids, own if own in stop_ids else stop_ids[0]])
+    return torch.tensor(ids[: end + 1])
 
 
 def _content(parts: Parts) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ FILES = {
 }
 
 
+STAGED = ("time_master_sft", "patho_r1", "k_frames_sft", "med_vl_thinker_sft", "conan_cold_start")
+"""With stages of supervised fine-tuning."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_configuration_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,20 @@ def test_a_configuration_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert all(value is not None for value in row.values())
     if name == "syn_grpo":
         assert "synthesis/drawn" in found[2] and found[2]["updates"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGED)
+def test_all_stages_of_a_configuration_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file = ROOT / "configs" / "vlm" / f"{name}.yaml"
+    stages = [stage.model_dump(mode="json", exclude_unset=True) | {"iterations": 1} for stage in load(file).stages]
+    short = [f"stages={json.dumps(stages)}", f"iterations={len(stages)}", "task.rows=128", f"output={tmp_path / 'run'}"]
+    config = load(file, [*SMALL[:-2], *short, "evaluation.blind=false"])
+    assert isinstance(config, VLMConfig)
+    train(config)
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == list(range(len(stages) + 1))
+    taught = [part.trainer.algorithm == "sft" for part in config.parts]
+    assert ["target/tokens_mean" in row for row in found[1:]] == taught
+    assert all("eval/loss" in row and "eval/accuracy_mean" in row for row in found)

@@ -1,0 +1,133 @@
+"""Answers for supervised fine-tuning from a model itself: rejection sampling.
+
+Of k answers to each training question those are kept whose rewards reach a threshold, at most n of a question. They are
+written as a data set: a .jsonl file with pictures beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from genrl.config.vlm import VLMConfig
+from genrl.mdp.noise import generator
+from genrl.runtime.run import write_atomic
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import open_image
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import Answers, draw, open_rewards, totals
+from genrl.vlm.tasks.rows import Row
+
+TOGETHER = 64
+"""Answers drawn side by side."""
+FILE, PICTURES = "train.jsonl", "pictures"
+PLACE = "<image>"
+
+
+class Counts(NamedTuple):
+    """Questions asked, those with an answer that was kept, answers drawn, those that reached the threshold (cut ones do
+    not), and those that were kept."""
+
+    questions: int
+    answered: int
+    samples: int
+    passed: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """samples: answers to a question, k. keep: at most so many of them, n, different texts. threshold: least weighted
+    sum of the rewards. choose: the shortest of those that reach it, in tokens, or any."""
+
+    samples: int
+    keep: int
+    threshold: float
+    choose: Literal["shortest", "random"]
+
+
+def collect(
+    policy: Policy,
+    config: VLMConfig,
+    out: Path,
+    rule: Rule,
+    *,
+    begin: Callable[[int], None] = lambda answers: None,
+    advance: Callable[[int], None] = lambda answers: None,
+) -> Counts:
+    """Write the questions with the answers that were kept into `out`: train.jsonl with the columns prompt, image (where
+    there are pictures), response, reward, and those of the question. begin: told how many answers will be drawn;
+    advance: how many more there are.
+
+    An answer is a function of the weights, the seed and its question. Raises ValueError where the file is there
+    already, nothing was kept, and for a question that such a file cannot hold.
+    """
+    if (out / FILE).exists():
+        raise ValueError(f"{out / FILE} is there already: delete it, or choose another folder")
+    generation = config.generation.model_copy(update={"group_size": rule.samples, "batch_size": None})
+    config, opened = config.model_copy(update={"generation": generation}), open_rewards(config)
+    questions = Questions(config, "train")
+    begin(len(questions) * rule.samples)
+    lines: list[str] = []
+    answered = passed = 0
+    together = max(1, TOGETHER // rule.samples)
+    for start in range(0, len(questions), together):
+        rows = [questions[number] for number in range(start, min(start + together, len(questions)))]
+        found = draw(policy, config, opened, rows, (config.seed, "collect"), advance=advance)
+        reached = (totals(config, found.scores) >= rule.threshold - 1e-9) & ~found.cut
+        passed += int(reached.sum())
+        for place, row in enumerate(rows):
+            own = range(place * rule.samples, (place + 1) * rule.samples)
+            kept = _chosen(found, [k for k in own if reached[k]], rule, (config.seed, "collect", row.name))
+            answered += bool(kept)
+            asked = _asked(row, out, start + place) if kept else {}
+            for k in kept:
+                reward = float(totals(config, found.scores)[k])
+                lines.append(json.dumps({**asked, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
+    counts = Counts(len(questions), answered, len(questions) * rule.samples, passed, len(lines))
+    if not lines:
+        raise ValueError(f"none of {counts.samples} answers reaches {rule.threshold:g}: lower it, or draw more")
+    write_atomic(out / "counts.json", json.dumps(counts._asdict() | vars(rule), indent=1) + "\n")
+    write_atomic(out / FILE, "\n".join(lines) + "\n")
+    return counts
+
+
+def _chosen(found: Answers, reached: list[int], rule: Rule, key: tuple[int | str, ...]) -> list[int]:
+    """At most `keep` of the answers of these numbers, no text twice."""
+    different = list({found.texts[k]: k for k in reversed(reached)}.values())[::-1]
+    if rule.choose == "shortest":
+        different.sort(key=lambda k: int(found.mask[k].sum()))
+    else:
+        shuffled = torch.randperm(len(different), generator=generator(*key)).tolist()
+        different = [different[place] for place in shuffled]
+    return different[: rule.keep]
+
+
+def _asked(row: Row, out: Path, number: int) -> dict[str, Any]:
+    """A question as a row of the file, its pictures saved beside it. Where they do not stand before one text, the text
+    says their places."""
+    parts = row.prompt.parts
+    if row.prompt.before or row.prompt.begun:
+        raise ValueError(f"{row.name}: a conversation cannot be collected, only single questions")
+    pictures = [part for part in parts if not isinstance(part, str)]
+    files = [f"{PICTURES}/{number:06d}-{place}.png" for place in range(len(pictures))]
+    (out / PICTURES).mkdir(parents=True, exist_ok=True)
+    for picture, file in zip(pictures, files, strict=True):
+        open_image(picture, row.name).save(out / file)
+    first = parts[: len(pictures)] == tuple(pictures) and len(parts) == len(pictures) + 1
+    text = parts[-1] if first else "".join(part if isinstance(part, str) else PLACE for part in parts)
+    plain = {name: value for name, value in row.columns.items() if _is_json(value)}
+    return {**plain, "prompt": text, **({"image": files[0] if len(files) == 1 else files} if files else {})}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""Supervised fine-tuning on answers that are given.
+
+    L = -1/N sum_b sum_t log pi(y[b,t] | x[b], y[b,<t])         N: tokens of all answers of the optimiser step
+
+over the tokens of the answer alone, its end included; question, system message and pictures are read, not learnt. N is
+that of all micro-batches and processes, so the split into them changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.runtime.recorded import Recorded
+from genrl.vlm.methods.sft.settings import SFT
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.shards import idle_pass
+from genrl.vlm.rollout.recorded import Asked
+from genrl.vlm.rollout.targets import Told, tell
+from genrl.vlm.run import AnswersRun
+
+
+def train(run: AnswersRun, settings: SFT) -> None:
+    """All iterations that are left."""
+    for _ in run.loop.iterations():
+        row = learn(run, settings)
+        row["lr"] = run.loop.lr
+        run.loop.finish(row)
+
+
+def learn(run: AnswersRun, settings: SFT) -> dict[str, float]:
+    """The optimiser steps of an iteration, and what they measured; questions come in passes over all of them, each in
+    an order of its own."""
+    loop, size, key = run.loop, settings.batch_size, f"taught/{run.stage}"
+    number = len(run.questions.kept) if settings.updates is None else settings.updates * size
+    first = loop.memory.get(key, 0)
+    asked = run.questions.asked(loop.iteration, first, number)
+    loop.memory |= {key: first + number}
+    loop.phase("training", number // loop.process.accelerator.num_processes)
+    sums: dict[str, float] = defaultdict(float)
+    with loop.timed("train"):
+        batches = [asked[start : start + size] for start in range(0, number, size)]
+        for batch in batches:
+            for name, value in update(run, settings, batch).items():
+                sums[name] += value
+    return {
+        "loss": sums["loss"] / len(batches),
+        "grad_norm": sums["norm"] / len(batches),
+        "target/tokens_mean": sums["tokens"] / number,
+        "target/padding": 1 - sums["there"] / sums["computed"],
+    }
+
+
+def update(run: AnswersRun, settings: SFT, batch: list[int]) -> dict[str, float]:
+    """One optimiser step, and figures of all processes: its loss and the gradient's norm, and numbers of tokens."""
+    loop, accelerator = run.loop, run.loop.process.accelerator
+    rows = [run.questions[number] for number in batch[accelerator.process_index :: accelerator.num_processes]]
+    told = tell(run.policy, rows, settings.target)
+    parts = list(torch.arange(len(rows)).split(settings.rows_per_pass)) if rows else []
+    every = gather_object([(len(parts), int(told.mask.sum()))])
+    passes, tokens = max(n for n, _ in every), sum(n for _, n in every)
+    sums: dict[str, float] = defaultdict(float)
+    for k in range(passes):
+        results, given = {"loss": torch.zeros(())}, Recorded(None, {})
+        with loop.fitting():
+            if k < len(parts):  # else it is another process that has the last ones
+                given = recorded(told, parts[k], tokens)
+                results = loss(settings, run.policy, given)
+                sums["loss"] += float(results["loss"].detach())
+                sums["computed"] += float(results["computed"])
+            elif loop.weights.in_step:
+                results = {"loss": idle_pass(run.policy)}
+        loop.backward(settings, results, given)
+        loop.advance(len(parts[k]) if k < len(parts) else 0)
+    loop.check_stop()
+    sums["there"] = told.positions
+    found = gather_object([dict(sums)])
+    norm = loop.step(["policy"])["policy"]
+    return {name: sum(one.get(name, 0.0) for one in found) for name in ("loss", "there", "computed")} | {
+        "tokens": float(tokens),
+        "norm": norm,
+    }
+
+
+def recorded(told: Told, rows: Tensor, tokens: int) -> Recorded:
+    """What the loss of some rows is made of. tokens: those of all answers of the update."""
+    longest = int(told.mask[rows].sum(1).max())
+    asked = Asked([told.prompts[number] for number in rows.tolist()], torch.arange(len(rows)), temperature=1.0)
+    tensors = {"answers": told.tokens[rows, :longest], "answered": told.mask[rows, :longest]}
+    return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
+
+
+def loss(settings: SFT, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's part of the update's loss, [], and its log-probabilities [b, T]."""
+    asked: Asked = given.batch
+    answers, answered = given["answers"], given["answered"]
+    now = policy.log_probs(asked.prompts, answers, answered, group=asked.group, share_prefix=False)
+    answered = answered.to(now.log_prob.device)
+    found = aggregate(-now.log_prob, answered, "token_mean_global", tokens=int(given["tokens"]))
+    return {"loss": found, "log_prob": now.log_prob, "computed": torch.tensor(now.positions)}

@@ -1,0 +1,67 @@
+"""Packed rows: the log-probabilities and gradients of padded ones, and models that cannot are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from genrl.vlm.policies.packing import check_packing, packed_inputs
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import Prompt
+from tests.vlm import tiny_checkpoints
+
+
+def pictured(width: int, height: int, text: str) -> Prompt:
+    generator = torch.Generator().manual_seed(width)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Prompt((Image.fromarray(pixels.numpy()), text))
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_log_probs_and_gradients_are_those_of_padded_rows(family: str, tmp_path: Path) -> None:
+    policy = Policy(str(tiny_checkpoints.save(family, tmp_path)))
+    torch.manual_seed(0)
+    for parameter in policy.parameters:
+        if parameter.dim() > 1:  # larger weights: attention to a wrong token shows
+            torch.nn.init.normal_(parameter, std=0.1)
+    check_packing(policy)
+    prompts = [
+        policy.encode(pictured(56, 84, "How many?")),
+        policy.encode(Prompt(("No picture here.",))),
+        policy.encode(pictured(112, 56, "Which of the two, and why?")),
+    ]
+    tokens, mask = torch.randint(5, 30, (4, 6)), torch.ones(4, 6).tril(2)
+    group = torch.tensor([2, 0, 0, 1])
+    found = []
+    for packing in (False, True):
+        policy.packing = packing
+        replay = policy.log_probs(prompts, tokens, mask, group=group, entropy=True, share_prefix=False)
+        gradients = torch.autograd.grad(replay.log_prob.sum(), policy.parameters, allow_unused=True)
+        found.append((replay, gradients))
+    (padded, of_padded), (packed, of_packed) = found
+    assert packed.positions < padded.positions
+    there = sum(prompts[g].length + int(n) - 1 for g, n in zip(group.tolist(), mask.sum(1), strict=True))
+    assert packed.positions == there, "no padding"
+    torch.testing.assert_close(packed.log_prob, padded.log_prob, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(packed.entropy, padded.entropy, atol=2e-5, rtol=1e-5)
+    scale = max(float(one.abs().max()) for one in of_padded if one is not None)
+    for one, other in zip(of_packed, of_padded, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert float((one - other).abs().max()) < 1e-4 * scale
+
+
+def test_a_model_that_looks_across_sequences_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(str(tiny_checkpoints.save("qwen2_5_vl", tmp_path)))
+    given = packed_inputs
+
+    def unpacked(*arguments: object) -> dict[str, torch.Tensor]:
+        found = given(*arguments)  # type: ignore[arg-type]
+        return {name: value[1:] if name == "position_ids" else value for name, value in found.items()}
+
+    monkeypatch.setattr("genrl.vlm.policies.packing.packed_inputs", unpacked)
+    with pytest.raises(ValueError, match="Qwen2_5_VLForConditionalGeneration lets packed sequences see each other"):
+        check_packing(policy)

@@ -1,0 +1,100 @@
+"""Rejection sampling: which answers are kept, and that what is written is data that `sft` trains on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.vlm.collect import Rule, collect
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.train import train
+from rewards.scorers.texts.verifiable import exact
+from tests.cli.commands import run, words
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
+
+
+def gathered(place: Path, **rule: Any) -> tuple[Any, list[dict[str, Any]]]:
+    config = vlm_runs.config(place, task={"rows": 12})
+    chosen = Rule(**{"samples": 6, "keep": 2, "threshold": 1.2, "choose": "shortest"} | rule)
+    found = collect(Policy(str(vlm_runs.MODEL)), config, place / "own", chosen)
+    return found, [json.loads(line) for line in (place / "own" / "train.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_right_answers_are_kept_with_their_questions(tmp_path: Path) -> None:
+    counts, lines = gathered(tmp_path)
+    assert counts.questions == 12 and counts.samples == 72
+    assert counts.kept == len(lines) and counts.answered == len({line["image"] for line in lines})
+    assert counts.kept <= counts.passed < counts.samples and counts.answered < 12, "some are wrong"
+    assert exact([line["response"] for line in lines], [line["answer"] for line in lines]) == [1.0] * len(lines)
+    assert all(line["reward"] == pytest.approx(1.2) for line in lines)
+    for question in {line["image"] for line in lines}:
+        texts = [line["response"] for line in lines if line["image"] == question]
+        assert len(texts) == len(set(texts)) <= 2
+    assert json.loads((tmp_path / "own" / "counts.json").read_text())["kept"] == counts.kept
+    with pytest.raises(ValueError, match="is there already"):
+        gathered(tmp_path)
+
+
+def test_a_low_threshold_keeps_the_shortest_or_any(tmp_path: Path) -> None:
+    found = {}
+    for choose in ("shortest", "random"):
+        (tmp_path / choose).mkdir()
+        _, lines = gathered(tmp_path / choose, threshold=-1.0, keep=1, choose=choose)
+        found[choose] = [line["response"] for line in lines]
+    assert len(found["shortest"]) == len(found["random"]) == 12
+    assert found["shortest"] != found["random"]
+    assert sum(map(len, found["shortest"])) <= sum(map(len, found["random"]))
+
+
+def test_none_good_enough_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none of 72 answers reaches 5"):
+        gathered(tmp_path, threshold=5.0)
+
+
+def test_what_is_written_is_the_questions_and_is_trained_on(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    vlm_runs.config(tmp_path, task={"rows": 12})
+    text = words(
+        run("collect", str(vlm_runs.MODEL), "--config", str(file), "--out", str(tmp_path / "own"), "--samples", "4")
+    )
+    assert "of 12 have an answer that was kept" in text and "of 48 reach 1" in text
+    data = str(tmp_path / "own" / "train.jsonl")
+    (tmp_path / "second").mkdir()
+    config = vlm_runs.config(
+        tmp_path / "second",
+        task={"name": None, "train": data},
+        trainer={"algorithm": "sft", "target": "response", "batch_size": 2},
+    )
+    written, asked = Questions(config, "train"), Questions(vlm_runs.config(tmp_path, task={"rows": 12}), "train")
+    policy = Policy(str(vlm_runs.MODEL))
+    own = {tuple(policy.encode(asked[k].prompt).tokens.ids.tolist()): asked[k].prompt for k in range(12)}
+    for number in range(len(written)):
+        one = policy.encode(written[number].prompt)
+        prompts = [prompt for ids, prompt in own.items() if ids == tuple(one.tokens.ids.tolist())]
+        assert prompts
+        pixels = [policy.encode(asked[k].prompt).tokens.pixels["pixel_values"] for k in range(12)]
+        assert any(torch.equal(one.tokens.pixels["pixel_values"], each) for each in pixels)
+    assert rows(train(config))[0]["loss"] > 0
+
+
+def test_places_of_pictures_that_do_not_come_first_are_written(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from genrl.vlm.collect import _asked
+    from genrl.vlm.tasks.rows import Row
+
+    picture = Image.new("RGB", (8, 8))
+    row = Row("a", Prompt(("left ", picture, " right ", picture, " same ?")), {"answer": "yes", "frames": [picture]})
+    found = _asked(row, tmp_path, 3)
+    assert found == {
+        "answer": "yes",
+        "prompt": "left <image> right <image> same ?",
+        "image": ["pictures/000003-0.png", "pictures/000003-1.png"],
+    }
