@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from build_tiny_vlm import make_model, make_processor, make_tokenizer, policy_of, save
+from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
@@ -31,13 +32,27 @@ from transformers import LlavaProcessor  # isort: skip  # after the policy
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-POOL, BATCH, RATE, WARMUP, STEPS = 24_000, 48, 2e-3, 50, 3000
+BATCH, WARMUP = 48, 50
 LAYERS, WIDTH, LONGEST = (2, 2), 128, 64
-WRONG, UNTAGGED = 0.4, 0.1  # shares of the answers to questions
-SHARES = {"things": 0.4, "kinds": 0.15, "category": 0.1, "count": 0.15, "place": 0.1, "combination": 0.1}
+UNTAGGED = 0.1  # share of the answers to questions
 THINGS, KINDS = "list the things in every cell .", "list the kinds in every cell ."
 
 Lesson = tuple[np.ndarray, str, str]
+
+
+class Part(NamedTuple):
+    """Lessons, of each kind a share, in steps at a rate that falls to 0. wrong: share of answers that are another's."""
+
+    lessons: int
+    steps: int
+    rate: float
+    wrong: float
+    shares: dict[str, float]
+
+
+SIGHT = {"things": 0.4, "kinds": 0.15, "category": 0.1, "count": 0.15, "place": 0.1, "combination": 0.1}
+PLACES = {"things": 0.2, "kinds": 0.05, "category": 0.05, "count": 0.1, "place": 0.35, "combination": 0.25}
+PARTS = (Part(24_000, 3000, 2e-3, 0.4, SIGHT), Part(30_000, 1500, 1.5e-3, 0.25, PLACES))
 
 
 def lesson(name: str, number: int) -> Lesson:
@@ -53,15 +68,15 @@ def lesson(name: str, number: int) -> Lesson:
     return np.array(emoji.picture(rng, cells)), question, answer
 
 
-def taught() -> list[Lesson]:
-    """All lessons, each with what is told as its answer."""
-    rows = []
-    for name, share in SHARES.items():
-        rng = np.random.default_rng(derive_seed("emoji taught", SEED, name))
-        lessons = [lesson(name, k) for k in range(int(POOL * share))]
+def taught(number: int) -> list[Lesson]:
+    """The lessons of a part, each with what is told as its answer."""
+    rows, part, begin = [], PARTS[number], number * 100_000
+    for name, share in part.shares.items():
+        rng = np.random.default_rng(derive_seed("emoji taught", SEED + number, name))
+        lessons = [lesson(name, begin + k) for k in range(int(part.lessons * share))]
         for picture, question, answer in lessons:
             asked = name in emoji.ASKS
-            if asked and rng.random() < WRONG:
+            if asked and rng.random() < part.wrong:
                 answer = lessons[rng.integers(len(lessons))][2]
             bare = asked and rng.random() < UNTAGGED
             told = answer if bare or not asked else f"<think> i see {answer} </think> <answer> {answer} </answer>"
@@ -95,28 +110,45 @@ def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm-emoji")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--part", type=int, choices=range(len(PARTS)), help="this part alone, from what is in --out")
     args = parser.parse_args()
     torch.manual_seed(SEED)
-    started, lessons = time.process_time(), taught()
-    told = [word for _, *texts in lessons for text in texts for word in text.split()]
-    tokenizer = make_tokenizer(sorted({*told, *emoji.NAMES, *map(str, range(10))}), LONGEST)
+    tokenizer = make_tokenizer(sorted(words()), LONGEST)
     processor = make_processor(tokenizer, emoji.CELL, emoji.PICTURE)
     model = make_model(tokenizer, emoji.CELL, LAYERS, WIDTH, emoji.PICTURE)
-    policy = save(processor, model, args.out)
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{count:,} numbers, {len(tokenizer)} words, {time.process_time() - started:.0f} s", flush=True)
+    policy = Policy(str(args.out)) if args.part else save(processor, model, args.out)
+    print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
+    row = tasks.row("emoji_count", "train", 0)
+    rgb = torch.from_numpy(np.array(row.prompt.parts[0]))
+    seen = policy.encode(row.prompt).tokens.pixels["pixel_values"][0]
+    torch.testing.assert_close(seen, rgb.permute(2, 0, 1).float() / 127.5 - 1.0)
+    started = time.process_time()
+    for number in range(len(PARTS)) if args.part is None else [args.part]:
+        teach(policy, processor, number)
+        policy = save(processor, policy.model, args.out)
+        print(f"held out: {right(policy, 'eval', 128)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
+
+
+def words() -> set[str]:
+    """All that is asked, said and shown."""
+    said = [*emoji.ROWS, *emoji.COLUMNS]
+    asked = ["which kind are most things ?", "how many are there ?", "where is the ?", "what is the ?", *emoji.BESIDE]
+    texts = [*said, *asked, THINGS, KINDS, "none i see . <think> </think> <answer> </answer>"]
+    return {word for text in texts for word in text.split()} | {*emoji.NAMES, *emoji.KINDS, *map(str, range(10))}
+
+
+def teach(policy: Policy, processor: LlavaProcessor, number: int) -> None:
+    """A part of what it is taught."""
+    part, model, tokenizer = PARTS[number], policy.model, processor.tokenizer
+    lessons = taught(number)
     ids, labels = encoded(processor, lessons)
     pictures = torch.from_numpy(np.stack([picture for picture, _, _ in lessons]))
-    check = policy.encode(tasks.row("emoji_count", "train", 0).prompt).tokens
-    rgb = torch.from_numpy(np.array(tasks.row("emoji_count", "train", 0).prompt.parts[0]))
-    torch.testing.assert_close(check.pixels["pixel_values"][0], rgb.permute(2, 0, 1).float() / 127.5 - 1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=part.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    model.requires_grad_(True).train()
     shown = 0.0
-    for step in range(args.steps):
+    for step in range(part.steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / args.steps)
+            group["lr"] = part.rate * min((step + 1) / WARMUP, 1 - step / part.steps)
         chosen = torch.randint(len(ids), (BATCH,), generator=torch.Generator().manual_seed(step))
         pixels = pictures[chosen].permute(0, 3, 1, 2).float() / 127.5 - 1.0
         mask = (ids[chosen] != tokenizer.pad_token_id).long()
@@ -128,11 +160,9 @@ def main() -> None:
         shown += 0.1 * (float(loss.detach()) - shown)
         if (step + 1) % 250 == 0:
             model.eval()
-            found = right(policy_of(policy, model), "train", 48)
+            print(f"step {step + 1}, loss {shown:.3f}, {right(policy, 'train', 48)}", flush=True)
             model.train()
-            print(f"step {step + 1}, loss {shown:.3f}, {found}, {time.process_time() - started:.0f} s", flush=True)
-    policy = save(processor, model, args.out)
-    print(f"held out: {right(policy, 'eval', 128)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
+    model.eval()
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from genrl.vlm.environments.contract import Environment
 from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.discrete import Discrete, Misuse
 from genrl.vlm.environments.grid import Grid
+from genrl.vlm.environments.miniwob import MiniWoB
 from genrl.vlm.environments.search import Search
 from genrl.vlm.environments.watch import Watch
 
-TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "watch": Watch}
+TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "watch": Watch, "miniwob": MiniWoB}
 TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
 """Those of our own that read the text themselves."""
 OWN = ("grid", *TALKS)
@@ -41,6 +42,11 @@ def open_environment(settings: Settings) -> Environment:
     """Make it. Raises Misuse (a ValueError) for an unknown name, with the nearest; a package that is not there, with
     the command that installs it; an environment without pictures or words for its actions."""
     name = settings.name
+    if name == "miniwob" and not settings.processes:
+        raise Misuse(
+            "miniwob has a browser in each slot, and an evaluation would open 64: write environment.processes: true, "
+            "which has environment.parallel of them"
+        )
     if name in TALKS:
         return cast(Environment, _called(TALKS[name], name, settings.options))
     made: Any = _called(Grid, name, settings.options) if name == "grid" else _made(name, settings.options)
