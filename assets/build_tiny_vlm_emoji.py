@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,27 +31,13 @@ from transformers import LlavaProcessor  # isort: skip  # after the policy
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-BATCH, WARMUP = 48, 50
+POOL, BATCH, RATE, WARMUP, STEPS = 24_000, 48, 2e-3, 50, 3000
 LAYERS, WIDTH, LONGEST = (2, 2), 128, 64
-UNTAGGED = 0.1  # share of the answers to questions
+WRONG, UNTAGGED = 0.4, 0.1  # shares of the answers to questions
+SHARES = {"things": 0.4, "kinds": 0.15, "category": 0.1, "count": 0.15, "place": 0.1, "combination": 0.1}
 THINGS, KINDS = "list the things in every cell .", "list the kinds in every cell ."
 
 Lesson = tuple[np.ndarray, str, str]
-
-
-class Part(NamedTuple):
-    """Lessons, of each kind a share, in steps at a rate that falls to 0. wrong: share of answers that are another's."""
-
-    lessons: int
-    steps: int
-    rate: float
-    wrong: float
-    shares: dict[str, float]
-
-
-SIGHT = {"things": 0.4, "kinds": 0.15, "category": 0.1, "count": 0.15, "place": 0.1, "combination": 0.1}
-PLACES = {"things": 0.2, "kinds": 0.05, "category": 0.05, "count": 0.1, "place": 0.35, "combination": 0.25}
-PARTS = (Part(24_000, 3000, 2e-3, 0.4, SIGHT), Part(30_000, 1500, 1.5e-3, 0.25, PLACES))
 
 
 def lesson(name: str, number: int) -> Lesson:
@@ -68,15 +53,15 @@ def lesson(name: str, number: int) -> Lesson:
     return np.array(emoji.picture(rng, cells)), question, answer
 
 
-def taught(number: int) -> list[Lesson]:
-    """The lessons of a part, each with what is told as its answer."""
-    rows, part, begin = [], PARTS[number], number * 100_000
-    for name, share in part.shares.items():
-        rng = np.random.default_rng(derive_seed("emoji taught", SEED + number, name))
-        lessons = [lesson(name, begin + k) for k in range(int(part.lessons * share))]
+def taught() -> list[Lesson]:
+    """All lessons, each with what is told as its answer."""
+    rows = []
+    for name, share in SHARES.items():
+        rng = np.random.default_rng(derive_seed("emoji taught", SEED, name))
+        lessons = [lesson(name, k) for k in range(int(POOL * share))]
         for picture, question, answer in lessons:
             asked = name in emoji.ASKS
-            if asked and rng.random() < part.wrong:
+            if asked and rng.random() < WRONG:
                 answer = lessons[rng.integers(len(lessons))][2]
             bare = asked and rng.random() < UNTAGGED
             told = answer if bare or not asked else f"<think> i see {answer} </think> <answer> {answer} </answer>"
@@ -110,23 +95,22 @@ def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm-emoji")
-    parser.add_argument("--part", type=int, choices=range(len(PARTS)), help="this part alone, from what is in --out")
     args = parser.parse_args()
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(sorted(words()), LONGEST)
     processor = make_processor(tokenizer, emoji.CELL, emoji.PICTURE)
     model = make_model(tokenizer, emoji.CELL, LAYERS, WIDTH, emoji.PICTURE)
-    policy = Policy(str(args.out)) if args.part else save(processor, model, args.out)
+    policy = save(processor, model, args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     row = tasks.row("emoji_count", "train", 0)
     rgb = torch.from_numpy(np.array(row.prompt.parts[0]))
     seen = policy.encode(row.prompt).tokens.pixels["pixel_values"][0]
     torch.testing.assert_close(seen, rgb.permute(2, 0, 1).float() / 127.5 - 1.0)
     started = time.process_time()
-    for number in range(len(PARTS)) if args.part is None else [args.part]:
-        teach(policy, processor, number)
-        policy = save(processor, policy.model, args.out)
-        print(f"held out: {right(policy, 'eval', 128)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
+    policy.model = model
+    teach(policy, processor)
+    policy = save(processor, policy.model, args.out)
+    print(f"held out: {right(policy, 'eval', 128)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
 
 
 def words() -> set[str]:
@@ -137,18 +121,17 @@ def words() -> set[str]:
     return {word for text in texts for word in text.split()} | {*emoji.NAMES, *emoji.KINDS, *map(str, range(10))}
 
 
-def teach(policy: Policy, processor: LlavaProcessor, number: int) -> None:
-    """A part of what it is taught."""
-    part, model, tokenizer = PARTS[number], policy.model, processor.tokenizer
-    lessons = taught(number)
+def teach(policy: Policy, processor: LlavaProcessor) -> None:
+    """All lessons."""
+    model, tokenizer, lessons = policy.model, processor.tokenizer, taught()
     ids, labels = encoded(processor, lessons)
     pictures = torch.from_numpy(np.stack([picture for picture, _, _ in lessons]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=part.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    model.requires_grad_(True).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    model.train()
     shown = 0.0
-    for step in range(part.steps):
+    for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = part.rate * min((step + 1) / WARMUP, 1 - step / part.steps)
+            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / STEPS)
         chosen = torch.randint(len(ids), (BATCH,), generator=torch.Generator().manual_seed(step))
         pixels = pictures[chosen].permute(0, 3, 1, 2).float() / 127.5 - 1.0
         mask = (ids[chosen] != tokenizer.pad_token_id).long()

@@ -71,7 +71,8 @@ class MiniWoB:
         for unknown in set(self.tasks) - set(known):
             near = ", ".join(get_close_matches(unknown, known, cutoff=0.3)) or f"one of {pages}"
             raise Misuse(f"miniwob: there is no task {unknown!r}; did you mean {near}?")
-        self.help, self.open = HELP[by], dict[str, Any]()
+        self.help = HELP[by]
+        self.open: Any = None  # the browser
 
     def reset(self, seed: int, split: Split) -> Observation:
         """See `contract.Environment`."""
@@ -96,14 +97,15 @@ class MiniWoB:
         return self.shown
 
     def close(self) -> None:
-        """End the browsers."""
-        for instance in self.open.values():
-            instance.close()
-        self.open = {}
+        """End the browser."""
+        if self.open is not None:
+            self.open.close()
+        self.open = None
 
     def elements(self) -> list[dict[str, Any]]:
-        """The leaves of the page: ref, tag, text, value, id, left, top, width, height (pixels)."""
-        return [one for one in self.raw["dom_elements"] if one["flags"][3] and one["ref"] > 0]
+        """Leaves and buttons of the page: ref, tag, text, value, id, classes, left, top, width, height (pixels)."""
+        every = [one for one in self.raw["dom_elements"] if one["ref"] > 0]
+        return [one for one in every if one["flags"][3] or one["tag"] == "button"]
 
     def _begin(self) -> Observation:
         instance = self._browser()
@@ -138,14 +140,19 @@ class MiniWoB:
         return self.seen
 
     def _browser(self) -> Any:
-        """The browser of the task, started where there is none."""
-        if self.task not in self.open:
+        """The browser, started where there is none, at the page of the task."""
+        made: Any = importlib.import_module("miniwob.selenium_instance")
+        page = f"{made.DEFAULT_BASE_URL}{self.task}.html"
+        if self.open is None:
             os.environ["MINIWOB_CHROME_BINARY"], os.environ["MINIWOB_CHROMEDRIVER"] = self.paths
-            made: Any = importlib.import_module("miniwob.selenium_instance")
-            instance = made.SeleniumInstance(0, self.task, headless=True, wait_ms=self.wait_ms)
-            instance.start()
-            self.open[self.task] = instance
-        return self.open[self.task]
+            self.open = made.SeleniumInstance(
+                0, self.task, headless=True, wait_ms=self.wait_ms, field_extractor=lambda utterance: []
+            )
+            self.open.start()
+        elif self.open.url != page:
+            self.open.url = page
+            self.open.driver.get(page)
+        return self.open
 
     def _alive(self, work: Any, again: list[str] | None = None) -> Any:
         """Do it; where the browser dies over it, once more in a new one that was told the same. Raises what the second
@@ -155,9 +162,7 @@ class MiniWoB:
         try:
             return work()
         except (errors.WebDriverException, network.HTTPError, ConnectionError):
-            dead = self.open.pop(self.task, None)
-            if dead is not None:
-                dead.close()
+            self.close()
             if again is not None:
                 self._begin()
                 for action in filter(None, (read(text, self.by) for text in again)):

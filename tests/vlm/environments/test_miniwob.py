@@ -65,7 +65,7 @@ class TestPages:
         pages.reset(7, "train")
         pages.step("click 3")
         before = button(pages, "ONE")
-        driver = psutil.Process(pages.open["click-test-2"].driver.service.process.pid)
+        driver = psutil.Process(pages.open.driver.service.process.pid)
         for one in [*driver.children(recursive=True), driver]:
             one.kill()
         _, paid, terminated, *_ = pages.step(f"click {before['ref']}")
