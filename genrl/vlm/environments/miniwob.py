@@ -60,7 +60,8 @@ class MiniWoB:
         if by not in HELP:
             raise Misuse(f"miniwob: environment.options.by is one of {', '.join(HELP)}, not {by!r}")
         self.tasks, self.by, self.limit = list(tasks or ["click-test"]), by, limit
-        self.picture, self.invalid_reward, self.wait_ms = tuple(picture or SIZE), invalid_reward, wait_ms
+        width, height = picture or SIZE
+        self.picture, self.invalid_reward, self.wait_ms = (width, height), invalid_reward, wait_ms
         if importlib.util.find_spec("miniwob") is None:
             raise Misuse(
                 "miniwob is in the package miniwob, which is not installed: pip install 'genrl-diffusion[miniwob]'"
@@ -78,7 +79,8 @@ class MiniWoB:
         """See `contract.Environment`."""
         self.seed, self.split, self.said = seed, split, list[str]()
         self.task = self.tasks[seed % len(self.tasks)]
-        return self._alive(self._begin)
+        found: Observation = self._alive(self._begin)
+        return found
 
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. success: a reward above 0 at the end of the page's task."""
@@ -128,7 +130,8 @@ class MiniWoB:
         return told
 
     def _look(self) -> Observation:
-        return self._alive(lambda: self._read(self._browser().get_observation()[0]), again=self.said)
+        found: Observation = self._alive(lambda: self._read(self._browser().get_observation()[0]), again=self.said)
+        return found
 
     def _read(self, raw: dict[str, Any]) -> Observation:
         self.raw, self.shown = raw, np.asarray(raw["screenshot"], np.uint8)

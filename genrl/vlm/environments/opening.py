@@ -114,7 +114,9 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     if modes is not None and "rgb_array" not in modes:
         raise Misuse(f"{name} draws no pictures: its render modes are {', '.join(map(str, modes)) or 'none'}")
     try:
-        mode = {} if module == "browsergym.miniwob" else {"render_mode": "rgb_array"}  # its observations are pictures
+        mode: dict[str, Any] = (
+            {} if module == "browsergym.miniwob" else {"render_mode": "rgb_array"}
+        )  # its observations are pictures
         env = gymnasium.make(own, disable_env_checker=True, **mode, **options)
     except gymnasium.error.DependencyNotInstalled as error:
         raise Misuse(f"{name} needs a package that is not installed: {error}") from error

@@ -113,5 +113,5 @@ class Texts:
 
 def _action_help(env: gymnasium.Env[Any, Any]) -> str:
     """BrowserGym's description of what may be said, where there is one."""
-    owner = getattr(getattr(env.unwrapped, "action_mapping", None), "__self__", None)
+    owner: Any = getattr(getattr(env.unwrapped, "action_mapping", None), "__self__", None)
     return str(owner.describe(with_long_description=False)) if hasattr(owner, "describe") else ""
