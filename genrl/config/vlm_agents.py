@@ -14,8 +14,9 @@ class Environment(Section):
 
     name: Text = "grid"
     """grid, trajectories, crop, search, watch, cards-numberline, cards-ezpoints, cards-points24 and cards-blackjack
-    need no download; else the id of a gymnasium environment with discrete actions and a picture
-    (MiniGrid-FourRooms-v0, FrozenLake-v1), or path/file.py:function that returns one or a `contract.Environment`."""
+    need no download; miniwob has web pages in Chromium; else the id of a gymnasium environment with discrete actions
+    and a picture (MiniGrid-FourRooms-v0, FrozenLake-v1), or path/file.py:function that returns one or a
+    `contract.Environment`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     actions: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None

@@ -78,7 +78,7 @@ class Discrete:
         if len(set(map(str.casefold, self.words))) < len(self.words):
             raise Misuse(f"{name}: two actions have one word: {', '.join(self.words)}; write environment.actions")
         self.env, self.name, self.instruction, self.answer = env, name, instruction, answer
-        self.first, self.picture, self.max_steps = int(space.start), picture, max_steps or _limit(env)
+        self.first, self.picture, self.max_steps = int(space.start), picture, max_steps or limit_of(env)
         if invalid == "noop" and self.max_steps is None:
             raise Misuse(
                 f"{name} has no limit of steps, so an agent that names no action would never end: write "
@@ -163,7 +163,7 @@ def named(text: str, words: Sequence[str], answer: Answer) -> int | None:
     return places[inside[0]] if len(inside) == 1 else None
 
 
-def _limit(env: gymnasium.Env[Any, Any]) -> int | None:
+def limit_of(env: gymnasium.Env[Any, Any]) -> int | None:
     """Steps after which an environment cuts an episode, where it says so."""
     registered = env.spec.max_episode_steps if env.spec is not None else None
     limit = registered or getattr(env.unwrapped, "max_steps", None)

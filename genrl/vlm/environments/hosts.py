@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from genrl.config.vlm_agents import Environment as Settings
@@ -133,6 +134,7 @@ class Processes:
                 process.join(2.0)
             except OSError:
                 pass  # it has ended already
+            _end_programs(process.pid)
             process.kill()
         self.running = {}
 
@@ -157,6 +159,7 @@ class Processes:
         except (EOFError, OSError):
             process.join(5.0)
             why = f"died with exit code {process.exitcode}"
+        _end_programs(process.pid)
         process.kill()
         process.join()
         del self.running[slot]
@@ -178,8 +181,22 @@ def _serve(connection: Connection, settings: Settings) -> None:
             connection.send(done(environment, work))
         environment.close()
     except (EOFError, BrokenPipeError):
+        _end_programs(os.getpid())
         os._exit(1)  # the other side is gone; an environment that hangs in its end must not keep this process
     except Misuse as error:
         connection.send(error)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side is told, and raises it
         connection.send(RuntimeError(f"{settings.name} raised {type(error).__name__}: {error}"))
+
+
+def _end_programs(pid: int) -> None:
+    """What a process has started, such as browsers, which would outlive it."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass

@@ -20,11 +20,19 @@ from genrl.vlm.environments.contract import Environment
 from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.discrete import Discrete, Misuse
 from genrl.vlm.environments.grid import Grid
+from genrl.vlm.environments.miniwob import MiniWoB
 from genrl.vlm.environments.search import Search
+from genrl.vlm.environments.texts import Texts, takes_texts
 from genrl.vlm.environments.trajectories import Trajectories
 from genrl.vlm.environments.watch import Watch
 
-TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "trajectories": Trajectories, "watch": Watch}
+TALKS: dict[str, Callable[..., Any]] = {
+    "crop": Crop,
+    "search": Search,
+    "trajectories": Trajectories,
+    "watch": Watch,
+    "miniwob": MiniWoB,
+}
 TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
 """Those of our own that read the text themselves."""
 OWN = ("grid", *TALKS)
@@ -33,6 +41,7 @@ EXTRAS = {
     "BabyAI": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
     "MiniWorld": ("miniworld", "pip install miniworld"),
     "ALE": ("ale_py", "pip install ale-py"),
+    "browsergym": ("browsergym.miniwob", "pip install browsergym-miniwob"),
 }
 """By the first word of an id: the module that registers it, and how to get it."""
 TILE = 8  # pixels of a cell of MiniGrid's egocentric view of 7 x 7 cells
@@ -42,6 +51,11 @@ def open_environment(settings: Settings) -> Environment:
     """Make it. Raises Misuse (a ValueError) for an unknown name, with the nearest; a package that is not there, with
     the command that installs it; an environment without pictures or words for its actions."""
     name = settings.name
+    if name == "miniwob" and not settings.processes:
+        raise Misuse(
+            "miniwob has a browser in each slot, and an evaluation would open 64: write environment.processes: true, "
+            "which has environment.parallel of them"
+        )
     if name in TALKS:
         return cast(Environment, _called(TALKS[name], name, settings.options))
     made: Any = _called(Grid, name, settings.options) if name == "grid" else _made(name, settings.options)
@@ -53,6 +67,15 @@ def open_environment(settings: Settings) -> Environment:
                 f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.environments.contract"
             )
         return cast(Environment, made)
+    if takes_texts(made):
+        return Texts(
+            made,
+            name=name,
+            instruction=settings.instruction,
+            picture=settings.picture,
+            max_steps=settings.max_steps,
+            invalid_reward=settings.invalid_reward,
+        )
     return Discrete(
         made,
         name=name,
@@ -82,7 +105,7 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     own = name.rpartition(":")[2]
     module, command = EXTRAS.get(own.partition("/")[0].partition("-")[0], ("", ""))
-    if module and importlib.util.find_spec(module) is None:
+    if module and not _installed(module):
         raise Misuse(f"{name} is in the package {module}, which is not installed: {command}")
     for package in filter(None, (module, path)):
         importlib.import_module(package)
@@ -98,7 +121,10 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     if modes is not None and "rgb_array" not in modes:
         raise Misuse(f"{name} draws no pictures: its render modes are {', '.join(map(str, modes)) or 'none'}")
     try:
-        env = gymnasium.make(own, render_mode="rgb_array", disable_env_checker=True, **options)
+        mode: dict[str, Any] = (
+            {} if module == "browsergym.miniwob" else {"render_mode": "rgb_array"}
+        )  # its observations are pictures
+        env = gymnasium.make(own, disable_env_checker=True, **mode, **options)
     except gymnasium.error.DependencyNotInstalled as error:
         raise Misuse(f"{name} needs a package that is not installed: {error}") from error
     except (TypeError, gymnasium.error.Error) as error:
@@ -131,3 +157,10 @@ def _function(file: str, name: str) -> Callable[..., Any]:
         raise Misuse(f"{path} has no function {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
     found: Callable[..., Any] = getattr(module, name)
     return found
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False

@@ -18,6 +18,7 @@ FILES = {
     "jigsaw": [],
     "jigsaw_pair": ["task.rows=32"],
     "box": [],
+    "emoji": [],
     "q_hawkeye": [],
     "time_master": [],
     "k_frames": [],
