@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -22,13 +22,13 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics
 from genrl.runtime.versions import Versions
+from genrl.vlm.engines.generation import answering
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import gathered
 from genrl.vlm.policies.weights import checkpoint_weights
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
@@ -163,7 +163,7 @@ class AnswersRun:
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
-            with loop.timed("rollout"), self.drawing(), gathered(self.policy):
+            with loop.timed("rollout"), self.drawing(), self._answering():
                 found, seconds = self._answers(rows, first)
                 drawn.append(found)
                 spent += seconds
@@ -193,6 +193,10 @@ class AnswersRun:
             self.synthesis.park(chosen, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
+
+    def _answering(self) -> AbstractContextManager[None]:
+        """`answering`, unless a server draws by itself."""
+        return answering(self.policy) if self.server is None else nullcontext()
 
     def _answers(self, rows: Sequence[Row], first: int) -> tuple[Answers, float]:
         """The answers to this iteration's questions, drawn now, or by the server before; and the seconds they took."""
@@ -287,7 +291,7 @@ class AnswersRun:
         mine = share_of(self.process, len(self.held_out))
         asked, watch = (self.policy, whole, self.opened, self.held_out, mine), self.loop.advance_or_leave
         self.shown = Shown()
-        with gathered(self.policy), nullcontext() if self.server is None else self.server.alone():
+        with nullcontext() if self.server is None else self.server.alone(), answering(self.policy):
             own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)

@@ -7,6 +7,7 @@ the token is where the number falls in the cumulated probabilities. What else is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.shards import gathered
 
 Finish = Literal["stop", "length"]
 
@@ -48,6 +50,14 @@ class Completions:
     group: Tensor
     finish: list[Finish]
     texts: list[str]
+
+
+def answering(policy: Any) -> AbstractContextManager[None]:
+    """Within the block the policy's engine has its weights (`Sampler.ready`), or, where the policy samples itself, this
+    process has all of them (`gathered`). All processes enter it together."""
+    sampler = getattr(policy, "sampler", None)
+    found: AbstractContextManager[None] = gathered(policy) if sampler is None else sampler.ready()
+    return found
 
 
 @torch.no_grad()

@@ -17,8 +17,9 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -32,7 +33,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.names import nested
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.policies.weights import Stream, stream_of
 
 TOGETHER = 64
 """Questions that a server works on at the same time."""
@@ -69,15 +70,18 @@ Version = int | str
 
 
 class Engine(Protocol):
-    """forgets: the weights are gone after `answer`, and have to be loaded again."""
+    """forgets: the weights are gone after `rest`, and have to be loaded again."""
 
     forgets: bool
 
-    def load(self, weights: dict[str, Tensor], version: Version) -> None:
+    def load(self, weights: Stream, version: Version) -> None:
         """Take these weights, and drop everything cached under others."""
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
         """In the order of the questions."""
+
+    def rest(self) -> None:
+        """Nothing is asked for a while."""
 
 
 class InProcess:
@@ -105,13 +109,13 @@ class InProcess:
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
         )
 
-    def load(self, weights: dict[str, Tensor], version: Version) -> None:
+    def load(self, weights: Stream, version: Version) -> None:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
-        names = self.llm.apply_model(lambda model: _names_for(model, weights))[0]
-        given = [(names[name], value) for name, value in weights.items()]
+        names = self.llm.apply_model(lambda model: _names_for(model, weights.names))[0]
+        given = ((names[name], value) for name, value in weights.tensors)
         # `weights_path` would leave the engine with that path as its model's, and the next question fails
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(given)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -138,10 +142,12 @@ class InProcess:
                 for one in sorted(output.outputs, key=lambda one: one.index)
             ]
             replies.append(Reply(list(output.prompt_token_ids), answers))
+        return replies
+
+    def rest(self) -> None:
         if self.forgets:
             self.llm.sleep(level=2)
             self.asleep = True
-        return replies
 
 
 def _without_weights() -> str:
@@ -185,9 +191,9 @@ class Server:
         self.start = f"; start one with: {SERVE.format(path=path)}"
         self.model = self._call("/v1/models")["data"][0]["id"]
 
-    def load(self, weights: dict[str, Tensor], version: Version) -> None:
+    def load(self, weights: Stream, version: Version) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        own = {name: value.cpu().contiguous() for name, value in weights.items()}
+        own = {name: value.cpu().contiguous() for name, value in weights.tensors}
         save_file(own, self.folder / "model.safetensors")
         where = {"weights_path": str(self.folder.resolve())}
         self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
@@ -200,6 +206,9 @@ class Server:
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
         with ThreadPoolExecutor(TOGETHER) as pool:
             return list(pool.map(self._one, asked))
+
+    def rest(self) -> None:
+        pass
 
     def _one(self, asked: Asked) -> Reply:
         request = {
@@ -248,18 +257,37 @@ class Sampler:
         self.engine, self.policy = engine, policy
         self.steps, self.version = 0, cast(Version, 0)
         self.loaded: Version | None = None
+        self._ready = False
         tokens = policy.tokenizer.convert_ids_to_tokens(policy.forbidden.tolist())
         self.never = [token for token in tokens if token is not None]
 
     @property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Stream:
         """Those that draw."""
-        return checkpoint_weights(self.policy)
+        return stream_of(self.policy)
 
     def stepped(self) -> None:
         """The weights have changed."""
         self.steps += 1
         self.version = self.steps
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within the block the engine is awake and has the weights; where there is none around it, each `generate` is
+        one. All processes enter it together, since together they hand over the weights."""
+        if self._ready:
+            yield
+            return
+        if self.loaded != self.version:
+            self.engine.load(self.weights, self.version)
+            self.loaded = self.version
+        self._ready = True
+        try:
+            yield
+        finally:
+            self._ready = False
+            self.engine.rest()
+            self.loaded = None if self.engine.forgets else self.loaded
 
     def generate(
         self, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
@@ -269,10 +297,9 @@ class Sampler:
         Raises RuntimeError where the engine read other ids than the trainer has, drew with other weights, or returned
         another number of answers or one without an end.
         """
-        if self.loaded != self.version:
-            self.engine.load(self.weights, self.version)
-        replies = self.engine.answer([self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)])
-        self.loaded = None if self.engine.forgets else self.version
+        asked = [self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)]
+        with self.ready():
+            replies = self.engine.answer(asked)
         stop = {*self.policy.stop_ids, *sampling.stop_ids}
         drawn = []
         for prompt, reply in zip(prompts, replies, strict=True):
@@ -332,8 +359,8 @@ class Given(Sampler):
         self.given, self.version = weights, version
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self.given)
+    def weights(self) -> Stream:
+        return Stream(list(self.given), self.given.items())
 
 
 def open_sampler(config: VLMConfig, policy: Policy, folder: Path) -> Sampler:

@@ -19,7 +19,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
-from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.engines.generation import Sampling, answering
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
@@ -130,7 +130,7 @@ class EpisodesRun:
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
-        with loop.timed("rollout"), gathered(self.policy):
+        with loop.timed("rollout"), answering(self.policy):
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
@@ -251,7 +251,7 @@ class EpisodesRun:
     def _acted(self, *, blind: bool) -> Judged:
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
-        with gathered(self.policy):
+        with answering(self.policy):
             mine = judge(
                 self.policy,
                 self.config,
