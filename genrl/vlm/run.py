@@ -22,7 +22,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics
 from genrl.runtime.versions import Versions
-from genrl.vlm.engines.generation import answering
+from genrl.vlm.engines.generation import answering, weights_changed
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
@@ -118,9 +118,9 @@ class AnswersRun:
             yield
             return
         with self.versions.drawing(self.loop.weights, self.loop.iteration):
-            self.weights_changed()
+            weights_changed(self.policy)
             yield
-        self.weights_changed()
+        weights_changed(self.policy)
 
     @property
     def bounds(self) -> bool:
@@ -269,7 +269,7 @@ class AnswersRun:
         """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
         whole: VLMConfig = self.loop.config
         if whole.ema is not None:
-            self.weights_changed()
+            weights_changed(self.policy)
         found = self._asked(whole, blind=False)
         assert self.held_out is not None
         row = figures(whole, found)
@@ -281,7 +281,7 @@ class AnswersRun:
         if self.process.is_main:
             save_answers(self.process, found, self.shown, iteration)
         if whole.ema is not None:  # the caller puts the trained ones back
-            self.weights_changed()
+            weights_changed(self.policy)
         return row
 
     def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
@@ -314,12 +314,7 @@ class AnswersRun:
 
     def forget(self) -> None:
         """Answers of an iteration that is undone are no part of this; the weights are those of its beginning."""
-        self.weights_changed()
-
-    def weights_changed(self) -> None:
-        """Tell an engine with a copy of them, where there is one, outside of an optimiser's steps."""
-        if getattr(self.policy, "sampler", None) is not None:
-            self.policy.sampler.stepped()
+        weights_changed(self.policy)
 
     def hand_over(self) -> Any:
         """The model as trained, its average where there is one, with its adapters, for use without this run."""

@@ -52,12 +52,22 @@ class Completions:
     texts: list[str]
 
 
+def uses_engine(policy: Any) -> bool:
+    """Whether an engine with a copy of its weights answers for the policy."""
+    return getattr(policy, "sampler", None) is not None
+
+
 def answering(policy: Any) -> AbstractContextManager[None]:
     """Within the block the policy's engine has its weights (`Sampler.ready`), or, where the policy samples itself, this
     process has all of them (`gathered`). All processes enter it together."""
-    sampler = getattr(policy, "sampler", None)
-    found: AbstractContextManager[None] = gathered(policy) if sampler is None else sampler.ready()
+    found: AbstractContextManager[None] = policy.sampler.ready() if uses_engine(policy) else gathered(policy)
     return found
+
+
+def weights_changed(policy: Any) -> None:
+    """Tell an engine with a copy of the weights, where there is one, outside of an optimiser's steps."""
+    if uses_engine(policy):
+        policy.sampler.stepped()
 
 
 @torch.no_grad()

@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
+from genrl.runtime.process import Process
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.names import nested
 from genrl.vlm.policies.policy import Encoded, Policy
@@ -87,7 +90,8 @@ class Engine(Protocol):
 class InProcess:
     """vLLM beside the trained model, on the same GPU. Asleep while the model trains, if so configured."""
 
-    def __init__(self, config: VLMConfig) -> None:
+    def __init__(self, config: VLMConfig, *, several: bool = False) -> None:
+        """several: this is one of several processes, each of which makes an engine of its own at the same time."""
         # with the engine in this process, weights are handed over as they are
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm
@@ -102,6 +106,8 @@ class InProcess:
             max_model_len=settings.context,
             enable_sleep_mode=settings.sleep,
             enforce_eager=settings.eager,
+            # one engine in each of `torchrun`'s processes, which takes its device and leaves the process group as it is
+            distributed_executor_backend="external_launcher" if several else None,
             load_format=_without_weights(),  # the trained ones come before the first question
             # on a CPU vLLM 0.32 fails at a question with a seed of which only a part fits into the batch
             enable_chunked_prefill=None if torch.cuda.is_available() else False,
@@ -363,12 +369,47 @@ class Given(Sampler):
         return Stream(list(self.given), self.given.items())
 
 
-def open_sampler(config: VLMConfig, policy: Policy, folder: Path) -> Sampler:
-    """The engine of `generation.vllm`; `folder` of the run takes the weights for a server.
+class Shared:
+    """A server that draws for several processes: the first one hands the weights over, while the others wait."""
+
+    forgets = False
+
+    def __init__(self, server: Server, accelerator: Accelerator) -> None:
+        self.server, self.accelerator = server, accelerator
+
+    def load(self, weights: Stream, version: Version) -> None:
+        self.accelerator.wait_for_everyone()  # until nobody draws with the old ones
+        if self.accelerator.is_main_process:
+            self.server.load(weights, version)
+        else:
+            for _ in weights.tensors:  # this process's part in gathering shards
+                pass
+        self.accelerator.wait_for_everyone()
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        return self.server.answer(asked)
+
+    def rest(self) -> None:
+        self.server.rest()
+
+
+def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Optimizer) -> Sampler | None:
+    """Let vLLM answer for this policy from here on, where `generation.engine` says so; the optimiser's steps tell it of
+    new weights.
 
     Raises RuntimeError where there is no such server.
     """
-    settings = config.generation.vllm
+    if config.generation.engine != "vllm":
+        return None
+    settings, accelerator = config.generation.vllm, process.accelerator
+    engine: Engine
     if settings.url is None:
-        return Sampler(InProcess(config), policy)
-    return Sampler(Server(settings.url, Path(settings.weights or folder), config.vlm.path), policy)
+        engine = InProcess(config, several=accelerator.num_processes > 1)
+    else:
+        folder = Path(settings.weights or process.run.folder / "weights")
+        engine = server = Server(settings.url, folder, config.vlm.path)
+        if accelerator.num_processes > 1:
+            engine = Shared(server, accelerator)
+    policy.sampler = sampler = Sampler(engine, policy)
+    optimizer.register_step_post_hook(lambda *_: sampler.stepped())
+    return sampler

@@ -31,8 +31,10 @@ from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from tests.run_folders import assert_one_run, differences, rows
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
+from tests.vlm.methods.episodes import agent_runs
 
 VLLM = {"engine": "vllm"}
+AGENTS = {"optimizer": {"lr": 1e-3}, "evaluation": {"every": 1}, "checkpoint": {"every": 2}}
 
 
 @pytest.fixture
@@ -265,6 +267,40 @@ def test_a_server_that_is_not_there_is_named_with_the_command(server: str, tmp_p
         Server("http://127.0.0.1:9", tmp_path, "tiny")
     with pytest.raises(RuntimeError, match=r"/nothing answers 404: .*no such route"):
         Server(server, tmp_path, "tiny")._call("/nothing", {})
+
+
+# --- agents
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
+def test_agents_answer_by_an_engine_as_it_is_trained(installed: None, tmp_path: Path, preset: str) -> None:
+    """Turns of episodes, and of a tool's conversation; the engine sleeps between the phases, not between the turns."""
+    calls: list[list[str]] = []
+    run = agent_runs.config(tmp_path, preset, generation=VLLM, iterations=2, **AGENTS)
+    with pytest.MonkeyPatch.context() as patched:
+        opened = fake_vllm.LLM.__init__
+
+        def kept(self: Any, *arguments: Any, **named: Any) -> None:
+            opened(self, *arguments, **named)
+            calls.append(self.calls)
+
+        patched.setattr(fake_vllm.LLM, "__init__", kept)
+        train(run)
+    for row in rows(tmp_path / "run")[1:]:
+        assert row["sampler/gap_max"] < 1e-4 and row["sampler/corrected"] == 0
+        assert row["importance/max_abs_dev"] < 1e-4 or preset == "vl_dac"
+    turns = "".join(" " if call.startswith("sleep") else "g" for call in calls[0] if call[:5] in ("gener", "sleep"))
+    phases = turns.split()
+    assert len(phases) >= 4 and max(map(len, phases)) > 1  # evaluations, and the two iterations
+
+
+def test_agents_by_an_engine_go_on_where_they_were(installed: None, tmp_path: Path) -> None:
+    for name, parts in (("a", [2]), ("b", [1, 2])):
+        (tmp_path / name).mkdir()
+        for k, iterations in enumerate(parts):
+            config = agent_runs.config(tmp_path / name, "vl_dac", generation=VLLM, iterations=iterations)
+            train(config, resume=tmp_path / name / "run" if k else None)
+    assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
 
 
 # --- configuration
