@@ -29,9 +29,17 @@ def register_model_loader(name: str) -> Callable[[type], type]:
     return lambda made: made
 
 
+NAMES = ("vllm", "vllm.model_executor.model_loader")
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vllm", "vllm.model_executor.model_loader"):
+    for name in NAMES:
         monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+
+
+def use(modules: dict[str, Any]) -> None:
+    """The same in a process of its own."""
+    modules.update(dict.fromkeys(NAMES, modules[__name__]))
 
 
 @dataclass(frozen=True)
