@@ -6,85 +6,30 @@ weights whenever an optimiser step was made, as a checkpoint has them (LoRA merg
 the old ones, and must say that it drew with the new ones. What is left, rounding, is measured (`sampler/gap_*`) and
 corrected by the weight `engine_mismatch`.
 
-Run with vLLM 0.32 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
+Run with vLLM 0.32 (`LLM`, `SamplingParams`).
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
-from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.process import Process
+from genrl.vlm.engines.contract import Asked, Drawn, Engine, Reply, Version
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.names import nested
+from genrl.vlm.engines.server import Server, Shared
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.weights import Stream, stream_of
-
-TOGETHER = 64
-"""Questions that a server works on at the same time."""
-TIMEOUT_S = 600.0
-"""Of a request to a server: drawing a group of answers, or loading weights."""
-SERVE = "VLLM_SERVER_DEV_MODE=1 vllm serve {path} --enable-scale-out --logprobs-mode processed_logprobs"
-
-
-class Asked(NamedTuple):
-    """A question for an engine: ids with one token per image, RGB images, arguments of vLLM's `SamplingParams`."""
-
-    ids: list[int]
-    pictures: tuple[Image.Image, ...]
-    sampling: dict[str, Any]
-
-
-class Drawn(NamedTuple):
-    """An answer: ids with the stop token, log-probability of each, versions of the weights that drew them."""
-
-    ids: list[int]
-    log_prob: list[float]
-    versions: set[str]
-
-
-class Reply(NamedTuple):
-    """What an engine made of a question: the ids of the prompt, images expanded, and the answers in their order."""
-
-    prompt_ids: list[int]
-    answers: list[Drawn]
-
-
-Version = int | str
-"""What an engine knows its weights by, as text."""
-
-
-class Engine(Protocol):
-    """forgets: the weights are gone after `rest`, and have to be loaded again."""
-
-    forgets: bool
-
-    def load(self, weights: Stream, version: Version) -> None:
-        """Take these weights, and drop everything cached under others."""
-
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """In the order of the questions."""
-
-    def rest(self) -> None:
-        """Nothing is asked for a while."""
 
 
 class InProcess:
@@ -182,75 +127,6 @@ def _names_for(model: Any, weights: Iterable[str]) -> dict[str, str]:
         return name if mapper is None else next(iter(mapper.apply_list([name])), None)
 
     return nested(weights, (name for name, _ in model.named_parameters()), mapped)
-
-
-class Server:
-    """A server of vLLM's. New weights are handed over as a file in `folder`, which it has to see under that name.
-
-    They have the names of the checkpoint that training began from. A server that loaded it at its start takes them.
-    """
-
-    forgets = False
-
-    def __init__(self, url: str, folder: Path, path: str) -> None:
-        self.url, self.folder = url.rstrip("/"), folder
-        self.start = f"; start one with: {SERVE.format(path=path)}"
-        self.model = self._call("/v1/models")["data"][0]["id"]
-
-    def load(self, weights: Stream, version: Version) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        own = {name: value.cpu().contiguous() for name, value in weights.tensors}
-        save_file(own, self.folder / "model.safetensors")
-        where = {"weights_path": str(self.folder.resolve())}
-        self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
-        if not self._call("/reset_prefix_cache", {})["success"]:
-            raise RuntimeError(f"{self.url} keeps keys and values of the old weights: its prefix cache was not reset")
-        self._call("/reset_mm_cache", {})
-        self._call("/reset_encoder_cache", {})
-        self._call("/update_weight_version", {"new_version": str(version)})
-
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        with ThreadPoolExecutor(TOGETHER) as pool:
-            return list(pool.map(self._one, asked))
-
-    def rest(self) -> None:
-        pass
-
-    def _one(self, asked: Asked) -> Reply:
-        request = {
-            "model": self.model,
-            "token_ids": asked.ids,
-            "content_parts": [{"type": "image_url", "url": _as_url(picture)} for picture in asked.pictures] or None,
-            "sampling_params": asked.sampling | {"output_kind": 2},  # all answers when the last one has ended
-            "return_token_ids": True,
-        }
-        reply = self._call("/inference/v1/generate", request)
-        answers = []
-        for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
-            chances = [position["logprob"] for position in choice["logprobs"]["content"]]
-            versions = {span["version"] for span in choice.get("weight_versions") or ()}
-            answers.append(Drawn(choice["token_ids"], chances, versions))
-        return Reply(reply["prompt_token_ids"], answers)
-
-    def _call(self, route: str, content: dict[str, Any] | None = None) -> Any:
-        """POST `content` as JSON, or GET without; the JSON of the reply, None where it is empty."""
-        body = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(self.url + route, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-                text = reply.read()
-        except urllib.error.HTTPError as error:
-            told = error.read()[:300].decode("utf-8", "replace")
-            raise RuntimeError(f"{self.url}{route} answers {error.code}: {told}{self.start}") from error
-        except OSError as error:
-            raise RuntimeError(f"no vLLM server answers at {self.url}{route}: {error}{self.start}") from error
-        return json.loads(text) if text else None
-
-
-def _as_url(picture: Image.Image) -> str:
-    found = io.BytesIO()
-    picture.save(found, "PNG")  # the same pixels
-    return "data:image/png;base64," + base64.b64encode(found.getvalue()).decode()
 
 
 class Sampler:
@@ -367,30 +243,6 @@ class Given(Sampler):
     @property
     def weights(self) -> Stream:
         return Stream(list(self.given), self.given.items())
-
-
-class Shared:
-    """A server that draws for several processes: the first one hands the weights over, while the others wait."""
-
-    forgets = False
-
-    def __init__(self, server: Server, accelerator: Accelerator) -> None:
-        self.server, self.accelerator = server, accelerator
-
-    def load(self, weights: Stream, version: Version) -> None:
-        self.accelerator.wait_for_everyone()  # until nobody draws with the old ones
-        if self.accelerator.is_main_process:
-            self.server.load(weights, version)
-        else:
-            for _ in weights.tensors:  # this process's part in gathering shards
-                pass
-        self.accelerator.wait_for_everyone()
-
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        return self.server.answer(asked)
-
-    def rest(self) -> None:
-        self.server.rest()
 
 
 def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Optimizer) -> Sampler | None:

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from genrl.config import ConfigError
 from genrl.config.files import check_files
+from genrl.vlm.engines.contract import Drawn, Reply
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
+from genrl.vlm.engines.server import Server
+from genrl.vlm.engines.vllm import InProcess, Sampler
 from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.vllm import Sampler, Server, Shared
+from genrl.vlm.engines.server import Server, Shared
+from genrl.vlm.engines.vllm import Sampler
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.weights import checkpoint_weights, stream_of
