@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from genrl.vlm.engines.contract import Asked, Drawn, Reply, Version
 from genrl.vlm.policies.weights import Stream
 
-TOGETHER = 64
+TOGETHER = 256
 """Questions that a server works on at the same time."""
 TIMEOUT_S = 600.0
 """Of a request to a server: drawing a group of answers, or loading weights."""
