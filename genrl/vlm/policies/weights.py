@@ -49,7 +49,7 @@ def _layers(policy: Policy) -> list[Layer]:
     """The policy's own tensors, base weights in place of adapted ones, those of a layer together: names and shapes in
     a checkpoint may be made of several of them. What is in no layer comes first."""
     saved = policy.model.state_dict().keys()
-    own = [(name, value) for name, value in policy.model.named_parameters() if ".lora_" not in name]
+    own: Layer = [(name, value) for name, value in policy.model.named_parameters() if ".lora_" not in name]
     own += [(name, value) for name, value in policy.model.named_buffers() if name in saved]
     found: dict[str, Layer] = {"": []}
     for name, value in own:
