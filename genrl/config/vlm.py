@@ -128,10 +128,11 @@ class Task(Section):
 
 
 class VLLMEngine(Section):
-    """vLLM as the sampler: beside the model in this process, or on a server."""
+    """vLLM as the sampler: beside the model in each process, or on a server for all."""
 
     url: Text | None = None
-    """A server's address, http://host:8000 (docs/vlm.md says how to start it); null = in this process, on its GPU."""
+    """A server's address, http://host:8000 (docs/vlm_engines.md says how to start it); null = in each process, on its
+    GPU."""
     weights: Text | None = None
     """Folder in which a server gets new weights as a file, the same path for both; null = in the run folder."""
     memory: Share = 0.4

@@ -103,8 +103,8 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.min_pixels", "task.max_pixels", "task.video", "vlm.output"), f"a model of {makes} sees no pictures"
     if config.vlm.lora is not None and makes == "masked_text":
         yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
-    if config.generation.engine == "vllm" and (makes or config.environment is not None):
-        yield ("generation.engine",), "vLLM samples answers to questions, as text; write transformers"
+    if config.generation.engine == "vllm" and makes:
+        yield ("generation.engine", "vlm.output"), f"vLLM answers with text, not {makes}; write transformers"
     if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
         yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
     if (output == "text" or makes not in (None, "image")) and config.generation.guidance_scale is not None:
@@ -183,8 +183,6 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
     if config.trains_shards and any(part.trainer.average is not None for part in config.parts):
         text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
         yield (key, "vlm.lora"), text
-    if config.generation.engine == "vllm":
-        yield (key, "generation.engine"), "vLLM samples for one process, shards are of several; write transformers"
     if config.synthesis is not None:
         yield (key, "synthesis"), "descriptions are kept by one process, shards are of several; write null"
 

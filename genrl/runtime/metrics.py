@@ -226,13 +226,15 @@ _OLDER = {
     "importance/mean": MetricDoc(
         "mean of w = exp(log-prob before the first update - log-prob when sampled) over samples and trained steps, "
         "tokens of the answers, or ratios of the rollout; 0 where it is above 5, and min(w, 1) of policies in "
-        "simulation. Policy gradients only",
+        "simulation. Policy gradients only. Of answers with the level and limits of `engine_mismatch`, also where the "
+        "engine has the present weights",
         "About 1. Far from it, samples are too old for the learning rate. Of log-probabilities that are means over D "
         "numbers (or tokens: GSPO) it is a D-th root, so small deviations say much.",
     ),
     "importance/left_out": MetricDoc(
-        "share of these whose w was above 5: 0, not learned from. Not of policies in simulation",
-        "Above 0: samples are too old.",
+        "share of these whose w was above 5, or outside of the limits of `engine_mismatch`: 0, not learned from. Not "
+        "of policies in simulation",
+        "Above 0: samples are too old, or the engine computes too differently.",
         "share 0..1",
     ),
     "importance/max_abs_dev": MetricDoc("max of |w - 1| over these", "As `importance/mean`."),

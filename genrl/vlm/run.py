@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -23,6 +23,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics
 from genrl.runtime.versions import Versions
+from genrl.vlm.engines.generation import answering, weights_changed
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
@@ -121,9 +122,9 @@ class AnswersRun:
             yield
             return
         with self.versions.drawing(self.loop.weights, self.loop.iteration):
-            self.weights_changed()
+            weights_changed(self.policy)
             yield
-        self.weights_changed()
+        weights_changed(self.policy)
 
     @property
     def bounds(self) -> bool:
@@ -169,7 +170,7 @@ class AnswersRun:
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
-            with loop.timed("rollout"), self.drawing(), gathered(self.policy):
+            with loop.timed("rollout"), self.drawing(), self._answering():
                 found, seconds = self._answers(rows, first)
                 drawn.append(found)
                 spent += seconds
@@ -199,6 +200,10 @@ class AnswersRun:
             self.synthesis.park(chosen, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
+
+    def _answering(self) -> AbstractContextManager[None]:
+        """`answering`, unless a server draws by itself."""
+        return answering(self.policy) if self.server is None else nullcontext()
 
     def _answers(self, rows: Sequence[Row], first: int) -> tuple[Answers, float]:
         """The answers to this iteration's questions, drawn now, or by the server before; and the seconds they took."""
@@ -271,12 +276,12 @@ class AnswersRun:
         """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
         whole: VLMConfig = self.loop.config
         if whole.ema is not None:
-            self.weights_changed()
+            weights_changed(self.policy)
         row = self._target_loss(whole, iteration)
         if whole.rewards:
             row |= self._judged(whole, iteration)
         if whole.ema is not None:  # the caller puts the trained ones back
-            self.weights_changed()
+            weights_changed(self.policy)
         return row
 
     def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
@@ -318,7 +323,7 @@ class AnswersRun:
         mine = share_of(self.process, len(questions))
         asked, watch = (self.policy, whole, self.opened, questions, mine), self.loop.advance_or_leave
         self.shown = Shown()
-        with gathered(self.policy), nullcontext() if self.server is None else self.server.alone():
+        with nullcontext() if self.server is None else self.server.alone(), answering(self.policy):
             own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)
@@ -341,12 +346,7 @@ class AnswersRun:
 
     def forget(self) -> None:
         """Answers of an iteration that is undone are no part of this; the weights are those of its beginning."""
-        self.weights_changed()
-
-    def weights_changed(self) -> None:
-        """Tell an engine with a copy of them, where there is one, outside of an optimiser's steps."""
-        if getattr(self.policy, "sampler", None) is not None:
-            self.policy.sampler.stepped()
+        weights_changed(self.policy)
 
     def hand_over(self) -> Any:
         """The model as trained, its average where there is one, with its adapters, for use without this run."""

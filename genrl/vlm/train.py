@@ -22,7 +22,7 @@ from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import in_step
 from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
-from genrl.vlm.engines.vllm import open_sampler
+from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.episodes import opening as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
@@ -55,8 +55,8 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
             raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
-    if config.generation.engine == "vllm" and num_processes > 1:
-        raise ValueError("generation.engine: vLLM samples for one process; start one, or write transformers")
+    if config.generation.staleness and config.generation.vllm.url is not None and num_processes > 1:
+        raise ValueError("generation.staleness: a server samples ahead for one process; start one, or write 0")
 
 
 def check_questions(config: VLMConfig, policy: Policy) -> None:
@@ -110,13 +110,11 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     retries = any(part.trainer.fit_batch for part in config.parts)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=retries, before_iteration=run.enter)
     run.loop.ends = config.ends
-    if config.generation.engine == "vllm":
-        policy.sampler = open_sampler(config, policy, process.run.folder / "weights")
-        optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())
+    sampler = use_vllm(config, policy, process, optimizer)
     if config.generation.staleness:
         run.versions = Versions(config.generation.staleness)
-        if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
-            run.server = Server(policy.sampler, opened)
+        if sampler is not None and config.generation.vllm.url is not None:
+            run.server = Server(sampler, opened)
             stack.callback(run.server.close)
     if config.synthesis is not None:
         run.synthesis = Synthesis(config, questions, policy, run.loop)

@@ -196,7 +196,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"trainer": {"fit_batch": True}, **FSDP}, "trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
     ({"trainer": {"preset": "grpo_care"}, **FSDP}, "distributed.fsdp, vlm.lora", "give vlm.lora"),
-    ({"generation": {"engine": "vllm"}, **FSDP}, "distributed.fsdp, generation.engine", "write transformers"),
     (
         {"synthesis": {"pipeline": "p/p", "ask": "?", "check": "exact"}, **FSDP},
         *("distributed.fsdp, synthesis", "write null"),

@@ -23,16 +23,23 @@ from genrl.vlm.policies.processor import Tokens
 from genrl.vlm.policies.weights import checkpoint_weights
 
 BaseModelLoader = object
-IMAGE_TOKENS = 9  # of the embedded model
 
 
 def register_model_loader(name: str) -> Callable[[type], type]:
     return lambda made: made
 
 
+NAMES = ("vllm", "vllm.model_executor.model_loader")
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vllm", "vllm.model_executor.model_loader"):
+    for name in NAMES:
         monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+
+
+def use(modules: dict[str, Any]) -> None:
+    """The same in a process of its own."""
+    modules.update(dict.fromkeys(NAMES, modules[__name__]))
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,9 @@ class LLM:
         pictures: list[Image.Image] = prompt.get("multi_modal_data", {}).get("image", [])
         image = policy.tokenizer.convert_tokens_to_ids("<image>")
         assert prompt["prompt_token_ids"].count(image) == len(pictures)  # not expanded
-        ids = [i for i in prompt["prompt_token_ids"] for _ in range(IMAGE_TOKENS if i == image else 1)]
+        # as many as the picture's patches are, by the engine's own processor
+        sizes = iter([policy.processor(text="<image>", images=[one])["input_ids"][0].count(image) for one in pictures])
+        ids = [i for i in prompt["prompt_token_ids"] for _ in range(next(sizes) if i == image else 1)]
         pixels = dict(policy.processor.image_processor(pictures, return_tensors="pt")) if pictures else {}
         encoded = Encoded(Tokens(torch.tensor(ids), {}, pixels), torch.arange(len(ids)), len(ids), "engine")
         sampling = Sampling(params.max_tokens, params.temperature, tuple(params.stop_token_ids))

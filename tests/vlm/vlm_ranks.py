@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from genrl.runtime.sharding import whole
 from genrl.vlm import train as kind
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.run import AnswersRun
+from tests.vlm import fake_vllm
 
 
 def run(file: str, resume: str | None = None) -> None:
@@ -25,6 +27,12 @@ def run(file: str, resume: str | None = None) -> None:
     config = load(Path(file))
     assert isinstance(config, VLMConfig)
     kind.train(config, None if resume is None else Path(resume))
+
+
+def by_vllm(file: str, resume: str | None = None) -> None:
+    """`run` where the stand-in of vLLM is installed."""
+    fake_vllm.use(sys.modules)
+    run(file, resume)
 
 
 def record(file: str, out: str) -> None:

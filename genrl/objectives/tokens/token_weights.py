@@ -106,7 +106,8 @@ def mismatch_weights(
 
     level: "token" [B, T] (1 where masked); "sequence" the product over the row [B, 1]; "sequence_geo" its
     length-normalised form. mode: "truncate" clamps w to [low, high], "mask" sets it to 0 outside. TRL's default is
-    sequence, mask, high 3; decoupled PPO (AReaL, PARA-GRPO) is token, mask, high 5.
+    sequence, mask, high 3; decoupled PPO (AReaL, PARA-GRPO) is token, mask, high 5; IcePop (Ring-1T) is token, mask,
+    low 0.5, high 5: w inside of [low, high], 0 outside, on both sides.
     It multiplies the policy term, not the KL.
     """
     difference = log_ratio(old_log_prob.detach(), sampler_log_prob, mask)

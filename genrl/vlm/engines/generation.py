@@ -7,6 +7,7 @@ the token is where the number falls in the cumulated probabilities. What else is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.shards import gathered
 
 Finish = Literal["stop", "length"]
 
@@ -48,6 +50,24 @@ class Completions:
     group: Tensor
     finish: list[Finish]
     texts: list[str]
+
+
+def uses_engine(policy: Any) -> bool:
+    """Whether an engine with a copy of its weights answers for the policy."""
+    return getattr(policy, "sampler", None) is not None
+
+
+def answering(policy: Any) -> AbstractContextManager[None]:
+    """Within the block the policy's engine has its weights (`Sampler.ready`), or, where the policy samples itself, this
+    process has all of them (`gathered`). All processes enter it together."""
+    found: AbstractContextManager[None] = policy.sampler.ready() if uses_engine(policy) else gathered(policy)
+    return found
+
+
+def weights_changed(policy: Any) -> None:
+    """Tell an engine with a copy of the weights, where there is one, outside of an optimiser's steps."""
+    if uses_engine(policy):
+        policy.sampler.stepped()
 
 
 @torch.no_grad()

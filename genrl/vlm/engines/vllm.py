@@ -6,84 +6,37 @@ weights whenever an optimiser step was made, as a checkpoint has them (LoRA merg
 the old ones, and must say that it drew with the new ones. What is left, rounding, is measured (`sampler/gap_*`) and
 corrected by the weight `engine_mismatch`.
 
-Run with vLLM 0.32 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
+Run with vLLM 0.32 (`LLM`, `SamplingParams`).
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import os
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
-from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
+from genrl.runtime.process import Process
+from genrl.vlm.engines.contract import Asked, Drawn, Engine, Reply, Version
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.names import nested
+from genrl.vlm.engines.server import Server, Shared
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.weights import checkpoint_weights
-
-TOGETHER = 64
-"""Questions that a server works on at the same time."""
-TIMEOUT_S = 600.0
-"""Of a request to a server: drawing a group of answers, or loading weights."""
-SERVE = "VLLM_SERVER_DEV_MODE=1 vllm serve {path} --enable-scale-out --logprobs-mode processed_logprobs"
-
-
-class Asked(NamedTuple):
-    """A question for an engine: ids with one token per image, RGB images, arguments of vLLM's `SamplingParams`."""
-
-    ids: list[int]
-    pictures: tuple[Image.Image, ...]
-    sampling: dict[str, Any]
-
-
-class Drawn(NamedTuple):
-    """An answer: ids with the stop token, log-probability of each, versions of the weights that drew them."""
-
-    ids: list[int]
-    log_prob: list[float]
-    versions: set[str]
-
-
-class Reply(NamedTuple):
-    """What an engine made of a question: the ids of the prompt, images expanded, and the answers in their order."""
-
-    prompt_ids: list[int]
-    answers: list[Drawn]
-
-
-Version = int | str
-"""What an engine knows its weights by, as text."""
-
-
-class Engine(Protocol):
-    """forgets: the weights are gone after `answer`, and have to be loaded again."""
-
-    forgets: bool
-
-    def load(self, weights: dict[str, Tensor], version: Version) -> None:
-        """Take these weights, and drop everything cached under others."""
-
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """In the order of the questions."""
+from genrl.vlm.policies.weights import Stream, stream_of
 
 
 class InProcess:
     """vLLM beside the trained model, on the same GPU. Asleep while the model trains, if so configured."""
 
-    def __init__(self, config: VLMConfig) -> None:
+    def __init__(self, config: VLMConfig, *, several: bool = False) -> None:
+        """several: this is one of several processes, each of which makes an engine of its own at the same time."""
         # with the engine in this process, weights are handed over as they are
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm
@@ -98,6 +51,8 @@ class InProcess:
             max_model_len=settings.context,
             enable_sleep_mode=settings.sleep,
             enforce_eager=settings.eager,
+            # one engine in each of `torchrun`'s processes, which takes its device and leaves the process group as it is
+            distributed_executor_backend="external_launcher" if several else None,
             load_format=_without_weights(),  # the trained ones come before the first question
             # on a CPU vLLM 0.32 fails at a question with a seed of which only a part fits into the batch
             enable_chunked_prefill=None if torch.cuda.is_available() else False,
@@ -105,13 +60,13 @@ class InProcess:
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
         )
 
-    def load(self, weights: dict[str, Tensor], version: Version) -> None:
+    def load(self, weights: Stream, version: Version) -> None:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
-        names = self.llm.apply_model(lambda model: _names_for(model, weights))[0]
-        given = [(names[name], value) for name, value in weights.items()]
+        names = self.llm.apply_model(lambda model: _names_for(model, weights.names))[0]
+        given = ((names[name], value) for name, value in weights.tensors)
         # `weights_path` would leave the engine with that path as its model's, and the next question fails
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(given)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -138,10 +93,12 @@ class InProcess:
                 for one in sorted(output.outputs, key=lambda one: one.index)
             ]
             replies.append(Reply(list(output.prompt_token_ids), answers))
+        return replies
+
+    def rest(self) -> None:
         if self.forgets:
             self.llm.sleep(level=2)
             self.asleep = True
-        return replies
 
 
 def _without_weights() -> str:
@@ -172,72 +129,6 @@ def _names_for(model: Any, weights: Iterable[str]) -> dict[str, str]:
     return nested(weights, (name for name, _ in model.named_parameters()), mapped)
 
 
-class Server:
-    """A server of vLLM's. New weights are handed over as a file in `folder`, which it has to see under that name.
-
-    They have the names of the checkpoint that training began from. A server that loaded it at its start takes them.
-    """
-
-    forgets = False
-
-    def __init__(self, url: str, folder: Path, path: str) -> None:
-        self.url, self.folder = url.rstrip("/"), folder
-        self.start = f"; start one with: {SERVE.format(path=path)}"
-        self.model = self._call("/v1/models")["data"][0]["id"]
-
-    def load(self, weights: dict[str, Tensor], version: Version) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        own = {name: value.cpu().contiguous() for name, value in weights.items()}
-        save_file(own, self.folder / "model.safetensors")
-        where = {"weights_path": str(self.folder.resolve())}
-        self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
-        if not self._call("/reset_prefix_cache", {})["success"]:
-            raise RuntimeError(f"{self.url} keeps keys and values of the old weights: its prefix cache was not reset")
-        self._call("/reset_mm_cache", {})
-        self._call("/reset_encoder_cache", {})
-        self._call("/update_weight_version", {"new_version": str(version)})
-
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        with ThreadPoolExecutor(TOGETHER) as pool:
-            return list(pool.map(self._one, asked))
-
-    def _one(self, asked: Asked) -> Reply:
-        request = {
-            "model": self.model,
-            "token_ids": asked.ids,
-            "content_parts": [{"type": "image_url", "url": _as_url(picture)} for picture in asked.pictures] or None,
-            "sampling_params": asked.sampling | {"output_kind": 2},  # all answers when the last one has ended
-            "return_token_ids": True,
-        }
-        reply = self._call("/inference/v1/generate", request)
-        answers = []
-        for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
-            chances = [position["logprob"] for position in choice["logprobs"]["content"]]
-            versions = {span["version"] for span in choice.get("weight_versions") or ()}
-            answers.append(Drawn(choice["token_ids"], chances, versions))
-        return Reply(reply["prompt_token_ids"], answers)
-
-    def _call(self, route: str, content: dict[str, Any] | None = None) -> Any:
-        """POST `content` as JSON, or GET without; the JSON of the reply, None where it is empty."""
-        body = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(self.url + route, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-                text = reply.read()
-        except urllib.error.HTTPError as error:
-            told = error.read()[:300].decode("utf-8", "replace")
-            raise RuntimeError(f"{self.url}{route} answers {error.code}: {told}{self.start}") from error
-        except OSError as error:
-            raise RuntimeError(f"no vLLM server answers at {self.url}{route}: {error}{self.start}") from error
-        return json.loads(text) if text else None
-
-
-def _as_url(picture: Image.Image) -> str:
-    found = io.BytesIO()
-    picture.save(found, "PNG")  # the same pixels
-    return "data:image/png;base64," + base64.b64encode(found.getvalue()).decode()
-
-
 class Sampler:
     """Draws by an engine what `generation.generate` draws by transformers, always with the weights as they are.
 
@@ -248,18 +139,37 @@ class Sampler:
         self.engine, self.policy = engine, policy
         self.steps, self.version = 0, cast(Version, 0)
         self.loaded: Version | None = None
+        self._ready = False
         tokens = policy.tokenizer.convert_ids_to_tokens(policy.forbidden.tolist())
         self.never = [token for token in tokens if token is not None]
 
     @property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Stream:
         """Those that draw."""
-        return checkpoint_weights(self.policy)
+        return stream_of(self.policy)
 
     def stepped(self) -> None:
         """The weights have changed."""
         self.steps += 1
         self.version = self.steps
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within the block the engine is awake and has the weights; where there is none around it, each `generate` is
+        one. All processes enter it together, since together they hand over the weights."""
+        if self._ready:
+            yield
+            return
+        if self.loaded != self.version:
+            self.engine.load(self.weights, self.version)
+            self.loaded = self.version
+        self._ready = True
+        try:
+            yield
+        finally:
+            self._ready = False
+            self.engine.rest()
+            self.loaded = None if self.engine.forgets else self.loaded
 
     def generate(
         self, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
@@ -269,10 +179,9 @@ class Sampler:
         Raises RuntimeError where the engine read other ids than the trainer has, drew with other weights, or returned
         another number of answers or one without an end.
         """
-        if self.loaded != self.version:
-            self.engine.load(self.weights, self.version)
-        replies = self.engine.answer([self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)])
-        self.loaded = None if self.engine.forgets else self.version
+        asked = [self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)]
+        with self.ready():
+            replies = self.engine.answer(asked)
         stop = {*self.policy.stop_ids, *sampling.stop_ids}
         drawn = []
         for prompt, reply in zip(prompts, replies, strict=True):
@@ -332,16 +241,27 @@ class Given(Sampler):
         self.given, self.version = weights, version
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self.given)
+    def weights(self) -> Stream:
+        return Stream(list(self.given), self.given.items())
 
 
-def open_sampler(config: VLMConfig, policy: Policy, folder: Path) -> Sampler:
-    """The engine of `generation.vllm`; `folder` of the run takes the weights for a server.
+def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Optimizer) -> Sampler | None:
+    """Let vLLM answer for this policy from here on, where `generation.engine` says so; the optimiser's steps tell it of
+    new weights.
 
     Raises RuntimeError where there is no such server.
     """
-    settings = config.generation.vllm
+    if config.generation.engine != "vllm":
+        return None
+    settings, accelerator = config.generation.vllm, process.accelerator
+    engine: Engine
     if settings.url is None:
-        return Sampler(InProcess(config), policy)
-    return Sampler(Server(settings.url, Path(settings.weights or folder), config.vlm.path), policy)
+        engine = InProcess(config, several=accelerator.num_processes > 1)
+    else:
+        folder = Path(settings.weights or process.run.folder / "weights")
+        engine = server = Server(settings.url, folder, config.vlm.path)
+        if accelerator.num_processes > 1:
+            engine = Shared(server, accelerator)
+    policy.sampler = sampler = Sampler(engine, policy)
+    optimizer.register_step_post_hook(lambda *_: sampler.stepped())
+    return sampler

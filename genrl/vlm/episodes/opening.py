@@ -16,6 +16,7 @@ from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.sharding import in_step
 from genrl.runtime.weights import Weights
+from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.environments.hosts import open_host
 from genrl.vlm.episodes.critic import ValueHead
 from genrl.vlm.episodes.episodes import Table
@@ -89,4 +90,5 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     optimizer = make_optimizer(groups, config.optimizer)
     schedule = Schedule(config.optimizer, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
+    use_vllm(config, policy, process, optimizer)
     return run

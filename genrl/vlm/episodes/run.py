@@ -19,7 +19,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
-from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.engines.generation import Sampling, answering, weights_changed
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
@@ -110,7 +110,8 @@ class EpisodesRun:
             self.loop.keep("critic", self.critic)
 
     def forget(self) -> None:
-        """Go back to the episodes that were going on when the iteration began, which is undone."""
+        """Go back to the episodes that were going on when the iteration began, which is undone, as are its steps."""
+        weights_changed(self.policy)
         self.restore()
 
     def restore(self) -> None:
@@ -132,7 +133,7 @@ class EpisodesRun:
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
-        with loop.timed("rollout"), gathered(self.policy):
+        with loop.timed("rollout"), answering(self.policy):
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
@@ -259,6 +260,8 @@ class EpisodesRun:
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The most probable answers in held-out episodes; at the ends of the run with black pictures, too."""
+        if self.config.ema is not None:
+            weights_changed(self.policy)
         found = self._acted(blind=False)
         row = figures_of(found)
         if iteration in (0, self.config.iterations) and self.config.evaluation.blind:
@@ -271,12 +274,14 @@ class EpisodesRun:
             pictures, texts = [film for film, _ in found.films], [text for _, text in found.films]
             sheet = save_samples(self.process.run.samples, iteration, pictures, texts, scores)
             self.process.log.log_picture(iteration, "samples/grid", sheet)
+        if self.config.ema is not None:  # the caller puts the trained ones back
+            weights_changed(self.policy)
         return row
 
     def _acted(self, *, blind: bool) -> Judged:
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
-        with gathered(self.policy):
+        with answering(self.policy):
             mine = judge(
                 self.policy,
                 self.config,

@@ -133,6 +133,13 @@ def estimate(
     return Estimate(ready, after, metrics)
 
 
+def sampler_figures(metrics: Mapping[str, float], *, differs: bool) -> dict[str, float]:
+    """Those of `estimate`'s metrics that compare sampler and trainer, as they are logged. differs: what sampled is not
+    the model as it is trained, so answers are weighted."""
+    kinds = ("sampler_", "importance_") if differs else ("sampler_",)
+    return {name.replace("_", "/", 1): value for name, value in metrics.items() if name.startswith(kinds)}
+
+
 def _shaped_rewards(preset: Preset, batch: TokenBatch) -> Tensor | None:
     """Row rewards with the terms of the preset; KL goes to tokens where the estimator takes token rewards."""
     rewards = batch.rewards

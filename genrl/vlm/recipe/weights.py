@@ -52,7 +52,8 @@ class ClipCov(Choice):
 
 
 class EngineMismatch(Choice):
-    """`exp(l_old - l_sampler)`, for the engine that sampled (`token_weights.mismatch_weights`)."""
+    """`exp(l_old - l_sampler)`, for the engine that sampled (`token_weights.mismatch_weights`). TRL: sequence, mask, 3;
+    truncated importance sampling: token, truncate, 2; IcePop: token, mask, from .5 to 5."""
 
     name: Literal["engine_mismatch"] = "engine_mismatch"
     level: Literal["token", "sequence", "sequence_geo"] = "sequence"
@@ -60,9 +61,9 @@ class EngineMismatch(Choice):
     mode: Literal["truncate", "mask"] = "mask"
     """Outside of the limits: the limit, or 0."""
     low: NonNegative = 0.0
-    """Lower limit."""
+    """Lower limit (IcePop: .5)."""
     high: Positive = 3.0
-    """Upper limit (TRL: 3; PARA-GRPO: 5)."""
+    """Upper limit (TRL: 3; PARA-GRPO and IcePop: 5)."""
 
 
 class OffPolicyMask(Choice):

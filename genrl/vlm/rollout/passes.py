@@ -9,8 +9,8 @@ from accelerate.utils import gather_object
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.loop import Loop
 from genrl.runtime.run import write_atomic
+from genrl.vlm.engines.generation import answering
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import gathered
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import draw, open_rewards
 
@@ -30,7 +30,7 @@ def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loo
     file = loop.process.run.folder / f"passes-{stage}.jsonl"
     loop.process.accelerator.wait_for_everyone()  # none looks for the file while another writes it
     if not file.is_file():
-        with gathered(policy):
+        with answering(policy):
             _count(config, questions, policy, loop, stage)
     counts = [json.loads(line)["right"] for line in file.read_text(encoding="utf-8").splitlines()]
     questions.kept = [number for number, right in enumerate(counts) if 0 < right < passes]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from genrl.config import ConfigError
 from genrl.config.files import check_files
+from genrl.vlm.engines.contract import Drawn, Reply
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
+from genrl.vlm.engines.server import Server
+from genrl.vlm.engines.vllm import InProcess, Sampler
 from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
@@ -31,8 +28,11 @@ from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from tests.run_folders import assert_one_run, differences, rows
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
+from tests.vlm.fake_vllm_server import Handler, serving
+from tests.vlm.methods.episodes import agent_runs
 
 VLLM = {"engine": "vllm"}
+AGENTS = {"optimizer": {"lr": 1e-3}, "evaluation": {"every": 1}, "checkpoint": {"every": 2}}
 
 
 @pytest.fixture
@@ -171,76 +171,10 @@ def test_an_engine_gets_one_token_for_an_image(family: str, tmp_path: Path) -> N
 # --- a server
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The routes of a server that are used, before a `fake_vllm.LLM`."""
-
-    llm: fake_vllm.LLM
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def _reply(self, content: Any, status: int = 200) -> None:
-        body = b"" if content is None else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        self._reply({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else None)
-
-    def do_POST(self) -> None:
-        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        match self.path:
-            case "/collective_rpc":
-                weights = load_file(Path(given["kwargs"]["weights_path"]) / "model.safetensors")
-                self.llm.collective_rpc(given["method"], {"weights_iterator": weights.items()})
-                self._reply({"results": [None]})
-            case "/reset_prefix_cache":
-                self._reply({"success": self.llm.reset_prefix_cache()})
-            case "/reset_mm_cache" | "/reset_encoder_cache":
-                self._reply(None)
-            case "/update_weight_version":
-                self.llm.update_weight_version(given["new_version"])
-                self._reply({"success": True})
-            case "/inference/v1/generate":
-                self._reply(self._generated(given))
-            case _:
-                self._reply({"error": "no such route"}, 404)
-
-    def _generated(self, given: dict[str, Any]) -> dict[str, Any]:
-        parts = given["content_parts"] or []
-        pictures = [Image.open(io.BytesIO(base64.b64decode(part["url"].partition(",")[2]))) for part in parts]
-        sampling = {name: value for name, value in given["sampling_params"].items() if name != "output_kind"}
-        params = fake_vllm.SamplingParams(**sampling)
-        prompt = {"prompt_token_ids": given["token_ids"], "multi_modal_data": {"image": pictures}}
-        made = self.llm.one(prompt, params)
-        choices = [
-            {
-                "index": one.index,
-                "token_ids": one.token_ids,
-                "logprobs": {
-                    "content": [
-                        {"token_id": t, "logprob": chance[t].logprob}
-                        for t, chance in zip(one.token_ids, one.logprobs, strict=True)
-                    ]
-                },
-                "weight_versions": [{"version": self.llm.version, "start": 0, "end": len(one.token_ids)}],
-            }
-            for one in made.outputs
-        ]
-        return {"choices": choices, "prompt_token_ids": made.prompt_token_ids}
-
-
 @pytest.fixture
 def server() -> Iterator[str]:
-    Handler.llm = fake_vllm.LLM(str(vlm_runs.MODEL))
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.server_port}"
-    listening.shutdown()
-    listening.server_close()
+    with serving(vlm_runs.MODEL) as url:
+        yield url
 
 
 def test_a_server_draws_what_an_engine_in_this_process_draws(sampler: Sampler, server: str, tmp_path: Path) -> None:
@@ -265,6 +199,40 @@ def test_a_server_that_is_not_there_is_named_with_the_command(server: str, tmp_p
         Server("http://127.0.0.1:9", tmp_path, "tiny")
     with pytest.raises(RuntimeError, match=r"/nothing answers 404: .*no such route"):
         Server(server, tmp_path, "tiny")._call("/nothing", {})
+
+
+# --- agents
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
+def test_agents_answer_by_an_engine_as_it_is_trained(installed: None, tmp_path: Path, preset: str) -> None:
+    """Turns of episodes, and of a tool's conversation; the engine sleeps between the phases, not between the turns."""
+    calls: list[list[str]] = []
+    run = agent_runs.config(tmp_path, preset, generation=VLLM, iterations=2, **AGENTS)
+    with pytest.MonkeyPatch.context() as patched:
+        opened = fake_vllm.LLM.__init__
+
+        def kept(self: Any, *arguments: Any, **named: Any) -> None:
+            opened(self, *arguments, **named)
+            calls.append(self.calls)
+
+        patched.setattr(fake_vllm.LLM, "__init__", kept)
+        train(run)
+    for row in rows(tmp_path / "run")[1:]:
+        assert row["sampler/gap_max"] < 1e-4 and row["sampler/corrected"] == 0
+        assert row["importance/max_abs_dev"] < 1e-4 or preset == "vl_dac"
+    turns = "".join(" " if call.startswith("sleep") else "g" for call in calls[0] if call[:5] in ("gener", "sleep"))
+    phases = turns.split()
+    assert len(phases) >= 4 and max(map(len, phases)) > 1  # evaluations, and the two iterations
+
+
+def test_agents_by_an_engine_go_on_where_they_were(installed: None, tmp_path: Path) -> None:
+    for name, parts in (("a", [2]), ("b", [1, 2])):
+        (tmp_path / name).mkdir()
+        for k, iterations in enumerate(parts):
+            config = agent_runs.config(tmp_path / name, "vl_dac", generation=VLLM, iterations=iterations)
+            train(config, resume=tmp_path / name / "run" if k else None)
+    assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
 
 
 # --- configuration

@@ -11,21 +11,26 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from genrl.vlm.engines.contract import Engine
 from genrl.vlm.engines.generation import Completions, Sampling, generate
-from genrl.vlm.engines.vllm import Engine, InProcess, Sampler, Server
+from genrl.vlm.engines.server import Server
+from genrl.vlm.engines.vllm import InProcess, Sampler
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from tests.ports import free_port
-from tests.run_folders import rows
-from tests.vlm import vlm_runs
+from tests.run_folders import rows, start, start_ranks, wait
+from tests.vlm import vlm_ranks, vlm_runs
+from tests.vlm.methods.episodes import agent_runs
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make vllm` builds an environment that has it")
 
@@ -63,6 +68,10 @@ def draws_as_the_trainer_scores(engine: Engine, policy: Policy, place: Path) -> 
     assert gap(policy, prompts, second) < ROUNDING
     replies = engine.answer([sampler._asked(prompts[0], keys[0], 2, Sampling(12))])
     assert [one.versions for one in replies[0].answers] == [{"1"}] * 2
+    sampler.stepped()
+    sampler.loaded = sampler.version  # as if another run had loaded its own in between
+    with pytest.raises(RuntimeError, match=r"version \['1'\], the trainer is at 2: does another run use the same"):
+        sampler.generate(prompts, 1, Sampling(12), keys)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +95,49 @@ def test_a_run(engine: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0
 
 
+def in_two_processes(place: Path, **changes: Any) -> list[Any]:
+    """The metrics of a run of three iterations, whose gap stays that of rounding while the weights change."""
+    common = {"optimizer": {"lr": 1e-3}, "evaluation": {"every": 1, "questions": 7}, "checkpoint": {"every": 3}}
+    vlm_runs.config(place, iterations=3, **common, **changes)
+    processes = start_ranks(2, vlm_ranks.run, str(place / "tiny.yaml"), log=place / "log.txt")
+    codes = wait(processes, START_S)
+    assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
+    found = [row for row in rows(place / "run") if "sampler/gap_max" in row]
+    assert len(found) == 3
+    for row in found:
+        assert row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0
+    return found
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_an_engine_in_each_of_two_processes(fsdp: bool, tmp_path: Path) -> None:
+    in_two_processes(tmp_path, generation=VLLM, distributed={"fsdp": fsdp})
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
+def test_agents_by_an_engine(preset: str, tmp_path: Path) -> None:
+    """In a process of its own: an engine is made for a model, and none is taken down before the process ends. The
+    embedded agent has heads of 28, for which vLLM's CPU build has no attention."""
+    own = {"vlm": {"path": str(agent_runs.CROP)}, "optimizer": {"lr": 1e-3}}
+    config = agent_runs.config(tmp_path, preset, generation=VLLM, iterations=2, **own)
+    process = start(vlm_ranks.run, str(tmp_path / "tiny.yaml"), log=tmp_path / "log.txt")
+    assert wait([process], START_S) == [0], (tmp_path / "log.txt").read_text()[-2000:]
+    assert len(found := rows(Path(config.output))) == 2
+    assert all(row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0 for row in found)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address of a server and its model: the embedded one, under the names that this vLLM can read by itself. Its
-    makers want other sampling than the trainer, who must not get it."""
-    folder = tmp_path_factory.mktemp("served") / "model"
-    shutil.copytree(vlm_runs.MODEL, folder)
+    """Address of a server and its model, the embedded one."""
+    with serving(vlm_runs.MODEL, tmp_path_factory.mktemp("served") / "model") as found:
+        yield found
+
+
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """A server of a copy in `folder`, under the names that this vLLM can read by itself. Its makers want other sampling
+    than the trainer, who must not get it."""
+    shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     older = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in weights.items()}
     save_file(older, folder / "model.safetensors", metadata={"format": "pt"})
@@ -145,3 +191,16 @@ def test_a_run_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
     for row in rows(tmp_path / "run"):
         if "sampler/gap_max" in row:
             assert row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0
+
+
+def test_a_run_of_two_processes_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
+    url, folder = served
+    in_two_processes(tmp_path, vlm={"path": str(folder)}, generation={"engine": "vllm", "vllm": {"url": url}})
+
+
+def test_agents_on_a_server(tmp_path: Path) -> None:
+    with serving(agent_runs.CROP, tmp_path / "model") as (url, folder):
+        generation = agent_runs.TWO_BY_TWO | {"engine": "vllm", "vllm": {"url": url}}
+        own = {"vlm": {"path": str(folder)}, "generation": generation, "optimizer": {"lr": 1e-3}}
+        train(agent_runs.config(tmp_path, "grpo", iterations=2, **own))
+    assert all(row["sampler/gap_max"] < ROUNDING for row in rows(tmp_path / "run"))

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.recorded import Recorded
+from genrl.vlm.engines.generation import uses_engine
+from genrl.vlm.methods.estimate import sampler_figures
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
@@ -36,10 +38,7 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
             found = ready.found.metrics
             row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
             row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-            gaps = {name.replace("_", "/", 1): value for name, value in found.items() if name.startswith("sampler_")}
-            row |= {} if run.bounds else gaps
-            if run.age:
-                row |= {n.replace("_", "/", 1): value for n, value in found.items() if n.startswith("importance_")}
+            row |= {} if run.bounds else sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy))
             row |= learn(run, answers, ready)
         row["lr"] = run.loop.lr
         if run.versions is not None:

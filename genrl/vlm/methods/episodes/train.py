@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from genrl.runtime.recorded import Recorded
+from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.episodes.rows import laid
 from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.methods.estimate import sampler_figures
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
 from genrl.vlm.policies.policy import dtype_of
@@ -29,7 +31,7 @@ def train(run: EpisodesRun, settings: Episodes) -> None:
         found = ready.found.metrics
         row |= figures | {"advantage/abs_mean": found["advantage_abs_mean"]}
         row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-        row |= {"sampler/gap_mean": found["sampler_gap_mean"], "sampler/gap_max": found["sampler_gap_max"]}
+        row |= sampler_figures(found, differs=uses_engine(run.policy))
         row |= learn(run, acted, ready)
         row["lr"] = run.loop.lr
         run.remember(row)

@@ -1,0 +1,122 @@
+"""A server of vLLM's, for one process or several.
+
+Run with vLLM 0.32 (`/inference/v1/generate` and the development routes).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from PIL import Image
+from safetensors.torch import save_file
+
+from genrl.vlm.engines.contract import Asked, Drawn, Reply, Version
+from genrl.vlm.policies.weights import Stream
+
+TOGETHER = 256
+"""Questions that a server works on at the same time."""
+TIMEOUT_S = 600.0
+"""Of a request to a server: drawing a group of answers, or loading weights."""
+SERVE = "VLLM_SERVER_DEV_MODE=1 vllm serve {path} --enable-scale-out --logprobs-mode processed_logprobs"
+
+
+class Server:
+    """A server of vLLM's. New weights are handed over as a file in `folder`, which it has to see under that name.
+
+    They have the names of the checkpoint that training began from. A server that loaded it at its start takes them.
+    """
+
+    forgets = False
+
+    def __init__(self, url: str, folder: Path, path: str) -> None:
+        self.url, self.folder = url.rstrip("/"), folder
+        self.start = f"; start one with: {SERVE.format(path=path)}"
+        self.model = self._call("/v1/models")["data"][0]["id"]
+
+    def load(self, weights: Stream, version: Version) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = {name: value.cpu().contiguous() for name, value in weights.tensors}
+        save_file(own, self.folder / "model.safetensors")
+        where = {"weights_path": str(self.folder.resolve())}
+        self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        if not self._call("/reset_prefix_cache", {})["success"]:
+            raise RuntimeError(f"{self.url} keeps keys and values of the old weights: its prefix cache was not reset")
+        self._call("/reset_mm_cache", {})
+        self._call("/reset_encoder_cache", {})
+        self._call("/update_weight_version", {"new_version": str(version)})
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            return list(pool.map(self._one, asked))
+
+    def rest(self) -> None:
+        pass
+
+    def _one(self, asked: Asked) -> Reply:
+        request = {
+            "model": self.model,
+            "token_ids": asked.ids,
+            "content_parts": [{"type": "image_url", "url": _as_url(picture)} for picture in asked.pictures] or None,
+            "sampling_params": asked.sampling | {"output_kind": 2},  # all answers when the last one has ended
+            "return_token_ids": True,
+        }
+        reply = self._call("/inference/v1/generate", request)
+        answers = []
+        for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
+            chances = [position["logprob"] for position in choice["logprobs"]["content"]]
+            versions = {span["version"] for span in choice.get("weight_versions") or ()}
+            answers.append(Drawn(choice["token_ids"], chances, versions))
+        return Reply(reply["prompt_token_ids"], answers)
+
+    def _call(self, route: str, content: dict[str, Any] | None = None) -> Any:
+        """POST `content` as JSON, or GET without; the JSON of the reply, None where it is empty."""
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.url + route, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as error:
+            told = error.read()[:300].decode("utf-8", "replace")
+            raise RuntimeError(f"{self.url}{route} answers {error.code}: {told}{self.start}") from error
+        except OSError as error:
+            raise RuntimeError(f"no vLLM server answers at {self.url}{route}: {error}{self.start}") from error
+        return json.loads(text) if text else None
+
+
+def _as_url(picture: Image.Image) -> str:
+    found = io.BytesIO()
+    picture.save(found, "PNG")  # the same pixels
+    return "data:image/png;base64," + base64.b64encode(found.getvalue()).decode()
+
+
+class Shared:
+    """A server that draws for several processes: the first one hands the weights over, while the others wait."""
+
+    forgets = False
+
+    def __init__(self, server: Server, accelerator: Accelerator) -> None:
+        self.server, self.accelerator = server, accelerator
+
+    def load(self, weights: Stream, version: Version) -> None:
+        self.accelerator.wait_for_everyone()  # until nobody draws with the old ones
+        if self.accelerator.is_main_process:
+            self.server.load(weights, version)
+        else:
+            for _ in weights.tensors:  # this process's part in gathering shards
+                pass
+        self.accelerator.wait_for_everyone()
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        return self.server.answer(asked)
+
+    def rest(self) -> None:
+        self.server.rest()

@@ -1,0 +1,138 @@
+"""Several processes (gloo) that answer by the stand-in of vLLM: an engine in each, or one server; in shards, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.engines.server import Server, Shared
+from genrl.vlm.engines.vllm import Sampler
+from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.weights import checkpoint_weights, stream_of
+from genrl.vlm.train import check_processes, train
+from tests.run_folders import rows, start_ranks, wait
+from tests.vlm import fake_vllm, vlm_ranks, vlm_runs
+from tests.vlm.fake_vllm_server import Handler, serving
+from tests.vlm.methods.episodes import agent_runs
+
+COMMON: dict[str, Any] = {
+    "iterations": 3,
+    "optimizer": {"lr": 1e-3},
+    "evaluation": {"every": 1, "questions": 1, "blind": False},  # one process has nothing to ask
+    "checkpoint": {"every": 3},
+}
+
+
+def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *given: Any, **changes: Any) -> list[Any]:
+    """The metrics of a run in two processes."""
+    place.mkdir()
+    make(place, *given, generation={"engine": "vllm", "vllm": vllm}, **{**COMMON, **changes})
+    processes = start_ranks(2, vlm_ranks.by_vllm, str(place / "tiny.yaml"), log=place / "log.txt")
+    codes = wait(processes, 300)
+    assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
+    return rows(place / "run")
+
+
+def same(one: list[Any], other: list[Any], *, rel: float = 1e-4) -> None:
+    """Rewards of what was sampled, evaluations and gradients."""
+    names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
+    assert len(names) > 5 and len(one) == len(other)
+    for mine, yours in zip(one, other, strict=True):
+        for name in [name for name in names if name in mine]:
+            assert mine[name] == pytest.approx(yours[name], rel=rel, abs=1e-6), name
+
+
+def test_each_process_has_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which draws what one process draws, with the weights after the last step."""
+    found = trained(tmp_path / "two", {"sleep": False})
+    assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
+    fake_vllm.install(monkeypatch)
+    (tmp_path / "one").mkdir()
+    train(vlm_runs.config(tmp_path / "one", generation={"engine": "vllm", "vllm": {"sleep": False}}, **COMMON))
+    same(found, rows(tmp_path / "one" / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{"rank": 2}, None], ids=["lora", "full"])
+def test_engines_get_what_is_held_in_shards(lora: Any, tmp_path: Path) -> None:
+    own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
+    whole = trained(tmp_path / "whole", {"sleep": True}, **own)
+    shards = trained(tmp_path / "shards", {"sleep": True}, distributed={"fsdp": True}, **own)
+    assert all(row["sampler/gap_max"] < 1e-4 for row in shards[1:])
+    same(shards, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_server_is_shared(fsdp: bool, tmp_path: Path) -> None:
+    """It draws what engines in the processes draw, and gets the weights once for each version."""
+    own = {"distributed": {"fsdp": fsdp}, "vlm": {"gradient_checkpointing": True}}
+    engines = trained(tmp_path / "engines", {"sleep": False}, **own)
+    with serving(vlm_runs.MODEL) as url:
+        shared = trained(tmp_path / "shared", {"url": url}, **own)
+        assert Handler.llm.version == "3"
+        assert Handler.llm.calls.count("reload_weights") == 4
+    same(shared, engines)
+    assert all(row["sampler/gap_max"] < 1e-4 for row in shared[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
+def test_agents_share_a_server(preset: str, tmp_path: Path) -> None:
+    model = agent_runs.MODEL if preset == "vl_dac" else agent_runs.CROP
+    with serving(model) as url:
+        found = trained(tmp_path / preset, {"url": url}, agent_runs.config, preset)
+    assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
+
+
+class Ranks:
+    """Two processes as `Shared` sees them, one after the other."""
+
+    def __init__(self, is_main_process: bool) -> None:
+        self.is_main_process, self.waits = is_main_process, 0
+
+    def wait_for_everyone(self) -> None:
+        self.waits += 1
+
+
+def test_what_another_run_loaded_is_refused(tmp_path: Path) -> None:
+    """The second of two processes hands nothing over, and notices weights that are not those of its run."""
+    policy = Policy(str(vlm_runs.MODEL))
+    prompt = policy.encode(vlm_runs.first_question(vlm_runs.config(tmp_path)))
+    with serving(vlm_runs.MODEL) as url:
+        server = Server(url, tmp_path / "weights", "tiny")
+        main, other = (Sampler(Shared(server, Ranks(first)), policy) for first in (True, False))  # type: ignore[arg-type]
+        sampling = Sampling(4)
+        assert main.generate([prompt], 1, sampling, [(0,)]).texts == other.generate([prompt], 1, sampling, [(0,)]).texts
+        assert Handler.llm.calls.count("reload_weights") == 1
+        for sampler in (main, other):
+            sampler.stepped()
+        with pytest.raises(RuntimeError, match=r"version \['0'\], the trainer is at 1: does another run use"):
+            other.generate([prompt], 1, sampling, [(0,)])
+
+
+def test_a_server_that_draws_ahead_is_for_one_process(tmp_path: Path) -> None:
+    generation = {"engine": "vllm", "staleness": 1, "vllm": {"url": "http://localhost:1"}}
+    config = vlm_runs.config(tmp_path, generation=generation, iterations=2)
+    check_processes(config, 1)
+    with pytest.raises(ValueError, match="generation.staleness: a server samples ahead for one process"):
+        check_processes(config, 2)
+
+
+def test_weights_come_layer_by_layer() -> None:
+    """Names are known before; a merged weight is made when its layer's turn comes, not with all others."""
+    policy = Policy(str(vlm_runs.MODEL), lora=Lora(rank=2))
+    stream = stream_of(policy)
+    tensors = iter(stream.tensors)
+    turns = [next(tensors)[0]]
+    for parameter in policy.parameters:
+        parameter.data.fill_(0.1)
+    late = dict(tensors)
+    assert [*turns, *late] == stream.names == list(checkpoint_weights(policy))
+    for name, value in checkpoint_weights(policy).items():
+        assert name in turns or torch.equal(late[name], value)
