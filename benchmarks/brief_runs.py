@@ -95,7 +95,8 @@ def left_out(tree: Tree, root: Path) -> str | None:
 
 
 def overrides(tree: Tree, iterations: int) -> Overrides:
-    """Key -> value for brief runs of a configuration."""
+    """Key -> value for brief runs of a configuration: so many iterations, or one of each of its stages."""
+    iterations = max(iterations, len(tree.get("stages") or ()))
     small: Overrides = {"iterations": iterations, "evaluation.every": iterations, "checkpoint.every": 1}
     if "model" in tree:
         small |= PICTURES | _samples(tree)
@@ -104,7 +105,10 @@ def overrides(tree: Tree, iterations: int) -> Overrides:
     else:
         small |= ROBOTS
     small |= {key: number for key, number in WHERE_SET.items() if value(tree, key) is not None}
-    return small | BY_ALGORITHM.get(str(value(tree, "trainer.algorithm")), {})
+    algorithm = str(value(tree, "trainer.algorithm"))
+    if "vlm" in tree and algorithm == "sft":  # that of robots has keys of its own
+        return small | {"trainer.batch_size": 8}
+    return small | BY_ALGORITHM.get(algorithm, {})
 
 
 def _samples(tree: Tree) -> Overrides:
