@@ -24,6 +24,10 @@ LANGUAGE: Overrides = {"evaluation.questions": 12}
 ROBOTS: Overrides = {"evaluation.episodes": 16, "evaluation.videos": 2, "environment.num_envs": 32}
 
 BY_ALGORITHM: dict[str, Overrides] = {
+    "archer": {  # as much as a first success takes: without one there is no gradient
+        **{"environment.max_steps": 24, "environment.steps": 16, "trainer.batch": 256},
+        **{"trainer.critic.updates": 2, "trainer.updates": 1},
+    },
     "ppo": {"trainer.critic_warmup": 0},
     "sft": {"trainer.steps_per_iteration": 4},
     "diwa": {  # as much as a first success in the model of the world takes: without one there is no gradient
