@@ -67,7 +67,7 @@ class Claim:
 CLAIMS = {
     "small": Claim(
         "VPPO: where perception is the bottleneck",
-        "Small shapes under noise (a third of the area of those in the task `shapes`): to count is easy, to see is hard.",
+        "Small shapes under noise (a third of the area of those in `shapes`): to count is easy, to see is hard.",
         "quickstart",
         (f"task.name={WORLD}:small", "iterations=300"),
         {
@@ -98,8 +98,8 @@ CLAIMS = {
     ),
     "difficulty": Claim(
         "Reg-GRPO with augmentation by difficulty",
-        "The task `shapes`, two epochs for all. Augmented runs sample two to three times as many answers per iteration, "
-        "so they make 120 iterations instead of 300.",
+        "The task `shapes`, two epochs for all. Augmented runs sample two to three times as many answers an iteration: "
+        "they make 120 iterations, the others 300.",
         "quickstart",
         ("trainer.epochs=2",),
         {
