@@ -175,7 +175,7 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
     if config.vlm.prefix_attention is not None:
         text = "a model in shards computes a prompt once for each answer; write null, or fsdp: false"
         yield ("vlm.prefix_attention", key), text
-    if trainer.fit_batch:
+    if any(method.fit_batch for method in (trainer, *(part.trainer for part in config.parts))):
         text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
         yield ("trainer.fit_batch", key), text
     if trainer.with_heads:

@@ -195,6 +195,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         *("vlm.prefix_attention, distributed.fsdp", "once for each answer"),
     ),
     ({"trainer": {"fit_batch": True}, **FSDP}, "trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    (
+        {"stages": [{"iterations": 200, "trainer": {"algorithm": "sft", "fit_batch": True}}], **FSDP},
+        *("trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    ),
     ({"trainer": {"preset": "grpo_care"}, **FSDP}, "distributed.fsdp, vlm.lora", "give vlm.lora"),
     (
         {"synthesis": {"pipeline": "p/p", "ask": "?", "check": "exact"}, **FSDP},

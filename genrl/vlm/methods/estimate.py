@@ -80,12 +80,14 @@ def estimate(
     with torch.no_grad():
         rewards = _shaped_rewards(preset, batch)
         advantage, after = _advantage(preset, batch, rewards, prompts, dict(visits or {}))
+        missing = torch.zeros_like(batch.group, dtype=torch.bool) if rewards is None else rewards.isnan()
+        of_rows = missing if advantage.dim() == 1 else missing[:, None]
+        advantage = torch.where(of_rows, torch.nan, advantage)  # no part of a transform's statistics
         for transform in preset.transforms:
             advantage = _transformed(transform, advantage, batch)
-        if rewards is not None:  # a transform moves an advantage of 0, too
-            missing = rewards.isnan() if advantage.dim() == 1 else rewards.isnan()[:, None]
-            advantage = torch.where(missing, 0.0, advantage)
-        weight = _weight(preset, batch, advantage)
+        advantage = torch.where(of_rows, 0.0, advantage)
+        scored = batch.mask.bool() & ~missing[:, None]
+        weight = _weight(preset, batch, advantage, scored)
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         width = None
         if isinstance(preset.surrogate, ElasticClip):
@@ -93,8 +95,8 @@ def estimate(
             width = token_surrogates.elastic_width(advantage, rewards, batch.group, alpha=0.5, gamma=0.5)  # inferred
         extra = dict(batch.extra)
         if isinstance(preset.surrogate, KlCov):
-            share, found = preset.surrogate.share, _covariance(batch, advantage)
-            extra["kl_cov"] = token_covariance.kl_cov_tokens(found, batch.mask, share=share)
+            share, found = preset.surrogate.share, _covariance(batch, advantage, scored)
+            extra["kl_cov"] = token_covariance.kl_cov_tokens(found, scored, share=share)
         rows, tokens = len(batch.mask), int(batch.mask.bool().sum())
         ready = replace(
             batch,
@@ -284,13 +286,13 @@ def _dependency(batch: TokenBatch) -> Tensor:
     return token_weights.visual_dependency(old, other, batch.mask)
 
 
-def _covariance(batch: TokenBatch, advantage: Tensor) -> Tensor:
+def _covariance(batch: TokenBatch, advantage: Tensor, scored: Tensor) -> Tensor:
     old = given(batch, "old_log_prob", "the covariance of tokens")
-    return token_covariance.token_covariance(old, advantage, batch.mask)
+    return token_covariance.token_covariance(old, advantage, scored)
 
 
-def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor) -> Tensor | None:
-    """The product of the weights that are known before the update."""
+def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor, scored: Tensor) -> Tensor | None:
+    """The product of the weights that are known before the update. scored: tokens of rows with a score, bool [B, T]."""
     mask, product = batch.mask, None
     for choice in preset.weights:
         match choice:
@@ -306,8 +308,8 @@ def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor) -> Tensor | No
                 first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
                 factor = token_weights.divergence_weights(rows[first], mask, batch.group)
             case ClipCov(share=share, low=low, high=high):
-                draw, found = given(batch, "draw", "Clip-Cov"), _covariance(batch, advantage)
-                factor = token_covariance.clip_cov_weight(found, draw, mask, share=share, low=low, high=high)
+                draw, found = given(batch, "draw", "Clip-Cov"), _covariance(batch, advantage, scored)
+                factor = token_covariance.clip_cov_weight(found, draw, scored, share=share, low=low, high=high)
             case EngineMismatch():
                 factor = _mismatch(choice, batch)
             case StepMeans():
