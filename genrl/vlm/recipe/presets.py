@@ -26,6 +26,7 @@ from genrl.vlm.recipe.advantages import (
     SigmaFilter,
     SmoothedAdvantage,
     TrajectoryDependency,
+    TurnLeaveOneOut,
     Uncertainty,
     VirtualReward,
     WhitenedReturns,
@@ -67,7 +68,7 @@ PresetName = Literal[
     "off_policy_mask", "gmpo", "clip_cov", "kl_cov", "gpg", "opo",
     "remax", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "ttrl",
     "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad",
-    "token_ppo", "ui_s1", "bgpo", "just_grpo", "conan",
+    "token_ppo", "ui_s1", "trloo", "bgpo", "just_grpo", "conan",
     "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
 ]  # fmt: skip
 
@@ -348,6 +349,15 @@ PRESETS: dict[PresetName, Preset] = {
         source="arXiv 2509.11543 and code",
         notes="environment trajectories, history of its own, expert's action without a thought in place of a wrong "
         "one; G = 8; rounds inferred",
+    ),
+    # --- agents whose turns are paid, in groups of episodes
+    "trloo": Preset(
+        TurnLeaveOneOut(),
+        Clip(low=0.2, high=0.28, dual=3.0),
+        "seq_sum",
+        source="arXiv 2602.05885 and code",
+        notes="Dr. Kernel: up to 3 turns, G = 16, no KL; clip and sums of tokens as coded, where they are averaged "
+        "over turns; a row is an episode here, and the mean over episodes",
     ),
     # --- diffusion language models
     "bgpo": Preset(
