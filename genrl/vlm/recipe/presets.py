@@ -176,21 +176,21 @@ PRESETS: dict[PresetName, Preset] = {
         "token_mean_global",
         weights=(ClipCov(),),
         source="arXiv 2505.22617 and code",
-        notes="the ratio's bounds are the scripts', the paper has none; tokens chosen once per rollout: ours",
+        notes="share, band and the ratio's bounds are the code's; tokens chosen once per rollout: ours",
     ),
     "kl_cov": Preset(
         _Z_VERL,
         KlCov(),
         "token_mean_global",
         source="arXiv 2505.22617 and code",
-        notes="several updates per rollout; tokens chosen once per rollout: ours",
+        notes="several updates per rollout; share and weight are the code's; tokens chosen once per rollout: ours",
     ),
     "gpg": Preset(
         GroupAdvantage(scale="none"),
         Reinforce(),
         "token_mean_global",
         transforms=(InformativeGroups(),),
-        source="arXiv 2504.02546",
+        source="arXiv 2504.02546 and the authors' ablation",
         notes="no ratio, no KL: one update per rollout",
     ),
     "opo": Preset(
@@ -198,7 +198,7 @@ PRESETS: dict[PresetName, Preset] = {
         Reinforce(),
         "seq_sum",
         source="arXiv 2505.23585",
-        notes="exactly on policy: one update per rollout; no KL; the sum over tokens is that of the derivation",
+        notes="exactly on policy: one update per rollout; no KL; the sum over tokens is inferred from the derivation",
     ),
     "remax": Preset(
         GreedyBaseline(),
@@ -277,7 +277,8 @@ PRESETS: dict[PresetName, Preset] = {
         Clip(),
         "seq_mean",
         source="arXiv 2504.16084",
-        notes="GRPO on the reward of a majority vote, without labels: the control of spine; clip and no KL inferred",
+        notes="GRPO on the reward of a majority vote, without labels: the control of spine; its code has 64 votes and "
+        "trains on 32 of them, here a group votes and is trained on; clip and no KL inferred",
     ),
     "para_grpo": Preset(
         _Z,
