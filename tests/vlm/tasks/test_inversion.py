@@ -88,7 +88,8 @@ def test_a_run_reads_such_rows_by_the_name_of_the_format(tmp_path: Path) -> None
     table = datasets.Dataset.from_list([{k: v for k, v in row.items() if k != "video"} for row in ROWS[:8]])
     for split in ("train", "test"):
         table.to_parquet(tmp_path / f"{split}.parquet")
-    task = {"train": f"{tmp_path}:train", "eval": f"{tmp_path}:test", "format": "inversion", "image": None}
+    task = {"name": None, "train": f"{tmp_path}:train", "eval": f"{tmp_path}:test"}
+    task |= {"format": "inversion", "image": None}
     rewards = [{"name": "choice", "args": {"partial": True}}]
     config: VLMConfig = vlm_runs.config(tmp_path, task=task, rewards=rewards)
     questions = Questions(config, "train")
