@@ -243,8 +243,8 @@ class EpisodesRun:
         found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
-            if isinstance(self.preset.advantage, SemiOnline):
-                found |= turns_of(rows, acted.played)
+            turns = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
+            found |= {name: values for name, values in turns.items() if name in self.preset.reads}
             return found | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage

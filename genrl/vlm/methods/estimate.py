@@ -13,7 +13,14 @@ from torch import Tensor
 from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens import semi_online, token_advantages, token_covariance, token_surrogates, token_weights
+from genrl.objectives.tokens import (
+    semi_online,
+    token_advantages,
+    token_covariance,
+    token_surrogates,
+    token_weights,
+    turn_credit,
+)
 from genrl.objectives.tokens.token_advantages import Visits
 from genrl.objectives.tokens.tokens import log_ratio, masked, sequence_log_ratio, token_count, token_mean
 from genrl.vlm.recipe.advantages import (
@@ -38,6 +45,7 @@ from genrl.vlm.recipe.advantages import (
     SmoothedAdvantage,
     TrajectoryDependency,
     Transform,
+    TurnLeaveOneOut,
     Uncertainty,
     VirtualReward,
     WhitenedReturns,
@@ -194,8 +202,8 @@ def _advantage(
         high, low, step = (given(batch, name, "the two steps of an answer") for name in ("high", "low", "step"))
         own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share)
         return torch.where(step == 0, own.high[:, None], own.low[:, None]), visits
-    if isinstance(choice, SemiOnline):
-        return _semi_online(choice, batch), visits
+    if isinstance(choice, SemiOnline | TurnLeaveOneOut):
+        return _of_turns(choice, batch), visits
     if isinstance(choice, WhitenedReturns):
         return _whitened_returns(choice, preset, batch, rewards), visits
     if rewards is None:
@@ -221,16 +229,20 @@ def _advantage(
             return output.advantage, output.visits
 
 
-def _semi_online(choice: SemiOnline, batch: TokenBatch) -> Tensor:
+def _of_turns(choice: SemiOnline | TurnLeaveOneOut, batch: TokenBatch) -> Tensor:
     """[B, T]: of each token that of its turn."""
-    turn, paid, matched = (given(batch, name, "the credit of turns") for name in choice.tensors)
+    turn, paid = (given(batch, name, "the credit of turns") for name in ("turn", "turn_reward"))
     row, place = batch.mask.bool().nonzero(as_tuple=True)
     turn, size = turn.long(), (len(turn), int(turn.max()) + 1)
     at = (row, turn[row, place])
     rewards = torch.full(size, torch.nan, dtype=torch.float64).index_put(at, paid[row, place].double())
-    own = torch.zeros(size, dtype=torch.bool).index_put(at, matched[row, place].bool())
-    weights = {"gamma": choice.gamma, "episode": choice.episode, "step": choice.step}
-    found = semi_online.semi_online_advantages(rewards, own, batch.group, **weights)
+    if isinstance(choice, TurnLeaveOneOut):
+        found = turn_credit.turn_leave_one_out(rewards, batch.group, gamma=choice.gamma)
+    else:
+        matched = given(batch, "matched", "the credit of turns")[row, place].bool()
+        own = torch.zeros(size, dtype=torch.bool).index_put(at, matched)
+        weights = {"gamma": choice.gamma, "episode": choice.episode, "step": choice.step}
+        found = semi_online.semi_online_advantages(rewards, own, batch.group, **weights)
     return masked(found.gather(1, turn), batch.mask)
 
 

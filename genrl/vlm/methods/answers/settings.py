@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Whole
-from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
+from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import ValueLoss
@@ -98,7 +98,7 @@ class Answers(RecipeMethod):
             text = "a critic learns from episodes: write environment in place of task; nearest here: grpo"
             yield (self.key("advantage"), "task"), text
             return
-        if isinstance(preset.advantage, SemiOnline):
+        if isinstance(preset.advantage, SemiOnline | TurnLeaveOneOut):
             text = "turns are of episodes: write environment in place of task; nearest here: grpo"
             yield (self.key("advantage"), "task"), text
             return
