@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
@@ -14,7 +15,6 @@ from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.episodes import episodes
 from genrl.vlm.episodes.run import EpisodesRun
-from genrl.vlm.policies.pictures import black
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.train import train
 from tests.run_folders import assert_one_run, differences, rows
@@ -107,7 +107,9 @@ def test_a_sub_agent_reads_the_part_that_it_is_given(tmp_path: Path) -> None:
         assert right >= 14
         episodes._ask(run.policy, table, {0: ("k", 0)}, greedy, blind=True)
         (question,) = table.episodes[0].questions
-        dark = run.policy.encode(Prompt((black(question.parts[0]), *question.parts[1:])))  # type: ignore[arg-type]
+        picture, text = question.parts
+        assert isinstance(picture, Image.Image)
+        dark = run.policy.encode(Prompt((Image.new("RGB", picture.size), text)))
         assert table.episodes[0].heard[0] == generate(run.policy, [dark], 1, greedy, [("k",)]).texts
 
 
