@@ -197,6 +197,8 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
         if getattr(config, name):
             yield (name, at), "was not tried with it; leave it out, or write 0"
     if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+        if config.environment is not None:
+            yield ("generation.vllm.url", at), "a server samples answers ahead, not episodes; leave it out, or write 0"
         there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
         for key in [key for key, asked in there.items() if asked]:
             text = "this needs results of earlier iterations, before which the server samples; leave it out, or write 0"

@@ -11,7 +11,6 @@ from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline, TurnLeaveOn
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import ValueLoss
-from genrl.vlm.recipe.surrogates import CLIPPED
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
@@ -105,10 +104,6 @@ class Answers(RecipeMethod):
         yield from super().refused(config, preset)
         if any(isinstance(one, ValueLoss) for one in preset.regularisers):
             yield (self.key("regularisers"),), "answers to questions have no critic; leave out {name: value}"
-        if config.generation.staleness and not isinstance(preset.surrogate, CLIPPED):
-            field, loss = "surrogate" if preset.surrogate else "group_loss", preset.surrogate or preset.group_loss
-            text = f"older answers are weighed in losses of clipped ratios, {loss and loss.name!r} is none; write 0"
-            yield (self.key(field), "generation.staleness"), text
         if self.updates > config.generation.prompts_per_iteration:
             text = f"{self.updates} updates need a group each; there are {config.generation.prompts_per_iteration}"
             yield ("trainer.updates", "generation.prompts_per_iteration"), text
