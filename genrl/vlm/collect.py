@@ -61,8 +61,8 @@ def collect(
     begin: Callable[[int], None] = lambda answers: None,
     advance: Callable[[int], None] = lambda answers: None,
 ) -> Counts:
-    """Write the questions with the answers that were kept into `out`: train.jsonl with the columns prompt, image (where
-    there are pictures), response, reward, and those of the question. begin: told how many answers will be drawn;
+    """Write the questions with the answers that were kept into `out`: train.jsonl with the columns prompt, image (null
+    without pictures), response, reward, and those of the question. begin: told how many answers will be drawn;
     advance: how many more there are.
 
     An answer is a function of the weights, the seed and its question. Raises ValueError where the file is there
@@ -101,8 +101,8 @@ def collect(
 
 
 def _chosen(found: Answers, reached: list[int], rule: Rule, key: tuple[int | str, ...]) -> list[int]:
-    """At most `keep` of the answers of these numbers, no text twice."""
-    different = list({found.texts[k]: k for k in reversed(reached)}.values())[::-1]
+    """At most `keep` of the answers of these numbers, no text twice and no empty one."""
+    different = list({found.texts[k]: k for k in reversed(reached) if found.texts[k].strip()}.values())[::-1]
     if rule.choose == "shortest":
         different.sort(key=lambda k: int(found.mask[k].sum()))
     else:
@@ -125,7 +125,7 @@ def _asked(row: Row, out: Path, number: int) -> dict[str, Any]:
     first = parts[: len(pictures)] == tuple(pictures) and len(parts) == len(pictures) + 1
     text = parts[-1] if first else "".join(part if isinstance(part, str) else PLACE for part in parts)
     plain = {name: value for name, value in row.columns.items() if _is_json(value)}
-    return {**plain, "prompt": text, **({"image": files[0] if len(files) == 1 else files} if files else {})}
+    return {**plain, "prompt": text, "image": files[0] if len(files) == 1 else files or None}
 
 
 def _is_json(value: Any) -> bool:

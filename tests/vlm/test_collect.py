@@ -18,7 +18,7 @@ from rewards.failures import RewardFailed
 from rewards.scorers.texts.verifiable import exact
 from tests.cli.commands import run, words
 from tests.run_folders import rows
-from tests.vlm import vlm_runs
+from tests.vlm import tiny_checkpoints, vlm_runs
 
 
 def gathered(place: Path, **rule: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -108,3 +108,40 @@ def test_places_of_pictures_that_do_not_come_first_are_written(tmp_path: Path) -
         "prompt": "left <image> right <image> same ?",
         "image": ["pictures/000003-0.png", "pictures/000003-1.png"],
     }
+
+
+def test_several_pictures_and_places_are_read_back_and_trained_on(tmp_path: Path) -> None:
+    """Three questions: two pictures with places, two before the text, none: the same tokens."""
+    from PIL import Image
+
+    source, own = tmp_path / "source", tmp_path / "own"
+    source.mkdir()
+    for k in range(2):
+        Image.new("RGB", (64, 64), (100 * k, 50, 50)).save(source / f"{k}.png")
+    lines = [
+        {"prompt": "Is <image> as dark as <image> ?", "image": ["0.png", "1.png"], "answer": "no"},
+        {"prompt": "Same ?", "image": ["1.png", "0.png"], "answer": "no"},
+        {"prompt": "One and one ?", "image": None, "answer": "2"},
+    ]
+    (source / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model, generation = tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model"), {"max_new_tokens": 60}
+    task = {"name": None, "train": str(source / "rows.jsonl")}
+    asked = vlm_runs.config(tmp_path, task=task, generation=generation)
+    policy = Policy(str(model))
+    collect(policy, asked, own, Rule(samples=16, keep=1, threshold=-1.0, choose="shortest"))
+    written = [json.loads(line) for line in (own / "train.jsonl").read_text("utf-8").splitlines()]
+    assert [line["prompt"] for line in written] == [line["prompt"] for line in lines]
+    assert [len(line["image"] or []) for line in written] == [2, 2, 0]
+    (tmp_path / "second").mkdir()
+    config = vlm_runs.config(
+        tmp_path / "second",
+        vlm={"path": str(model)},
+        task={"name": None, "train": str(own / "train.jsonl")},
+        trainer={"algorithm": "sft", "target": "response", "batch_size": 3},
+    )
+    before, after = Questions(asked, "train"), Questions(config, "train")
+    for number in range(3):
+        one, other = policy.encode(before[number].prompt).tokens, policy.encode(after[number].prompt).tokens
+        assert torch.equal(one.ids, other.ids) and one.pixels.keys() == other.pixels.keys()
+        assert all(torch.equal(value, other.pixels[name]) for name, value in one.pixels.items())
+    assert rows(train(config))[0]["loss"] > 0

@@ -38,7 +38,8 @@ def data(place: Path, columns: dict[str, Any], pictures: int) -> str:
         for k, one in enumerate(names):
             picture(10 * number + k, 24, 20).save(place / one)
         answer = ("2 \\sqrt{221}", "\\frac{1}{2}", "5", "37")[number] if pictures == 1 else "ABCD"[number]
-        lines.append(json.dumps({prompt[1]: f"Question {number}?", image[1]: names, "answer": answer}))
+        asked = f"{'<image>' if pictures == 1 else 'See <video>. '}Question {number}?"
+        lines.append(json.dumps({prompt[1]: asked, image[1]: names, "answer": answer}))
     (place / "rows.jsonl").write_text("\n".join(lines) + "\n")
     return str(place / "rows.jsonl")
 
@@ -51,7 +52,7 @@ def test_it_runs_on_rows_of_its_format(name: str, tmp_path: Path) -> None:
     tree["vlm"] |= {"dtype": "float32"}
     if "task" in tree:
         tree["vlm"]["path"] = str(tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model"))
-        columns = {key: tree["task"][key] for key in ("prompt", "image")}
+        columns = {key: tree["task"][key] for key in ("prompt", "image", "video") if tree["task"].get(key)}
         for part in ("train", "eval"):
             tree["task"][part] = data(tmp_path / part, columns, 3 if name == "from_easyr1_video" else 1)
         low = tmp_path / "low.py"  # random weights are never right
