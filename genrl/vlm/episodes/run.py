@@ -255,8 +255,8 @@ class EpisodesRun:
         found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
-            turns = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
-            found |= {name: values for name, values in turns.items() if name in self.preset.reads}
+            by_name = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
+            found |= {name: each for name, each in by_name.items() if name in self.preset.reads}
             return found | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage
