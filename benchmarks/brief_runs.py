@@ -24,6 +24,10 @@ LANGUAGE: Overrides = {"evaluation.questions": 12}
 ROBOTS: Overrides = {"evaluation.episodes": 16, "evaluation.videos": 2, "environment.num_envs": 32}
 
 BY_ALGORITHM: dict[str, Overrides] = {
+    "archer": {  # as much as a first success takes: without one there is no gradient
+        **{"environment.max_steps": 24, "environment.steps": 16, "trainer.batch": 256},
+        **{"trainer.critic.updates": 2, "trainer.updates": 1},
+    },
     "ppo": {"trainer.critic_warmup": 0},
     "sft": {"trainer.steps_per_iteration": 4},
     "diwa": {  # as much as a first success in the model of the world takes: without one there is no gradient
@@ -95,7 +99,8 @@ def left_out(tree: Tree, root: Path) -> str | None:
 
 
 def overrides(tree: Tree, iterations: int) -> Overrides:
-    """Key -> value for brief runs of a configuration."""
+    """Key -> value for brief runs of a configuration: so many iterations, or one of each of its stages."""
+    iterations = max(iterations, len(tree.get("stages") or ()))
     small: Overrides = {"iterations": iterations, "evaluation.every": iterations, "checkpoint.every": 1}
     if "model" in tree:
         small |= PICTURES | _samples(tree)
@@ -104,7 +109,10 @@ def overrides(tree: Tree, iterations: int) -> Overrides:
     else:
         small |= ROBOTS
     small |= {key: number for key, number in WHERE_SET.items() if value(tree, key) is not None}
-    return small | BY_ALGORITHM.get(str(value(tree, "trainer.algorithm")), {})
+    algorithm = str(value(tree, "trainer.algorithm"))
+    if "vlm" in tree and algorithm == "sft":  # that of robots has keys of its own
+        return small | {"trainer.batch_size": 8}
+    return small | BY_ALGORITHM.get(algorithm, {})
 
 
 def _samples(tree: Tree) -> Overrides:

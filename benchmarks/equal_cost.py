@@ -128,7 +128,8 @@ def of_answers() -> dict[str, tuple[str, list[Curve], str]]:
         if name == "q_hawkeye":  # a model and a task of its own
             continue
         runs = [kept[key] for key in sorted(kept) if key.rpartition("-")[0] == name]
-        found[name] = (written, [run["curves"]["accuracy"] for run in runs], f"`configs/vlm/{name}.yaml`")
+        if runs:  # others were not run yet
+            found[name] = (written, [run["curves"]["accuracy"] for run in runs], f"`configs/vlm/{name}.yaml`")
     return found
 
 

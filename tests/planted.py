@@ -45,7 +45,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Te
             parameters = list(self.weights.named.values())
             whole = loss.sum() / divisor * self.loss_scale
             found = torch.autograd.grad(whole, parameters, retain_graph=True, allow_unused=True)
-            norm = torch.stack(torch._foreach_norm([g for g in found if g is not None])).sum()
+            reached = [g for g in found if g is not None]
+            norm = torch.stack(torch._foreach_norm(reached)).sum() if reached else 0  # none: a critic's step
             if norm > 0:  # a micro-batch of groups without spread teaches nothing
                 norms.append(norm)
                 results = {**results, "loss": Planted.apply(loss)}

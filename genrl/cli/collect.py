@@ -21,8 +21,8 @@ def collect(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for train.jsonl and its pictures.")] = Path(
         "collected"
     ),
-    samples: Annotated[int, typer.Option(min=1, help="Answers drawn to each question.")] = 8,
-    keep: Annotated[int, typer.Option(min=1, help="Most answers kept of a question.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Answers sampled for each question.")] = 8,
+    keep: Annotated[int, typer.Option(min=1, help="Most answers kept for a question.")] = 1,
     threshold: Annotated[float, typer.Option(help="Least weighted sum of the rewards.")] = 1.0,
     choose: Annotated[
         Literal["shortest", "random"], typer.Option(help="Which of those that reach it are kept.")
@@ -32,7 +32,7 @@ def collect(
         typer.Option("--config", metavar="FILE", help="YAML file with questions and rewards; default: the run's."),
     ] = None,
 ) -> None:
-    """Draw answers to the training questions and keep good ones, as data for supervised fine-tuning.
+    """Sample answers to the training questions and keep good ones, as data for supervised fine-tuning.
 
     Example: `genrl collect runs/vlm/grpo --samples 8 --threshold 1.2 --out data/own`, then
     `genrl train configs/vlm/sft.yaml task.name=null task.train=data/own/train.jsonl trainer.target=response`

@@ -69,7 +69,7 @@ def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
     if not path.is_dir() and not isinstance(try_to_load_from_cache(config.vlm.path, "config.json"), str):
         text = f"the config.json of {config.vlm.path} is not here: hf download {config.vlm.path} --include '*.json'"
         raise typer.BadParameter(text, param_hint="--memory")
-    from genrl.vlm.memory import QUESTION, memory, sizes, ways
+    from genrl.vlm.policies.memory import QUESTION, memory, sizes, ways
 
     found = sizes(str(path) if path.is_dir() else config.vlm.path, config)
     count = 8 if config.distributed.fsdp else 1

@@ -167,7 +167,8 @@ class Generation(Section):
     """Answers sampled side by side, whole groups; null = all of a process."""
     staleness: Whole = 0
     """Sample answers with the weights of so many iterations before: 0 = the newest; 1 or more = a vLLM server
-    (vllm.url) samples while the model is trained. Methods over groups of answers with clipped ratios (docs/ray.md)."""
+    (vllm.url) samples while the model is trained. Methods over groups of answers, or of episodes, with clipped ratios
+    (docs/ray.md)."""
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
     """vlm.output image: scale of classifier-free guidance, in sampling and in the log-probabilities that are trained; 1
     = none, null = the model's own."""

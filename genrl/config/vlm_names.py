@@ -20,7 +20,7 @@ FORMATS = Group(
     "format",
     {
         name: f"genrl.vlm.tasks.formats:{name}"
-        for name in ("chartqa", "clevr", "docvqa", "mathvista", "refcoco", "scienceqa")
+        for name in ("chartqa", "clevr", "docvqa", "inversion", "mathvista", "refcoco", "scienceqa")
     },
     "genrl.formats",
 )

@@ -175,7 +175,7 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
     if config.vlm.prefix_attention is not None:
         text = "a model in shards computes a prompt once for each answer; write null, or fsdp: false"
         yield ("vlm.prefix_attention", key), text
-    if trainer.fit_batch:
+    if any(method.fit_batch for method in (trainer, *(part.trainer for part in config.parts))):
         text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
         yield ("trainer.fit_batch", key), text
     if trainer.with_heads:
@@ -197,6 +197,8 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
         if getattr(config, name):
             yield (name, at), "was not tried with it; leave it out, or write 0"
     if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+        if config.environment is not None:
+            yield ("generation.vllm.url", at), "a server samples answers ahead, not episodes; leave it out, or write 0"
         there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
         for key in [key for key, asked in there.items() if asked]:
             text = "this needs results of earlier iterations, before which the server samples; leave it out, or write 0"

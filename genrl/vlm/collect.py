@@ -21,8 +21,9 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import open_image
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import Answers, draw, open_rewards, totals
+from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, open_rewards, totals
 from genrl.vlm.tasks.rows import Row
+from rewards.failures import Failure
 
 TOGETHER = 64
 """Answers drawn side by side."""
@@ -66,7 +67,7 @@ def collect(
     advance: how many more there are.
 
     An answer is a function of the weights, the seed and its question. Raises ValueError where the file is there
-    already, nothing was kept, and for a question that such a file cannot hold.
+    already, nothing was kept, and for a question that such a file cannot hold; RewardFailed as `check_failed`.
     """
     if (out / FILE).exists():
         raise ValueError(f"{out / FILE} is there already: delete it, or choose another folder")
@@ -75,11 +76,12 @@ def collect(
     questions = Questions(config, "train")
     begin(len(questions) * rule.samples)
     lines: list[str] = []
-    answered = passed = 0
+    answered, passed, failures = 0, 0, dict[str, tuple[Failure, ...]]()
     together = max(1, TOGETHER // rule.samples)
     for start in range(0, len(questions), together):
         rows = [questions[number] for number in range(start, min(start + together, len(questions)))]
         found = draw(policy, config, opened, rows, (config.seed, "collect"), advance=advance)
+        failures = failures_of([failures, found.failures])
         reached = (totals(config, found.scores) >= rule.threshold - 1e-9) & ~found.cut
         passed += int(reached.sum())
         for place, row in enumerate(rows):
@@ -90,6 +92,7 @@ def collect(
             for k in kept:
                 reward = float(totals(config, found.scores)[k])
                 lines.append(json.dumps({**asked, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
+    check_failed(config, failures, len(questions) * rule.samples)
     counts = Counts(len(questions), answered, len(questions) * rule.samples, passed, len(lines))
     if not lines:
         raise ValueError(f"none of {counts.samples} answers reaches {rule.threshold:g}: lower it, or draw more")

@@ -115,16 +115,9 @@ class AnswersRun:
         """How many iterations the weights are behind that draw the running one."""
         return 0 if self.versions is None else self.versions.age(self.loop.iteration)
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self) -> AbstractContextManager[None]:
         """Context with the weights that draw the running iteration, where these are older than the present ones."""
-        if self.versions is None or self.server is not None or not self.age:
-            yield
-            return
-        with self.versions.drawing(self.loop.weights, self.loop.iteration):
-            weights_changed(self.policy)
-            yield
-        weights_changed(self.policy)
+        return drawing(None if self.server is not None else self.versions, self.loop, self.policy)
 
     @property
     def bounds(self) -> bool:
@@ -356,6 +349,18 @@ class AnswersRun:
     def conclude(self) -> None:
         """The end of a run, complete or not: the model's folder, report, and where they are."""
         save_result(self.loop, self.policy, "accuracy", pictures="curves")
+
+
+@contextmanager
+def drawing(versions: Versions | None, loop: Loop, policy: Policy) -> Iterator[None]:
+    """Context with the weights that draw the running iteration, where these are older than the present ones."""
+    if versions is None or not versions.age(loop.iteration):
+        yield
+        return
+    with versions.drawing(loop.weights, loop.iteration):
+        weights_changed(policy)
+        yield
+    weights_changed(policy)
 
 
 def share_of(process: Process, number: int) -> list[int]:

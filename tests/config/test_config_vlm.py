@@ -105,7 +105,11 @@ class TestNames:
 
     @pytest.mark.parametrize(
         "name",
-        [n for n, one in PRESETS.items() if one.output is None and n not in ("vl_dac", "poad", "token_ppo", "ui_s1")],
+        [
+            n
+            for n, one in PRESETS.items()
+            if one.output is None and n not in ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
+        ],
     )
     def test_a_preset_is_itself(self, name: str, tmp_path: Path) -> None:
         epochs = 2 if name in ("reg_grpo", "kl_cov") else 1
@@ -195,6 +199,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         *("vlm.prefix_attention, distributed.fsdp", "once for each answer"),
     ),
     ({"trainer": {"fit_batch": True}, **FSDP}, "trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    (
+        {"stages": [{"iterations": 200, "trainer": {"algorithm": "sft", "fit_batch": True}}], **FSDP},
+        *("trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    ),
     ({"trainer": {"preset": "grpo_care"}, **FSDP}, "distributed.fsdp, vlm.lora", "give vlm.lora"),
     (
         {"synthesis": {"pipeline": "p/p", "ask": "?", "check": "exact"}, **FSDP},

@@ -25,7 +25,7 @@ from rewards.scorers.texts.verifiable import answer_in
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
 
-OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1")
+OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.config import VLMConfig, load
-from genrl.vlm.memory import Sizes, memory, sizes, ways
+from genrl.vlm.policies.memory import Sizes, memory, sizes, ways
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "vlm" / "qwen2_5_vl_7b_fsdp.yaml"

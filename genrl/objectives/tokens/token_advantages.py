@@ -64,14 +64,15 @@ def greedy_baseline(rewards: Tensor, greedy: Tensor) -> Tensor:
 
 
 def informative_factor(advantage: Tensor, group: Tensor) -> Tensor:
-    """`B / (B - M)`, [], M of the B rows being in groups whose advantages [N] are all 0: by it GPG multiplies all
-    advantages (arXiv 2504.02546), since these rows add nothing and count in the mean. 1 where all are 0.
+    """`B / (B - M)`, [], M of the B rows being in groups whose advantages [N] are all 0, or without a score (NaN): GPG
+    multiplies all advantages by it (arXiv 2504.02546), since these rows add nothing and count in the mean. 1 if M = B.
 
     verl has the number of rows whose *reward* is not 0 in place of B - M.
     """
     index = torch.unique(group, return_inverse=True)[1]
     total = torch.zeros(int(index.max()) + 1, dtype=advantage.dtype, device=advantage.device)
-    informative = (total.index_add(0, index, advantage.abs()) > 0)[index].sum()
+    spread = total.index_add(0, index, advantage.nan_to_num(nan=0.0).abs()) > 0
+    informative = (spread[index] & ~advantage.isnan()).sum()
     return len(advantage) / torch.where(informative > 0, informative, len(advantage)).to(advantage.dtype)
 
 

@@ -5,6 +5,7 @@ Nothing here imports torch: environments may run in processes of their own, whic
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -13,6 +14,17 @@ from PIL import Image
 
 Observation = tuple[str | Image.Image, ...]
 """Texts and pictures in the order in which the model gets them."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """For a sub-agent: the model itself, which gets these parts and nothing of the conversation."""
+
+    parts: Observation
+
+
+Told = tuple[str | Image.Image | Question, ...]
+"""What follows a step. The answers of sub-agents, texts, take the places of the questions before the model gets it."""
 Split = Literal["train", "eval"]
 Layout = Literal["steps", "conversation"]
 """How a prompt is made: "steps", of the last pictures and the newest text; "conversation", of all turns."""
@@ -33,7 +45,7 @@ class Environment(Protocol):
         """Begin the episode of this seed; those of "eval" are held out, where the environment has such."""
         ...
 
-    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
         """(observation, reward, terminated, truncated, info), as gymnasium has it.
 
         info: valid (bool: the text said what to do), success (bool), and what else is to be averaged over episodes,

@@ -4,6 +4,9 @@ The picture is drawn at 144 pixels; what is shown, at 48, leaves out the mark in
 parts, `<bbox>[x1,y1,x2,y2]</bbox>` in pixels of what it is shown, several in one turn; they are cut out of the large
 picture and come back together as the next observation. `<answer>...</answer>` ends the episode, and so does, as a cut,
 the last turn. What is neither is told how to do it. (PARA-GRPO's tool, and a part of VRAG-RL's: see `search`.)
+
+With `agents` the parts of a turn go to a sub-agent each, which is asked what it shows; the next observation has their
+answers, and no picture (ParaVT).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from genrl.vlm.environments.contract import Layout, Observation, Split
+from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
 from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
 from rewards.scorers.texts import tool_use
 from rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
@@ -30,6 +33,8 @@ TOGETHER = 4
 """Parts that are cut out in one turn, at most."""
 HELP = "look closer by <bbox>[x1,y1,x2,y2]</bbox> or end by <answer> </answer>"
 MISSED = "there is no box and no answer. "
+EXAMINE = "what is this ?"
+"""What a sub-agent is asked about its part: as in ParaVT nothing of the question that is to be answered."""
 
 Box = tuple[int, int, int, int]
 
@@ -55,17 +60,17 @@ class Thing(NamedTuple):
 
 class Crop:
     """One episode. rule: what it is worth at its end, `rewards.scorers.texts.tool_use.para_grpo` or 1 for a right
-    answer."""
+    answer. agents: whether sub-agents look at the parts."""
 
     layout: Layout = "conversation"
     help = HELP
 
-    def __init__(self, rule: Rule = "para_grpo", turns: int = 3, begun: str = "<think>") -> None:
+    def __init__(self, rule: Rule = "para_grpo", turns: int = 3, begun: str = "<think>", agents: bool = False) -> None:
         if rule not in ("accuracy", "para_grpo"):
             raise ValueError(f"crop: rule is accuracy or para_grpo, not {rule!r}")
         if turns < 1:
             raise ValueError(f"crop: turns must be 1 or more, not {turns}")
-        self.rule, self.turns, self.begun = rule, turns, begun
+        self.rule, self.turns, self.begun, self.agents = rule, turns, begun, agents
 
     def reset(self, seed: int, split: Split) -> Observation:
         """Draw the picture of this seed, and ask."""
@@ -78,17 +83,17 @@ class Crop:
         self.crops: list[Box] = []
         return shown(self.thing), question(self.thing)
 
-    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
         given, asked = answer_in(text), boxes_in(text)
-        seen: Observation = (MISSED + HELP,)
+        seen: Told = (MISSED + HELP,)
         if given is not None:
             seen = ("the end",)
         elif boxes := [box for box in asked if box is not None][:TOGETHER]:
             self.crops += boxes
-            seen = tuple(part for box in boxes for part in (cut_out(self.large, box), "larger"))
-        valid = given is not None or isinstance(seen[0], Image.Image)
+            seen = tuple(part for box in boxes for part in self._shown(box))
+        valid = given is not None or not isinstance(seen[0], str) or len(seen) > 1
         self.read += len(asked)
         ended, cut = given is not None, given is None and self.turn >= self.turns
         right = given is not None and exact([given], [self.answer], tag="")[0] == 1.0
@@ -107,6 +112,11 @@ class Crop:
 
     def close(self) -> None:
         """Nothing to close."""
+
+    def _shown(self, box: Box) -> Told:
+        """Of one part: itself, or the question for its sub-agent."""
+        part = cut_out(self.large, box)
+        return ("larger : ", Question((part, EXAMINE)), " . ") if self.agents else (part, "larger")
 
     def _worth(self, right: bool, *, answered: bool) -> tuple[float, dict[str, float]]:
         """The reward and its parts."""

@@ -15,7 +15,7 @@ import psutil
 from numpy.typing import NDArray
 
 from genrl.config.vlm_agents import Environment as Settings
-from genrl.vlm.environments.contract import Environment, Observation, Split
+from genrl.vlm.environments.contract import Environment, Split, Told
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.opening import open_environment
 
@@ -48,7 +48,7 @@ Work = Begin | Say | Draw
 class Outcome(NamedTuple):
     """What an environment shows and tells after a piece of work. lost: it hung or died, and is no more."""
 
-    observation: Observation = ()
+    observation: Told = ()
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False

@@ -5,6 +5,9 @@ many evenly spaced frames are shown as the episode's budget has it; `<clip>[a,b]
 counted from 1, several calls in one turn as well, four frames a turn at most. `<answer>...</answer>` ends, and so does,
 as a cut, the last turn. What is neither is told how to do it. For Conan every turn begins with a score of 1 to 5 for
 each of the frames that it was shown last.
+
+With `agents` the clips of a turn go to a sub-agent each, which is asked the same question about its frames; the next
+observation has their answers, and no picture (ParaVT).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from genrl.data.world import SIZE, Scene, Thing, draw
-from genrl.vlm.environments.contract import Layout, Observation, Split
+from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
 from rewards.scorers.objects.shapes import COLOURS, SHAPES
 from rewards.scorers.texts import tool_use
 from rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
@@ -28,7 +31,8 @@ Rule = Literal["accuracy", "para_grpo", "conan"]
 PICTURE = 48  # pixels a side
 FRAMES, LONGEST = 8, 3  # of the clip; of the part with the shape
 TOGETHER = 4
-"""Frames that are shown in one turn, at most."""
+"""Frames that are shown in one turn, at most; with sub-agents: clips in a turn, and frames of a clip."""
+ASKED = "which shape appears ?"
 HELP = "look at frames by <clip>[a,b]</clip> or end by <answer> </answer>"
 SCORES = "begin by <score> </score> of 1 to 5 for each frame. "
 
@@ -47,13 +51,19 @@ class Watch:
     """One episode. rule: what it is worth at its end, PARA-GRPO's or Conan's, or 1 for a right answer.
 
     budgets: numbers of frames of which one is drawn for each seed, so it is one for a group (PARA-GRPO: K of
-    {4, 8, 16, 32, 64}).
+    {4, 8, 16, 32, 64}). agents: whether sub-agents look at the clips that are asked for; not for Conan, whose model
+    scores the frames that it sees itself.
     """
 
     layout: Layout = "conversation"
 
     def __init__(
-        self, rule: Rule = "conan", budgets: Sequence[int] = (4,), turns: int = 3, begun: str = "<think>"
+        self,
+        rule: Rule = "conan",
+        budgets: Sequence[int] = (4,),
+        turns: int = 3,
+        begun: str = "<think>",
+        agents: bool = False,
     ) -> None:
         if rule not in ("accuracy", "para_grpo", "conan"):
             raise ValueError(f"watch: rule is accuracy, para_grpo or conan, not {rule!r}")
@@ -61,6 +71,9 @@ class Watch:
             raise ValueError(f"watch: budgets are numbers of frames from 1 to {FRAMES}, not {list(budgets)}")
         if turns < 1:
             raise ValueError(f"watch: turns must be 1 or more, not {turns}")
+        if agents and rule == "conan":
+            raise ValueError("watch: agents goes with para_grpo or accuracy; for conan the model scores what it sees")
+        self.agents = agents
         self.rule, self.budgets, self.turns, self.begun = rule, tuple(budgets), turns, begun
         self.help = SCORES * (rule == "conan") + HELP
 
@@ -85,9 +98,9 @@ class Watch:
         self.scored: list[dict[int, float]] = []
         self.asked: list[tuple[frozenset[int], frozenset[int]]] = []
         self.formed = True
-        return (*self._pictures(), "which shape appears ?")
+        return (*self._pictures(), ASKED)
 
-    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
         if self.shown:
@@ -96,13 +109,17 @@ class Watch:
         given = answer_in(text)
         calls = [call for call in map(numbers_in, re.findall(r"<clip>(.*?)</clip>", text, re.DOTALL)) if len(call) == 2]
         self.formed = self.formed and bool(given) != bool(calls)
-        wanted = dict.fromkeys(k for a, b in calls for k in range(max(0, round(a) - 1), min(FRAMES, round(b))))
-        self.read, self.shown = self.read + len(calls), [] if given is not None else sorted(list(wanted)[:TOGETHER])
-        seen: Observation = ("the end",) if given is not None else (f"there is no clip and no answer. {self.help}",)
+        clips = [list(range(max(0, round(a) - 1), min(FRAMES, round(b)))) for a, b in calls]
+        if self.agents:
+            clips = [clip[:TOGETHER] for clip in clips if clip][:TOGETHER]
+        wanted = list(dict.fromkeys(k for clip in clips for k in clip))
+        self.read += len(calls)
+        self.shown = [] if given is not None else sorted(wanted if self.agents else wanted[:TOGETHER])
+        seen: Told = ("the end",) if given is not None else (f"there is no clip and no answer. {self.help}",)
         if self.shown:
             self.asked.append((frozenset(self.shown), self.relevant - self.seen))
             self.seen |= set(self.shown)
-            seen = self._pictures()
+            seen = tuple(part for clip in clips for part in self._asked(clip)) if self.agents else self._pictures()
         ended, valid = given is not None, given is not None or bool(self.shown)
         cut = self.turn >= self.turns and not ended
         right = ended and exact([given or ""], [self.answer], tag="")[0] == 1.0
@@ -123,6 +140,11 @@ class Watch:
     def _pictures(self) -> Observation:
         """What is shown, and which frames it is."""
         return (*(self.frames[k] for k in self.shown), f"frames {' '.join(str(k + 1) for k in self.shown)} . ")
+
+    def _asked(self, clip: Sequence[int]) -> Told:
+        """What the sub-agent of a clip is to answer, and which frames these are."""
+        frames = f"frames {' '.join(str(k + 1) for k in clip)} : "
+        return frames, Question((*(self.frames[k] for k in clip), ASKED)), " . "
 
     def _worth(self, right: bool) -> tuple[float, dict[str, float]]:
         """The reward and its parts."""

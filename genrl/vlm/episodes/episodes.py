@@ -13,7 +13,8 @@ from torch import Tensor
 
 from genrl.config.vlm_agents import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, generate
-from genrl.vlm.environments.contract import Observation, Split
+from genrl.vlm.environments.contract import Observation, Question, Split, Told
+from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.hosts import Begin, Draw, Host, Outcome, Say, Work
 from genrl.vlm.environments.opening import open_environment
 from genrl.vlm.policies.pictures import black, with_pictures
@@ -24,13 +25,16 @@ from genrl.vlm.policies.processor import Prompt, Turn, placeholder_tokens
 @dataclass
 class Episode:
     """One that runs or has ended. seen, said: observations and answers (without their given beginning) in turn; said is
-    one shorter until the last answer. What cuts it beside a limit of steps: lost: its environment hung or died; full:
-    the model has no positions left for a further answer. encoded: the next prompt, once it was needed."""
+    one shorter until the last answer. told: what follows the last answer as the environment told it. heard: for each
+    answer, what sub-agents said of what follows it. What cuts it beside a limit of steps: lost: its environment hung or
+    died; full: the model has no positions left for a further answer. encoded: the next prompt, once it was needed."""
 
     seed: int
     split: Split
     seen: list[Observation]
     said: list[str] = field(default_factory=list)
+    told: Told = ()
+    heard: list[list[str]] = field(default_factory=list)
     total: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -43,6 +47,11 @@ class Episode:
     @property
     def ended(self) -> bool:
         return self.terminated or self.truncated
+
+    @property
+    def questions(self) -> list[Question]:
+        """What sub-agents are asked after the last answer: nothing where no prompt follows it."""
+        return [] if self.terminated or self.lost else [part for part in self.told if isinstance(part, Question)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,11 @@ class Table:
             told = self.host.do(work)
             for slot, outcome in told.items():
                 if not outcome.lost:
-                    self.episodes[slot] = Episode(seeds[slot], split, [outcome.observation])
+                    seen = _without_questions(outcome.observation)
+                    if len(seen) < len(outcome.observation):
+                        name = self.settings.name
+                        raise Misuse(f"{name} has a question for a sub-agent in a first observation, before any answer")
+                    self.episodes[slot] = Episode(seeds[slot], split, [seen])
             work = {slot: piece for slot, piece in work.items() if told[slot].lost}
 
     def say(self, texts: Mapping[int, str]) -> dict[int, Outcome]:
@@ -94,12 +107,13 @@ class Table:
         for slot, outcome in told.items():
             episode = self.episodes[slot]
             episode.said.append(texts[slot])
-            episode.encoded = None
+            episode.heard.append([])
+            episode.encoded, episode.told = None, outcome.observation
             if outcome.lost:
                 episode.seen.append(episode.seen[-1])
                 episode.truncated = episode.lost = True
                 continue
-            episode.seen.append(outcome.observation)
+            episode.seen.append(_without_questions(outcome.observation))
             past = len(episode.seen) - 1 - self.settings.images
             if self.layout == "steps" and past >= 0:  # its pictures are shown no more
                 episode.seen[past] = tuple(part for part in episode.seen[past] if isinstance(part, str))
@@ -108,6 +122,12 @@ class Table:
             episode.success = episode.success or bool(outcome.info.get("success", False))
             episode.parts = dict(outcome.info.get("parts", {}))
         return told
+
+    def hear(self, slot: int, answers: Sequence[str]) -> None:
+        """What sub-agents say to the questions of the last step, in their order."""
+        episode, left = self.episodes[slot], iter(answers)
+        episode.heard[-1] = list(answers)
+        episode.seen[-1] = tuple(next(left) if isinstance(part, Question) else part for part in episode.told)
 
     def draw(self, slots: Sequence[int]) -> dict[int, Image.Image]:
         """Pictures of the scenes. An episode whose environment hangs or dies over it is lost, and has none."""
@@ -133,27 +153,33 @@ class Table:
         return Prompt(turns[-1].parts, where=where, before=tuple(turns[:-1]), begun=self.begun)
 
     def state(self) -> list[list[Any]]:
-        """Slot, seed, split and answers of each episode: what `restore` plays again; a copy."""
-        return [[slot, one.seed, one.split, list(one.said)] for slot, one in self.episodes.items()]
+        """Slot, seed, split, answers and sub-agents' answers of each episode: what `restore` plays again; a copy."""
+        return [
+            [slot, one.seed, one.split, list(one.said), [list(heard) for heard in one.heard]]
+            for slot, one in self.episodes.items()
+        ]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Begin these episodes, none of which has ended, and no others, and give the same answers. Raises RuntimeError
         where an environment is lost over it, or is no function of its seed and the answers."""
         self.episodes.clear()
-        for slot, seed, split, said in state:
+        for slot, seed, split, said, *rest in state:
             self.begin({slot: seed}, split)
-            for text in said:
+            heard = rest[0] if rest else [[] for _ in said]  # checkpoints from before sub-agents have none
+            for text, answers in zip(said, heard, strict=True):
                 lost = self.say({slot: text})[slot].lost
                 if lost:
                     raise RuntimeError(
                         f"{self.settings.name}: the environment of the episode of seed {seed} {lost}, when the episode "
                         "was played again to go on inside it. Resume once more, or allow more time"
                     )
-                if self.episodes[slot].ended:
+                if self.episodes[slot].ended or len(self.episodes[slot].questions) != len(answers):
+                    what = "ended earlier" if self.episodes[slot].ended else "asked otherwise"
                     raise RuntimeError(
-                        f"{self.settings.name}: the episode of seed {seed} ended earlier when it was played again: the "
+                        f"{self.settings.name}: the episode of seed {seed} {what} when it was played again: the "
                         "environment is no function of its seed and the actions, so a run cannot go on inside it"
                     )
+                self.hear(slot, answers)
 
 
 def act(
@@ -175,6 +201,7 @@ def act(
     own = [(*keys, slot, one.seed, len(one.said)) for slot, one in zip(slots, episodes, strict=True)]
     made = generate(policy, encoded, 1, sampling, own)
     told = table.say({slot: _plain(text, policy) for slot, text in zip(slots, made.texts, strict=True)})
+    _ask(policy, table, dict(zip(slots, own, strict=True)), sampling, blind=blind)
     for slot, one in zip(slots, episodes, strict=True):
         if not one.ended and not policy.fits(_encoded(policy, table, slot, blind=blind), sampling.max_new_tokens):
             one.truncated = one.full = True
@@ -197,13 +224,47 @@ def act(
     ]
 
 
+def _ask(
+    policy: Policy, table: Table, keys: Mapping[int, Sequence[int | str]], sampling: Sampling, *, blind: bool
+) -> None:
+    """Let sub-agents answer what the last steps of these slots ask, all of them side by side (ParaVT).
+
+    A sub-agent is the policy, drawn alike; its tokens are in no row of the loss (ParaVT's code, as it is run). The key
+    of its sample is that of the answer that made it, with its number. Raises ValueError where a question and an answer
+    do not fit into the model.
+    """
+    asked = [(slot, k, one) for slot in keys for k, one in enumerate(table.episodes[slot].questions)]
+    if not asked:
+        return
+    prompts = []
+    for slot, k, question in asked:
+        episode = table.episodes[slot]
+        where = f"{table.settings.name}, question {k + 1} for a sub-agent after step {len(episode.said)}"
+        prompt = Prompt(question.parts, where=f"{where} of the episode of seed {episode.seed}")
+        prompts.append(_encode(policy, prompt, blind=blind))
+    made = generate(policy, prompts, 1, sampling, [(*keys[slot], "sub-agent", k) for slot, k, _ in asked])
+    answers: dict[int, list[str]] = {slot: [] for slot, _, _ in asked}
+    for (slot, _, _), text in zip(asked, made.texts, strict=True):
+        answers[slot].append(_plain(text, policy))
+    for slot, texts in answers.items():
+        table.hear(slot, texts)
+
+
 def _encoded(policy: Policy, table: Table, slot: int, *, blind: bool = False) -> Encoded:
     """The next prompt of a slot, made once."""
     episode = table.episodes[slot]
     if episode.encoded is None:
-        prompt = table.prompt(slot)
-        episode.encoded = policy.encode(with_pictures(prompt, black, np.random.default_rng(0)) if blind else prompt)
+        episode.encoded = _encode(policy, table.prompt(slot), blind=blind)
     return episode.encoded
+
+
+def _encode(policy: Policy, prompt: Prompt, *, blind: bool) -> Encoded:
+    """blind: with black pictures."""
+    return policy.encode(with_pictures(prompt, black, np.random.default_rng(0)) if blind else prompt)
+
+
+def _without_questions(told: Told) -> Observation:
+    return tuple(part for part in told if not isinstance(part, Question))
 
 
 def _plain(text: str, policy: Policy) -> str:

@@ -15,6 +15,7 @@ from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.sharding import in_step
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.environments.hosts import open_host
@@ -91,4 +92,6 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     schedule = Schedule(config.optimizer, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
     use_vllm(config, policy, process, optimizer)
+    if config.generation.staleness:
+        run.versions = Versions(config.generation.staleness)
     return run

@@ -19,6 +19,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
+from genrl.runtime.versions import Versions
 from genrl.vlm.engines.generation import Sampling, answering, weights_changed
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
@@ -32,7 +33,7 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, share_of, warn_blind
+from genrl.vlm.run import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class EpisodesRun:
     table: Table
     held_out: Table
     """The environments of evaluations."""
+    versions: Versions | None = None
+    """The weights that draw, where they are not the newest."""
     begun: dict[int, int] = field(default_factory=dict)
     """With a critic: how many episodes each of this process's slots has begun."""
     loop: Loop = field(init=False, repr=False)
@@ -108,6 +111,13 @@ class EpisodesRun:
             self.restore()
         if self.critic is not None:
             self.loop.keep("critic", self.critic)
+        if self.versions is not None:
+            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
+
+    @property
+    def age(self) -> int:
+        """How many iterations the weights are behind that draw the running one."""
+        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
 
     def forget(self) -> None:
         """Go back to the episodes that were going on when the iteration began, which is undone, as are its steps."""
@@ -132,8 +142,10 @@ class EpisodesRun:
         config, loop, slots = self.config, self.loop, self.slots
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
+        if self.versions is not None:
+            self.versions.note(loop.iteration, loop.weights.named)
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
-        with loop.timed("rollout"), answering(self.policy):
+        with loop.timed("rollout"), drawing(self.versions, loop, self.policy), answering(self.policy):
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
@@ -243,8 +255,8 @@ class EpisodesRun:
         found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
-            if isinstance(self.preset.advantage, SemiOnline):
-                found |= turns_of(rows, acted.played)
+            by_name = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
+            found |= {name: each for name, each in by_name.items() if name in self.preset.reads}
             return found | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage

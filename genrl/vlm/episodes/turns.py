@@ -1,4 +1,4 @@
-"""Turns whose actions are compared with an expert's: what a group's differ by, and what of them the credit reads."""
+"""The turns of episodes: what the credit of turns reads of them, and what those of a group differ by (UI-S1)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,14 @@ from torch import Tensor
 from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens import semi_online, token_advantages, token_covariance, token_surrogates, token_weights
+from genrl.objectives.tokens import (
+    semi_online,
+    token_advantages,
+    token_covariance,
+    token_surrogates,
+    token_weights,
+    turn_credit,
+)
 from genrl.objectives.tokens.token_advantages import Visits
 from genrl.objectives.tokens.tokens import log_ratio, masked, sequence_log_ratio, token_count, token_mean
 from genrl.vlm.recipe.advantages import (
@@ -38,6 +45,7 @@ from genrl.vlm.recipe.advantages import (
     SmoothedAdvantage,
     TrajectoryDependency,
     Transform,
+    TurnLeaveOneOut,
     Uncertainty,
     VirtualReward,
     WhitenedReturns,
@@ -80,12 +88,14 @@ def estimate(
     with torch.no_grad():
         rewards = _shaped_rewards(preset, batch)
         advantage, after = _advantage(preset, batch, rewards, prompts, dict(visits or {}))
+        missing = torch.zeros_like(batch.group, dtype=torch.bool) if rewards is None else rewards.isnan()
+        of_rows = missing if advantage.dim() == 1 else missing[:, None]
+        advantage = torch.where(of_rows, torch.nan, advantage)  # no part of a transform's statistics
         for transform in preset.transforms:
             advantage = _transformed(transform, advantage, batch)
-        if rewards is not None:  # a transform moves an advantage of 0, too
-            missing = rewards.isnan() if advantage.dim() == 1 else rewards.isnan()[:, None]
-            advantage = torch.where(missing, 0.0, advantage)
-        weight = _weight(preset, batch, advantage)
+        advantage = torch.where(of_rows, 0.0, advantage)
+        scored = batch.mask.bool() & ~missing[:, None]
+        weight = _weight(preset, batch, advantage, scored)
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         width = None
         if isinstance(preset.surrogate, ElasticClip):
@@ -93,8 +103,8 @@ def estimate(
             width = token_surrogates.elastic_width(advantage, rewards, batch.group, alpha=0.5, gamma=0.5)  # inferred
         extra = dict(batch.extra)
         if isinstance(preset.surrogate, KlCov):
-            share, found = preset.surrogate.share, _covariance(batch, advantage)
-            extra["kl_cov"] = token_covariance.kl_cov_tokens(found, batch.mask, share=share)
+            share, found = preset.surrogate.share, _covariance(batch, advantage, scored)
+            extra["kl_cov"] = token_covariance.kl_cov_tokens(found, scored, share=share)
         rows, tokens = len(batch.mask), int(batch.mask.bool().sum())
         ready = replace(
             batch,
@@ -192,8 +202,8 @@ def _advantage(
         high, low, step = (given(batch, name, "the two steps of an answer") for name in ("high", "low", "step"))
         own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share)
         return torch.where(step == 0, own.high[:, None], own.low[:, None]), visits
-    if isinstance(choice, SemiOnline):
-        return _semi_online(choice, batch), visits
+    if isinstance(choice, SemiOnline | TurnLeaveOneOut):
+        return _of_turns(choice, batch), visits
     if isinstance(choice, WhitenedReturns):
         return _whitened_returns(choice, preset, batch, rewards), visits
     if rewards is None:
@@ -219,16 +229,20 @@ def _advantage(
             return output.advantage, output.visits
 
 
-def _semi_online(choice: SemiOnline, batch: TokenBatch) -> Tensor:
+def _of_turns(choice: SemiOnline | TurnLeaveOneOut, batch: TokenBatch) -> Tensor:
     """[B, T]: of each token that of its turn."""
-    turn, paid, matched = (given(batch, name, "the credit of turns") for name in choice.tensors)
+    turn, paid = (given(batch, name, "the credit of turns") for name in ("turn", "turn_reward"))
     row, place = batch.mask.bool().nonzero(as_tuple=True)
     turn, size = turn.long(), (len(turn), int(turn.max()) + 1)
     at = (row, turn[row, place])
     rewards = torch.full(size, torch.nan, dtype=torch.float64).index_put(at, paid[row, place].double())
-    own = torch.zeros(size, dtype=torch.bool).index_put(at, matched[row, place].bool())
-    weights = {"gamma": choice.gamma, "episode": choice.episode, "step": choice.step}
-    found = semi_online.semi_online_advantages(rewards, own, batch.group, **weights)
+    if isinstance(choice, TurnLeaveOneOut):
+        found = turn_credit.turn_leave_one_out(rewards, batch.group, gamma=choice.gamma)
+    else:
+        matched = given(batch, "matched", "the credit of turns")[row, place].bool()
+        own = torch.zeros(size, dtype=torch.bool).index_put(at, matched)
+        weights = {"gamma": choice.gamma, "episode": choice.episode, "step": choice.step}
+        found = semi_online.semi_online_advantages(rewards, own, batch.group, **weights)
     return masked(found.gather(1, turn), batch.mask)
 
 
@@ -284,13 +298,13 @@ def _dependency(batch: TokenBatch) -> Tensor:
     return token_weights.visual_dependency(old, other, batch.mask)
 
 
-def _covariance(batch: TokenBatch, advantage: Tensor) -> Tensor:
+def _covariance(batch: TokenBatch, advantage: Tensor, scored: Tensor) -> Tensor:
     old = given(batch, "old_log_prob", "the covariance of tokens")
-    return token_covariance.token_covariance(old, advantage, batch.mask)
+    return token_covariance.token_covariance(old, advantage, scored)
 
 
-def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor) -> Tensor | None:
-    """The product of the weights that are known before the update."""
+def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor, scored: Tensor) -> Tensor | None:
+    """The product of the weights that are known before the update. scored: tokens of rows with a score, bool [B, T]."""
     mask, product = batch.mask, None
     for choice in preset.weights:
         match choice:
@@ -306,8 +320,8 @@ def _weight(preset: Preset, batch: TokenBatch, advantage: Tensor) -> Tensor | No
                 first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
                 factor = token_weights.divergence_weights(rows[first], mask, batch.group)
             case ClipCov(share=share, low=low, high=high):
-                draw, found = given(batch, "draw", "Clip-Cov"), _covariance(batch, advantage)
-                factor = token_covariance.clip_cov_weight(found, draw, mask, share=share, low=low, high=high)
+                draw, found = given(batch, "draw", "Clip-Cov"), _covariance(batch, advantage, scored)
+                factor = token_covariance.clip_cov_weight(found, draw, scored, share=share, low=low, high=high)
             case EngineMismatch():
                 factor = _mismatch(choice, batch)
             case StepMeans():

@@ -187,13 +187,18 @@ def _group_loss(choice: GroupLoss, batch: TokenBatch, log_prob: Tensor, old: Ten
             "with micro_batches(preset, batch, size)"
         )
     advantage = given(batch, "advantage", "the group loss")
+    # of advantage 0, a row without a score would be taught as one that is no better than its group
+    kept = ~given(batch, "rewards", "the group loss").isnan()
+    if not bool(kept.any()):
+        return 0.0 * masked(log_prob, batch.mask).sum()
+    group = batch.group[kept]
     match choice:
         case Regression():
             score = sequence_log_ratio(log_prob, old, batch.mask)
-            return group_losses.regression_loss(score, advantage, batch.group).sum() / batch.rows
+            return group_losses.regression_loss(score[kept], advantage[kept], group).sum() / batch.rows
         case Classification():
             score = mean_log_ratio(log_prob, old, batch.mask)
-            return group_losses.classification_loss(score, advantage > 0, batch.group).sum() / batch.groups
+            return group_losses.classification_loss(score[kept], advantage[kept] > 0, group).sum() / batch.groups
         case DistributionMatching():
             score = row_mean(masked(log_prob, batch.mask), batch.mask)
             rewards = given(batch, "rewards", "distribution matching")

@@ -124,6 +124,16 @@ class SemiOnline(Choice):
     """Times that a group is played at most; one that has too little spread then is trained on as it is."""
 
 
+class TurnLeaveOneOut(Choice):
+    """What the turns of an episode bring later, less the mean of the same turn in the others of its group, [turn] and
+    [turn_reward] [B, T]: TRLOO (`turn_credit.turn_leave_one_out`)."""
+
+    tensors = ("turn", "turn_reward")
+    name: Literal["turn_leave_one_out"] = "turn_leave_one_out"
+    gamma: Factor = 1.0
+    """Discount of later rewards per turn."""
+
+
 class Hierarchical(Choice):
     """z-scores of the rewards [high] and [low] of an answer's two steps, for the tokens of either ([step]): Hi-GRPO
     (`token_advantages.hierarchical_advantages`)."""
@@ -146,6 +156,7 @@ Advantage = (
     | NormaliseThenSum
     | CriticAdvantage
     | SemiOnline
+    | TurnLeaveOneOut
     | Hierarchical
 )
 

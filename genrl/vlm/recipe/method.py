@@ -31,6 +31,7 @@ from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_fo
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
 from genrl.vlm.recipe.surrogates import (
+    CLIPPED,
     GeometricMean,
     GroupLoss,
     KlCov,
@@ -187,6 +188,10 @@ class RecipeMethod(VLMMethod):
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         """What cannot work of functions that go together."""
+        if config.generation.staleness and not isinstance(preset.surrogate, CLIPPED):
+            field, loss = "surrogate" if preset.surrogate else "group_loss", preset.surrogate or preset.group_loss
+            text = f"older answers are weighed in losses of clipped ratios, {loss and loss.name!r} is none; write 0"
+            yield (self.key(field), "generation.staleness"), text
         yield from self._of_groups(config, preset)
         yield from self._of_outputs(config, preset)
 

@@ -13,6 +13,7 @@ from genrl.vlm.recipe.advantages import (
     RewardTerm,
     SemiOnline,
     Transform,
+    TurnLeaveOneOut,
     WhitenedReturns,
 )
 from genrl.vlm.recipe.choice import Choice
@@ -68,7 +69,7 @@ class Preset:
             raise Contradiction("weights", "a group loss compares whole completions: token weights do not apply to it")
         if self.group_loss is not None and self.aggregation == "balanced":
             raise Contradiction("aggregation", "a group loss compares whole completions: 'balanced' does not apply")
-        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical | SemiOnline) or (
+        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical | SemiOnline | TurnLeaveOneOut) or (
             isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
         )
         rowwise = (

@@ -26,6 +26,7 @@ from genrl.vlm.recipe.advantages import (
     SigmaFilter,
     SmoothedAdvantage,
     TrajectoryDependency,
+    TurnLeaveOneOut,
     Uncertainty,
     VirtualReward,
     WhitenedReturns,
@@ -67,7 +68,7 @@ PresetName = Literal[
     "off_policy_mask", "gmpo", "clip_cov", "kl_cov", "gpg", "opo",
     "remax", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "ttrl",
     "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad",
-    "token_ppo", "ui_s1", "bgpo", "just_grpo", "conan",
+    "token_ppo", "ui_s1", "trloo", "bgpo", "just_grpo", "conan",
     "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
 ]  # fmt: skip
 
@@ -175,21 +176,21 @@ PRESETS: dict[PresetName, Preset] = {
         "token_mean_global",
         weights=(ClipCov(),),
         source="arXiv 2505.22617 and code",
-        notes="the ratio's bounds are the scripts', the paper has none; tokens chosen once per rollout: ours",
+        notes="share, band and the ratio's bounds are the code's; tokens chosen once per rollout: ours",
     ),
     "kl_cov": Preset(
         _Z_VERL,
         KlCov(),
         "token_mean_global",
         source="arXiv 2505.22617 and code",
-        notes="several updates per rollout; tokens chosen once per rollout: ours",
+        notes="several updates per rollout; share and weight are the code's; tokens chosen once per rollout: ours",
     ),
     "gpg": Preset(
         GroupAdvantage(scale="none"),
         Reinforce(),
         "token_mean_global",
         transforms=(InformativeGroups(),),
-        source="arXiv 2504.02546",
+        source="arXiv 2504.02546 and the authors' ablation",
         notes="no ratio, no KL: one update per rollout",
     ),
     "opo": Preset(
@@ -197,7 +198,7 @@ PRESETS: dict[PresetName, Preset] = {
         Reinforce(),
         "seq_sum",
         source="arXiv 2505.23585",
-        notes="exactly on policy: one update per rollout; no KL; the sum over tokens is that of the derivation",
+        notes="exactly on policy: one update per rollout; no KL; the sum over tokens is inferred from the derivation",
     ),
     "remax": Preset(
         GreedyBaseline(),
@@ -276,7 +277,8 @@ PRESETS: dict[PresetName, Preset] = {
         Clip(),
         "seq_mean",
         source="arXiv 2504.16084",
-        notes="GRPO on the reward of a majority vote, without labels: the control of spine; clip and no KL inferred",
+        notes="GRPO on the reward of a majority vote, without labels: the control of spine; its code has 64 votes and "
+        "trains on 32 of them, here a group votes and is trained on; clip and no KL inferred",
     ),
     "para_grpo": Preset(
         _Z,
@@ -348,6 +350,15 @@ PRESETS: dict[PresetName, Preset] = {
         source="arXiv 2509.11543 and code",
         notes="environment trajectories, history of its own, expert's action without a thought in place of a wrong "
         "one; G = 8; rounds inferred",
+    ),
+    # --- agents whose turns are paid, in groups of episodes
+    "trloo": Preset(
+        TurnLeaveOneOut(),
+        Clip(low=0.2, high=0.28, dual=3.0),
+        "seq_sum",
+        source="arXiv 2602.05885 and code",
+        notes="Dr. Kernel: up to 3 turns, G = 16, no KL; clip and sums of tokens as coded, where they are averaged "
+        "over turns; a row is an episode here, and the mean over episodes",
     ),
     # --- diffusion language models
     "bgpo": Preset(

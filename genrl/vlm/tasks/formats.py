@@ -8,11 +8,13 @@ columns are those of the data sets' cards; how a question is worded is ours.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from random import Random
 from string import ascii_uppercase
 from typing import Any
 
-from rewards.scorers.texts.verifiable import answer_in
+from rewards.scorers.texts.verifiable import answer_in, letters_in
 
 Columns = dict[str, Any]
 
@@ -68,3 +70,45 @@ def chartqa(row: Mapping[str, Any]) -> Columns:
 def docvqa(row: Mapping[str, Any]) -> Columns:
     """lmms-lab/DocVQA: `image`, `question`, `answers` = a list, none in the split test."""
     return {"prompt": row["question"], "image": row["image"], "answer": list(row["answers"] or ())}
+
+
+NOT = {"did": "didn't", "does": "doesn't", "do": "don't", "is": "isn't", "are": "aren't", "was": "wasn't"}
+NOT |= {"were": "weren't", "would": "wouldn't", "will": "won't"}
+
+
+def negated(question: str) -> str | None:
+    """The question with a `not` in its first or second word, as in "What didn't the person do ?", or None."""
+    first, _, rest = question.strip().partition(" ")
+    second, _, others = rest.partition(" ")
+    if second.lower() in NOT:
+        return f"{first} {NOT[second.lower()]} {others}"
+    if first.lower() in NOT:
+        word = NOT[first.lower()]
+        return f"{word.capitalize() if first.istitle() else word} {rest}"
+    return f"{first} didn't happen {others}" if second.lower() == "happened" else None
+
+
+def _unlettered(options: Sequence[str]) -> list[str]:
+    """Without the letters of their places, such as "(A) ", "A. " and "A: "."""
+    pairs = zip(ascii_uppercase, options, strict=False)
+    return [re.sub(rf"^\s*\(?{letter}[.:)]\s+", "", text) for letter, text in pairs]
+
+
+def inversion(row: Mapping[str, Any]) -> Columns:
+    """TW-GRPO's question-answer inversion (arXiv 2505.24718 and its `question_answer_inverse`) of rows with `question`
+    or `problem`, `options`, and `answer` or `solution`, the letter of the right one. Other columns stay.
+
+    Half of the rows, drawn by their texts, are asked by `negated`, and their wrong options are right: from one to all
+    of them are kept, so that their number tells nothing, with the one that was right, in an order that is drawn, too.
+    Rows with several right options, and questions that `negated` cannot turn, stay as they are.
+    """
+    question = row["question"] if "question" in row else row["problem"]
+    given = row["answer"] if "answer" in row else row["solution"]
+    right, options = sorted(letters_in(answer_in(given) or given)), _unlettered(row["options"])
+    draw, other = Random("\n".join([question, *options])), negated(question)
+    if draw.random() < 0.5 and other is not None and len(right) == 1 < len(options):
+        wrong = [text for letter, text in zip(ascii_uppercase, options, strict=False) if letter != right[0]]
+        old, kept = options[ascii_uppercase.index(right[0])], draw.sample(wrong, draw.randint(1, len(wrong)))
+        question, options = other, draw.sample([old, *kept], 1 + len(kept))
+        right = [letter for letter, text in zip(ascii_uppercase, options, strict=False) if text != old]
+    return {**row, "prompt": lettered(question, options), "options": options, "answer": ", ".join(right)}

@@ -10,6 +10,7 @@ from PIL import Image
 
 from genrl.config.vlm_agents import Environment
 from genrl.vlm.environments import crop, watch
+from genrl.vlm.environments.contract import Question
 from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.opening import open_environment
 from genrl.vlm.environments.search import Index, Search
@@ -213,6 +214,36 @@ class TestWatch:
         assert reward == pytest.approx(1 + 1 + 0.8)
 
 
+class TestSubAgents:
+    def test_each_part_is_a_question_about_it_alone(self) -> None:
+        one, plain = opened("crop", agents=True), opened("crop")
+        call = "<bbox>[0,0,16,16]</bbox>" * 6
+        told, _, ended, cut, info = one.step(call)
+        questions = [part for part in told if isinstance(part, Question)]
+        assert len(questions) == crop.TOGETHER and info["valid"] and not (ended or cut)
+        assert [pictures(each.parts) for each in questions] == [[part] for part in pictures(plain.step(call)[0])]
+        assert {each.parts[1] for each in questions} == {"what is this ?"} and not pictures(told)
+        assert not one.step("hello")[-1]["valid"]
+
+    def test_each_clip_is_a_question_about_its_frames(self) -> None:
+        one = opened("watch", rule="para_grpo", agents=True)
+        told, _, _, _, info = one.step("<clip>[1,2]</clip> <clip>[2,8]</clip> <clip>[9,9]</clip>")
+        first, second = (part for part in told if isinstance(part, Question))
+        assert [part for part in told if isinstance(part, str)] == ["frames 1 2 : ", " . ", "frames 2 3 4 5 : ", " . "]
+        assert pictures(first.parts) == [frame.tobytes() for frame in one.frames[:2]]
+        assert pictures(second.parts) == [frame.tobytes() for frame in one.frames[1:5]]
+        assert info["valid"] and one.asked[0][0] == frozenset(range(5)) and len(one.asked) == 1
+
+    def test_an_episode_is_worth_what_it_is_without_them(self) -> None:
+        for name, call in (("crop", "<bbox>[0,0,16,16]</bbox>"), ("watch", "<clip>[1,2]</clip>")):
+            worth = []
+            for agents in (False, True):
+                one = opened(name, rule="para_grpo", agents=agents)
+                one.step(f"<think> i look closer </think> {call}")
+                worth.append(one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")[1:])
+            assert worth[0] == worth[1]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
@@ -221,6 +252,7 @@ class TestWatch:
         ("search", {"pages": 0}, "must be 1 or more"),
         ("watch", {"rule": "vrag_rl"}, "rule is accuracy, para_grpo or conan"),
         ("watch", {"budgets": [9]}, "from 1 to 8"),
+        ("watch", {"agents": True}, "agents goes with para_grpo or accuracy"),
         ("watch", {"frames": 9}, "frames"),
     ],
 )

@@ -28,7 +28,7 @@ def test_every_row_of_the_table_is_there() -> None:
         *("gmpo", "clip_cov", "kl_cov", "gpg", "opo", "remax"),  # of verl
         "ttrl",
         *("dpo", "hi_grpo"),  # of image tokens and of shapes
-        *("token_ppo", "ui_s1"),  # POAD's control; from an expert's walks
+        *("token_ppo", "ui_s1", "trloo"),  # POAD's control; from an expert's walks; of paid turns
     }
 
 

@@ -30,6 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dapo, sampled again": {"trainer": {"preset": "dapo", "filter": "spread", "resample": 1}},
 }
 
+AGENT: dict[str, Any] = {"task": None, "rewards": None, "environment": {"name": "grid"}}
+
 
 def changes(staleness: int, **further: Any) -> dict[str, Any]:
     return {"iterations": 4, "checkpoint": {"keep": 4}, **further, "generation": {"staleness": staleness}}
@@ -169,7 +171,9 @@ def test_a_policy_without_log_probabilities(tmp_path: Path, monkeypatch: pytest.
         ({"stages": [{"iterations": 4}]}, "stages.*was not tried with it"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
-        ({"task": None, "rewards": None, "environment": {"name": "grid"}, "trainer": {}}, "of the present weights"),
+        ({**AGENT, "environment": {"name": "grid"}, "trainer": {"algorithm": "archer"}}, "of the present weights"),
+        ({**AGENT, "trainer": {"preset": "vl_dac"}}, "values and episodes that go on are of the present weights"),
+        ({**AGENT, "trainer": {"preset": "rloo"}}, "losses of clipped ratios, 'reinforce' is none"),
     ],
 )
 def test_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:

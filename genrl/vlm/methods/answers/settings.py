@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Whole
-from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
+from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import ValueLoss
-from genrl.vlm.recipe.surrogates import CLIPPED
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
@@ -98,17 +97,13 @@ class Answers(RecipeMethod):
             text = "a critic learns from episodes: write environment in place of task; nearest here: grpo"
             yield (self.key("advantage"), "task"), text
             return
-        if isinstance(preset.advantage, SemiOnline):
+        if isinstance(preset.advantage, SemiOnline | TurnLeaveOneOut):
             text = "turns are of episodes: write environment in place of task; nearest here: grpo"
             yield (self.key("advantage"), "task"), text
             return
         yield from super().refused(config, preset)
         if any(isinstance(one, ValueLoss) for one in preset.regularisers):
             yield (self.key("regularisers"),), "answers to questions have no critic; leave out {name: value}"
-        if config.generation.staleness and not isinstance(preset.surrogate, CLIPPED):
-            field, loss = "surrogate" if preset.surrogate else "group_loss", preset.surrogate or preset.group_loss
-            text = f"older answers are weighed in losses of clipped ratios, {loss and loss.name!r} is none; write 0"
-            yield (self.key(field), "generation.staleness"), text
         if self.updates > config.generation.prompts_per_iteration:
             text = f"{self.updates} updates need a group each; there are {config.generation.prompts_per_iteration}"
             yield ("trainer.updates", "generation.prompts_per_iteration"), text

@@ -86,5 +86,8 @@ class ArCHer(VLMMethod):
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
         if config.distributed.fsdp:
             yield ("distributed.fsdp", "trainer.algorithm"), "archer was not tried in shards; write false"
+        if config.generation.engine == "vllm":
+            text = "the model itself answers remembered turns, whose pictures vLLM would need; write transformers"
+            yield ("generation.engine", "trainer.algorithm"), text
         if self.fit_batch:
             yield ("trainer.fit_batch",), "its passes have trainer.batch turns; write a smaller batch, and false"

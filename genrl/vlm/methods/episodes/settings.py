@@ -42,6 +42,7 @@ class Episodes(RecipeMethod):
     """Episodes in an environment: a published method by name, and your changes to it."""
 
     acts: ClassVar[bool] = True
+    takes_older_samples: ClassVar[bool] = True
     title: ClassVar[str] = "Vision-language agents"
     metrics: ClassVar[Mapping[str, MetricDoc]] = ACTED
 
@@ -85,6 +86,9 @@ class Episodes(RecipeMethod):
             yield (self.key("regularisers"),), text
         if self.critic is not None and not critic:
             yield ("trainer.critic", "trainer.preset"), f"{self.preset} has no critic; leave it out, or write vl_dac"
+        if critic and config.generation.staleness:
+            text = "values and episodes that go on are of the present weights; write 0, or a method of groups"
+            yield ("trainer.preset", "generation.staleness"), text
         place = config.environment
         if place is not None and critic and self.updates > place.parallel * place.steps:
             yield ("trainer.updates", "environment.steps"), "an update needs a step; write fewer updates or more steps"

@@ -31,9 +31,11 @@ def train(run: EpisodesRun, settings: Episodes) -> None:
         found = ready.found.metrics
         row |= figures | {"advantage/abs_mean": found["advantage_abs_mean"]}
         row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-        row |= sampler_figures(found, differs=uses_engine(run.policy))
+        row |= sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy))
         row |= learn(run, acted, ready)
         row["lr"] = run.loop.lr
+        if run.versions is not None:
+            row["staleness"] = float(run.age)
         run.remember(row)
         run.loop.finish(row)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
 
 
-class SFT(VLMMethod):
+class VLMSFT(VLMMethod):
     """Supervised fine-tuning: the mean negative log-probability of the tokens of the given answers."""
 
     title: ClassVar[str] = "Supervised fine-tuning of vision-language models"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.runtime.recorded import Recorded
-from genrl.vlm.methods.sft.settings import SFT
+from genrl.vlm.methods.sft.settings import VLMSFT
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.rollout.recorded import Asked
@@ -24,7 +24,7 @@ from genrl.vlm.rollout.targets import Told, tell
 from genrl.vlm.run import AnswersRun
 
 
-def train(run: AnswersRun, settings: SFT) -> None:
+def train(run: AnswersRun, settings: VLMSFT) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         row = learn(run, settings)
@@ -32,7 +32,7 @@ def train(run: AnswersRun, settings: SFT) -> None:
         run.loop.finish(row)
 
 
-def learn(run: AnswersRun, settings: SFT) -> dict[str, float]:
+def learn(run: AnswersRun, settings: VLMSFT) -> dict[str, float]:
     """The optimiser steps of an iteration, and what they measured; questions come in passes over all of them, each in
     an order of its own."""
     loop, size, key = run.loop, settings.batch_size, f"taught/{run.stage}"
@@ -55,7 +55,7 @@ def learn(run: AnswersRun, settings: SFT) -> dict[str, float]:
     }
 
 
-def update(run: AnswersRun, settings: SFT, batch: list[int]) -> dict[str, float]:
+def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, float]:
     """One optimiser step, and figures of all processes: its loss and the gradient's norm, and numbers of tokens."""
     loop, accelerator = run.loop, run.loop.process.accelerator
     rows = [run.questions[number] for number in batch[accelerator.process_index :: accelerator.num_processes]]
@@ -94,7 +94,7 @@ def recorded(told: Told, rows: Tensor, tokens: int) -> Recorded:
     return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
 
 
-def loss(settings: SFT, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+def loss(settings: VLMSFT, policy: Policy, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's part of the update's loss, [], and its log-probabilities [b, T]."""
     asked: Asked = given.batch
     answers, answered = given["answers"], given["answered"]

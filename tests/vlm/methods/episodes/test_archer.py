@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import VLMConfig
+from genrl.config import ConfigError, VLMConfig
 from genrl.vlm.episodes.utterance_critic import Turns, UtteranceCritic, turns_of_walk
 from genrl.vlm.methods.archer.train import learn, loss, recorded, states_of, utterance_critic
 from genrl.vlm.train import train
@@ -28,7 +28,8 @@ def config(place: Path, **trainer: Any) -> VLMConfig:
     changes: dict[str, Any] = {"trainer": own, "environment": environment, "vlm": {"path": str(agent_runs.MODEL)}}
     iterations = own.pop("iterations", 1)
     output = own.pop("output", str(place / "run"))
-    sections = {"task": None, "rewards": None, "generation": {"max_new_tokens": 6}, "evaluation": {"every": 0}}
+    generation = own.pop("generation", {"max_new_tokens": 6})
+    sections = {"task": None, "rewards": None, "generation": generation, "evaluation": {"every": 0}}
     found = agent_runs.vlm_runs.settings(place, **sections, **changes)
     found |= {"trainer": own, "iterations": iterations, "output": output}
     path = place / "archer.yaml"
@@ -101,6 +102,12 @@ def test_targets_are_slow_and_bootstrapped_where_an_episode_goes_on(tmp_path: Pa
     for old, now, online in zip(before, slow, new, strict=True):
         torch.testing.assert_close(now, 0.75 * old + 0.25 * online)
     assert not any(p.requires_grad for p in slow)
+
+
+def test_vllm_is_refused(tmp_path: Path) -> None:
+    """A memory that was read from a checkpoint has no pictures to send."""
+    with pytest.raises(ConfigError, match="generation.engine, trainer.algorithm"):
+        config(tmp_path, generation={"max_new_tokens": 6, "engine": "vllm"})
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
