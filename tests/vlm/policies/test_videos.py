@@ -185,14 +185,15 @@ def test_a_run_on_clips(family: str, tmp_path: Path) -> None:
         for k, name in enumerate(names):
             picture(10 * number + k, 32, 24).save(tmp_path / name)
         lines.append({"prompt": "In <video>, what ?", "video": names, "answer": "A"})
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name in ("rows", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     low = tmp_path / "low.py"  # random weights are never right
     low.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
-    source = str(tmp_path / "rows.jsonl")
+    train_rows, eval_rows = (str(tmp_path / f"{name}.jsonl") for name in ("rows", "held_out"))
     config = vlm_runs.config(
         tmp_path,
         vlm={"path": str(tiny_checkpoints.save(family, tmp_path / "model"))},
-        task={"name": None, "train": source, "eval": source, "image": None, "video": "video"},
+        task={"name": None, "train": train_rows, "eval": eval_rows, "image": None, "video": "video"},
         rewards=[{"name": f"{low}:low"}],
         trainer={"preset": "vppo", "regularisers": [{"name": "kl"}], "updates": 2, "micro_batch": 3},
         optimizer={"lr": 1e-3},
