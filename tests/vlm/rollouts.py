@@ -50,6 +50,7 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
         "returns": draw(rows, LENGTH),
     }
     divergence = draw(GROUPS, LENGTH).abs() + 0.1
+    second = torch.arange(LENGTH + pad) >= 2  # tokens of a second step, or turn
     accuracy = torch.randint(0, 2, (rows,), generator=generator).double()
     rewards = accuracy + 0.2 * draw(rows)
     return TokenBatch(
@@ -74,7 +75,10 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "credit": draw(rows),
             "high": draw(rows),
             "low": draw(rows),
-            "step": (torch.arange(LENGTH + pad) >= 2).long().expand(rows, -1),
+            "step": second.long().expand(rows, -1),
+            "turn": second.long().expand(rows, -1),
+            "turn_reward": torch.where(second, draw(rows, 1), draw(rows, 1)),
+            "matched": torch.where(second, True, accuracy[:, None] > 0),
             "policy_entropy": tokens(draw(rows, LENGTH).abs()),
         },
     )

@@ -43,7 +43,7 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
             def chosen(table: Tensor, ids: Tensor = ids) -> Tensor:
                 return table[group].gather(-1, ids[..., None])[..., 0]
 
-            right = (ids == target[group]).float()
+            right, second = (ids == target[group]).float(), torch.arange(LENGTH) >= 1
             curve.append(float(right.mean()))
             entropy = -(rows.exp() * rows).sum(-1)[group]
             noise = torch.randn(len(group), LENGTH, generator=generator)
@@ -61,7 +61,10 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
                 "components": right[:, :2],
                 "high": right[:, 0],
                 "low": right[:, 1:].mean(1),
-                "step": (torch.arange(LENGTH) >= 1).long().expand(len(group), -1),
+                "step": second.long().expand(len(group), -1),
+                "turn": second.long().expand(len(group), -1),
+                "turn_reward": torch.where(second, right[:, 1:].mean(1, keepdim=True), right[:, :1]),
+                "matched": torch.ones(len(group), LENGTH, dtype=torch.bool),
             }
             batch = TokenBatch(
                 mask=torch.ones(len(group), LENGTH),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.recipe.advantages import BatchNormalise, CriticAdvantage, Hierarchical, SemiOnline
+from genrl.vlm.recipe.advantages import BatchNormalise, CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.surrogates import KlCov
 from genrl.vlm.recipe.weights import ClipCov
@@ -22,7 +22,7 @@ OTHERS = torch.tensor([k for k in range(12) if k != MISSING])
 JUDGED = sorted(
     name
     for name, one in PRESETS.items()
-    if not isinstance(one.advantage, CriticAdvantage | Hierarchical | SemiOnline) and one.output is None
+    if not isinstance(one.advantage, CriticAdvantage | Hierarchical | SemiOnline | TurnLeaveOneOut) and one.output is None
 )
 """Presets whose advantages come from a reward of the row."""
 OF_TEXTS = {"vppo", "q_hawkeye", "grpo_care"}

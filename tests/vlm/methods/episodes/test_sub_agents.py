@@ -173,7 +173,8 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engi
 
     monkeypatch.setattr(EpisodesRun, "act", acted)
     monkeypatch.setattr(EpisodesRun, "_groups", played)
-    generation = {**agent_runs.TWO_BY_TWO, "staleness": 2, "engine": engine}
+    four = {"prompts_per_iteration": 2, "group_size": 4}  # with two, an engine may give a group without spread
+    generation = {**agent_runs.TWO_BY_TWO, **four, "staleness": 2, "engine": engine}
     run = train(crops(tmp_path, generation=generation, iterations=4, optimizer={"lr": 1e-3}))
     assert len(asked) >= 4 and any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
     for iteration, those in enumerate(used):
