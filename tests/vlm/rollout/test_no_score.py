@@ -19,11 +19,8 @@ from tests.vlm.rollouts import PROMPTS, preset, rollout
 
 MISSING = 5
 OTHERS = torch.tensor([k for k in range(12) if k != MISSING])
-JUDGED = sorted(
-    name
-    for name, one in PRESETS.items()
-    if not isinstance(one.advantage, CriticAdvantage | Hierarchical | SemiOnline | TurnLeaveOneOut) and one.output is None
-)
+OTHERS = CriticAdvantage | Hierarchical | SemiOnline | TurnLeaveOneOut
+JUDGED = sorted(name for name, one in PRESETS.items() if not isinstance(one.advantage, OTHERS) and one.output is None)
 """Presets whose advantages come from a reward of the row."""
 OF_TEXTS = {"vppo", "q_hawkeye", "grpo_care"}
 """They read something of every row that is no score: pictures, numbers in the text, confidence."""
