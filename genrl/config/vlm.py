@@ -110,7 +110,7 @@ class Task(Section):
     video: Text | None = None
     """Column with the clip: a video file beside the .jsonl file, a list of frames, or a list of clips; null = none."""
     fps: Positive = 2.0
-    """Frames of a second of a video file that the model sees, as pictures (Qwen2.5-VL: 2)."""
+    """Frames of a second of a video file that the model sees; of a list of frames, how many it has (Qwen2.5-VL: 2)."""
     frames: Count = 16
     """Most frames of a clip; of more, so many are taken evenly."""
     min_pixels: Count | None = None

@@ -19,6 +19,7 @@ from genrl.mdp.noise import generator
 from genrl.runtime.run import write_atomic
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import open_image
+from genrl.vlm.policies.videos import Clip
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, open_rewards, totals
 from genrl.vlm.tasks.rows import Row
@@ -117,7 +118,9 @@ def _asked(row: Row, out: Path, number: int) -> dict[str, Any]:
     parts = row.prompt.parts
     if row.prompt.before or row.prompt.begun:
         raise ValueError(f"{row.name}: a conversation cannot be collected, only single questions")
-    pictures = [part for part in parts if not isinstance(part, str)]
+    if any(isinstance(part, Clip) for part in parts):
+        raise ValueError(f"{row.name}: a clip cannot be collected, only pictures: its frames would lose their times")
+    pictures = [part for part in parts if not isinstance(part, str | Clip)]
     files = [f"{PICTURES}/{number:06d}-{place}.png" for place in range(len(pictures))]
     (out / PICTURES).mkdir(parents=True, exist_ok=True)
     for picture, file in zip(pictures, files, strict=True):

@@ -77,7 +77,7 @@ PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *PLACES]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
-    "{% if c.type == 'image' %}IMAGE{% else %}{{ c.text }}{% endif %}"
+    "{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO{% else %}{{ c.text }}{% endif %}"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -92,14 +92,14 @@ def save(family: str, folder: Path, layers: int = 2) -> Path:
     return makers[family](family, folder) if family in makers else _qwen(family, folder, layers)
 
 
-def _tokenizer(special: list[str], image: str) -> Qwen2Tokenizer:
+def _tokenizer(special: list[str], image: str, video: str = "") -> Qwen2Tokenizer:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the byte-level alphabet of GPT-2
     others = [byte for byte in range(256) if byte not in printable]
     symbols = [chr(byte) for byte in printable] + [chr(256 + number) for number in range(len(others))]
     made = Qwen2Tokenizer(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[])
     made.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special]})
     made.pad_token, made.eos_token = "<|endoftext|>", "<|im_end|>"
-    made.chat_template = TEMPLATE.replace("IMAGE", image)
+    made.chat_template = TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
     return made
 
 
@@ -115,7 +115,8 @@ def _save(model: torch.nn.Module, tokenizer: Qwen2Tokenizer, folder: Path) -> No
 
 
 def _qwen(family: str, folder: Path, layers: int) -> Path:
-    made = _tokenizer([f"<|{name}|>" for name in QWEN], "<|vision_start|><|image_pad|><|vision_end|>")
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    made = _tokenizer([f"<|{name}|>" for name in QWEN], image, video)
     ids = {name: made.convert_tokens_to_ids(f"<|{name}|>") for name in QWEN}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {**TEXT, "vocab_size": len(made), "rope_parameters": rope, "tie_word_embeddings": False}
@@ -184,7 +185,7 @@ def _llava(family: str, folder: Path) -> Path:
 
 def _internvl(family: str, folder: Path) -> Path:
     named = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
-    made = _tokenizer(list(named.values()), "<IMG_CONTEXT>\n")
+    made = _tokenizer(list(named.values()), "<IMG_CONTEXT>\n", "<video>\n")
     made = _with_names(made, {f"{name}_token": token for name, token in named.items()})
     vision = {**LAYERS, "num_attention_heads": 2, "image_size": [16, 16], "patch_size": [4, 4]}
     text = {**TEXT, "model_type": "qwen2", "vocab_size": len(made)}

@@ -10,15 +10,28 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from genrl.vlm.policies.processor import Parts, Prompt, open_image
+from genrl.vlm.policies.videos import Clip
 
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
 def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> Prompt:
-    """The same question about changed pictures of the same size."""
+    """The same question about changed pictures of the same size. All frames of a clip are changed alike."""
+
+    def changed_clip(clip: Clip) -> Clip:
+        seed = int(rng.integers(2**63))
+        opened = [open_image(frame, prompt.where) for frame in clip.frames]
+        return replace(clip, frames=tuple(change(frame, np.random.default_rng(seed)) for frame in opened))
 
     def changed(parts: Parts) -> Parts:
-        return tuple(part if isinstance(part, str) else change(open_image(part, prompt.where), rng) for part in parts)
+        return tuple(
+            part
+            if isinstance(part, str)
+            else changed_clip(part)
+            if isinstance(part, Clip)
+            else change(open_image(part, prompt.where), rng)
+            for part in parts
+        )
 
     before = tuple(turn._replace(parts=changed(turn.parts)) for turn in prompt.before)
     return replace(prompt, before=before, parts=changed(prompt.parts))

@@ -40,7 +40,11 @@ from genrl.vlm.policies.processor import (
     tokenize,
 )
 from genrl.vlm.policies.shards import Body
+from genrl.vlm.policies.videos import FAMILIES, gone_on
 from rewards.given import is_given, take
+
+GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+"""What M-RoPE's positions follow from, beside the ids."""
 
 
 def dtype_of(config: VLMConfig) -> torch.dtype:
@@ -102,6 +106,7 @@ class Policy:
         made.shares_prompts = not config.distributed.fsdp
         made.pixels = Pixels(config.task.min_pixels, config.task.max_pixels)
         check_pixels(made.pixels, made.processor)
+        made.videos &= config.generation.engine != "vllm"  # which is given pictures
         if config.vlm.gradient_checkpointing:
             made.checkpoint_blocks()
         if config.vlm.packing:
@@ -151,6 +156,8 @@ class Policy:
         cache twice, and one in shards has gone when the gradients of the cache come."""
         self.pixels = Pixels()
         """Limits of the size of pictures."""
+        self.videos: bool = config.model_type in FAMILIES
+        """Whether clips are given as videos, else as the pictures of their frames."""
         self.packing = False
         """Whether `log_probs` puts prompts and answers one after the other in one row, without padding."""
         self.checkpointed: list[torch.nn.Module] = []
@@ -200,16 +207,15 @@ class Policy:
 
     def encode(self, prompt: Prompt) -> Encoded:
         """One prompt's tokens, pixels and positions. Raises ValueError for bad images or a text with image tokens."""
-        tokens = tokenize(prompt, self.processor, PER_TOKEN, self.pixels)
+        tokens = tokenize(prompt, self.processor, PER_TOKEN, self.pixels, videos=self.videos)
         ids, body = tokens.ids, self.model.base_model
         positions = torch.arange(len(ids))
         if hasattr(body, "get_rope_index"):
             positions = positions.expand(3, -1)
             if tokens.pixels:
-                found, _ = body.get_rope_index(
-                    ids[None], tokens.kinds["mm_token_type_ids"][None], tokens.pixels["image_grid_thw"]
-                )
-                positions = found[:, 0]
+                grids = {name: tokens.pixels[name] for name in GRIDS if name in tokens.pixels}
+                found, _ = body.get_rope_index(ids[None], tokens.kinds["mm_token_type_ids"][None], **grids)
+                positions = gone_on(found[:, 0], tokens.kinds["mm_token_type_ids"])
         kinds = {name: kind for name, kind in tokens.kinds.items() if name in self._per_token}
         return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where)
 

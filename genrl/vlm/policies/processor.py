@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,8 @@ import transformers
 from PIL import Image
 from torch import Tensor
 from transformers.processing_utils import ProcessorMixin
+
+from genrl.vlm.policies.videos import Clip, qwen_with_videos, video_arguments
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PLACEHOLDERS = tuple(
@@ -30,7 +32,7 @@ PLACEHOLDERS = tuple(
 _Mixin: Any = ProcessorMixin  # its signatures are typed in part only
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 
-Parts = tuple[str | Image.Image | Path, ...]
+Parts = tuple[str | Image.Image | Path | Clip, ...]
 
 
 class Turn(NamedTuple):
@@ -42,8 +44,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be answered. `parts`: texts and images (PIL, or a file's path) in the order in which the model gets
-    them.
+    """What is to be answered. `parts`: texts, images (PIL, or a file's path) and clips in the order in which the model
+    gets them.
 
     where: file and row that the prompt comes from; errors name it. before: the turns of the conversation that it ends,
     the user's and the model's. begun: how the answer begins; it is not the model's choice.
@@ -60,8 +62,8 @@ class Prompt:
 class Tokens:
     """What the processor made of one prompt.
 
-    ids int64 [P]; kinds: further tensors [P] that the model reads per token (`mm_token_type_ids`: 1 on image tokens);
-    pixels: what the vision tower reads, with images (or rows of images, or patches) along dimension 0.
+    ids int64 [P]; kinds: further tensors [P] that the model reads per token (`mm_token_type_ids`: 1 on images, 2 on
+    videos); pixels: what the vision tower reads, with images (or rows of images, patches) along dimension 0.
     unexpanded, pictures: what an engine with a processor of its own is given: ids with one token per image, RGB images.
     """
 
@@ -102,11 +104,12 @@ class SmolPictures(transformers.SmolVLMProcessor):
 def load_processor(path: str, kind: str) -> Any:
     """The processor of a checkpoint (hub id or folder) of model type `kind`.
 
-    Qwen's and SmolVLM's are made without their video halves, with Pillow's resizing: the same numbers with and without
-    torchvision. Raises ValueError where there is no image processor or no chat template.
+    Qwen's and SmolVLM's prepare images with Pillow's resizing: the same numbers with and without torchvision. SmolVLM's
+    is made without its video half; so is Qwen's where there is no torchvision. Raises ValueError where there is no
+    image processor or no chat template.
     """
     try:
-        made = _pictures_only(path, kind) if kind in (*QWEN, "smolvlm") else _auto(path)
+        made = _by_pillow(path, kind) if kind in (*QWEN, "smolvlm") else _auto(path)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"{path!r} ({kind}) has no processor that can be loaded: {error}. A vision-language policy needs an image "
@@ -123,12 +126,14 @@ def load_processor(path: str, kind: str) -> Any:
     return made
 
 
-def _pictures_only(path: str, kind: str) -> Any:
+def _by_pillow(path: str, kind: str) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     settings, _ = _Mixin.get_processor_dict(path)
     template = settings.get("chat_template") or tokenizer.chat_template
     if kind in QWEN:
-        return QwenPictures(transformers.Qwen2VLImageProcessorPil.from_pretrained(path), tokenizer, template)
+        pictures: Any = transformers.Qwen2VLImageProcessorPil.from_pretrained(path)
+        made = qwen_with_videos(path, kind, pictures, tokenizer, template)
+        return QwenPictures(pictures, tokenizer, template) if made is None else made
     images = transformers.SmolVLMImageProcessorPil.from_pretrained(path)
     return SmolPictures(images, tokenizer, settings.get("image_seq_len", 169), template)
 
@@ -196,22 +201,42 @@ def check_pixels(pixels: Pixels, processor: Any) -> None:
             raise ValueError(f"task.{key}: {text} (size in preprocessor_config.json)")
 
 
-def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str], pixels: Pixels = Pixels()) -> Tokens:
+def without_clips(prompt: Prompt) -> Prompt:
+    """The same prompt with the frames of its clips as pictures."""
+
+    def shown(parts: Parts) -> Parts:
+        return tuple(one for part in parts for one in (part.frames if isinstance(part, Clip) else (part,)))
+
+    before = tuple(turn._replace(parts=shown(turn.parts)) for turn in prompt.before)
+    return replace(prompt, before=before, parts=shown(prompt.parts))
+
+
+def tokenize(
+    prompt: Prompt, processor: Any, per_token: Sequence[str], pixels: Pixels = Pixels(), *, videos: bool = False
+) -> Tokens:
     """Chat template, images and tokens of one prompt, ready for the answer.
 
     per_token: names of the [P] tensors beside the ids that the model reads. pixels: limits of the pictures, which an
-    engine is given in this size, too.
+    engine is given in this size, too. videos: whether the processor is given clips as videos, else their frames as
+    pictures.
     Raises ValueError for unreadable images, and for a text that holds the token of a place for an image.
     """
-    turns = [*prompt.before, Turn("user", prompt.parts)]
-    parts = [part for turn in turns for part in turn.parts]
+    if not videos:
+        prompt = without_clips(prompt)
+    parts = [part for turn in [*prompt.before, Turn("user", prompt.parts)] for part in turn.parts]
     for text in [prompt.system or "", *(part for part in parts if isinstance(part, str))]:
         held = [token for token in placeholder_tokens(processor) if token in text]
         if held:
             raise ValueError(
                 f"{prompt.where}: the text holds {held[0]!r}, which stands for an image: put images in parts"
             )
-    pictures = [pixels.fitted(open_image(part, prompt.where)) for part in parts if not isinstance(part, str)]
+
+    def opened(source: Image.Image | Path) -> Image.Image:
+        return pixels.fitted(open_image(source, prompt.where))
+
+    pictures = [opened(part) for part in parts if not isinstance(part, str | Clip)]
+    clips = [part for part in parts if isinstance(part, Clip)]
+    frames = [[opened(frame) for frame in clip.frames] for clip in clips]
     text = _written(prompt, processor)
     special = _adds_special(text, processor)
     made = processor(
@@ -219,6 +244,7 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str], pixels: P
         images=[pictures] if pictures else None,
         add_special_tokens=special,
         return_tensors="pt",
+        **video_arguments(clips, frames, processor, prompt.where),
     )
     made = {name: value for name, value in made.items() if isinstance(value, Tensor) and name != "attention_mask"}
     ids = made.pop("input_ids")[0]
@@ -256,6 +282,7 @@ def answer_ids(prompt: Prompt, text: str, processor: Any, stop_ids: Sequence[int
     held = [token for token in placeholder_tokens(processor) if token in text]
     if held:
         raise ValueError(f"{prompt.where}: the answer holds {held[0]!r}, which stands for an image")
+    prompt = without_clips(prompt)  # what stands before the answer does not change it
     asked, whole = _written(prompt, processor), _written(prompt, processor, text)
     special, tokenizer = _adds_special(asked, processor), processor.tokenizer
     before: list[int] = tokenizer(asked, add_special_tokens=special)["input_ids"]
@@ -273,7 +300,12 @@ def answer_ids(prompt: Prompt, text: str, processor: Any, stop_ids: Sequence[int
 
 
 def _content(parts: Parts) -> list[dict[str, str]]:
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    def content(part: str | Image.Image | Path | Clip) -> dict[str, str]:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        return {"type": "video" if isinstance(part, Clip) else "image"}
+
+    return [content(part) for part in parts]
 
 
 def join_pixels(prompts: Sequence[Tokens]) -> dict[str, Tensor]:

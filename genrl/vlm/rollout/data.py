@@ -20,7 +20,7 @@ from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.rollout.frames import frames_of
+from genrl.vlm.rollout.frames import clip_of
 from genrl.vlm.rollout.rollout import order
 from genrl.vlm.rollout.turns import prompt_of
 from genrl.vlm.tasks import Generated
@@ -103,7 +103,7 @@ class Questions:
             found = self.generated[number]
             prompt = Prompt(found.prompt.parts, system=task.system, where=found.name)
             return Row(found.name, prompt, found.columns)
-        return self._row(number, {"image": self._picture, "video": self._frames})
+        return self._row(number, {"image": self._picture, "video": self._clip})
 
     def _row(self, number: int, opened: dict[str, Opener]) -> Row:
         """The row of data of this number. opened: what becomes of its pictures and clips."""
@@ -145,11 +145,11 @@ class Questions:
             raise ValueError(f"{where}: there is no {'clip' if clip else 'picture'} in the column {column!r}")
         return [] if cell is None else several
 
-    def _frames(self, where: str, clip: Any) -> tuple[Any, ...]:
+    def _clip(self, where: str, clip: Any) -> tuple[Any, ...]:
         task = self.config.task
         several = isinstance(clip, list)
         held: Any = [self._picture(where, one)[0] for one in clip] if several else self._picture(where, clip)[0]
-        return tuple(frames_of(held, task.fps, task.frames, where))
+        return (clip_of(held, task.fps, task.frames, where),)
 
     def _picture(self, where: str, picture: Any) -> tuple[Image.Image | Path]:
         if isinstance(picture, Image.Image):

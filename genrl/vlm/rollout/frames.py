@@ -1,4 +1,4 @@
-"""Clips as the pictures of some moments: of a video file, or of frames that are there already."""
+"""Clips of some moments: of a video file, or of frames that are there already."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from PIL import Image
 
+from genrl.vlm.policies.videos import Clip
+
 
 def spread(number: int, wanted: int) -> list[int]:
     """Of `number` frames the numbers of `wanted`, evenly from the first to the last; all where there are no more."""
@@ -16,13 +18,15 @@ def spread(number: int, wanted: int) -> list[int]:
     return [round(k * (number - 1) / max(1, wanted - 1)) for k in range(wanted)]
 
 
-def frames_of(clip: Path | Sequence[Any], fps: float, most: int, where: str) -> list[Any]:
-    """Frames of a video file, `fps` a second and `most` at most, evenly over it; of a list of frames `most` of them.
+def clip_of(clip: Path | Sequence[Any], fps: float, most: int, where: str) -> Clip:
+    """Frames of a video file, `fps` a second and `most` at most, evenly over it; of a list of frames, `fps` a
+    second, `most` of them.
 
     Raises ValueError, naming the row, for a file that is missing or no video, and where PyAV is not installed.
     """
     if not isinstance(clip, Path):
-        return [clip[number] for number in spread(len(clip), most)]
+        numbers = spread(len(clip), most)
+        return Clip(tuple(clip[number] for number in numbers), tuple(numbers), len(clip), fps)
     try:
         import av
     except ImportError as error:
@@ -41,4 +45,4 @@ def frames_of(clip: Path | Sequence[Any], fps: float, most: int, where: str) -> 
             ]
     except (OSError, IndexError, ValueError) as error:  # av's errors are these, too
         raise ValueError(f"{where}: the video {clip} cannot be read: {error}") from error
-    return found
+    return Clip(tuple(found), tuple(chosen), len(times), 1 / step if step > 0 else fps)

@@ -37,9 +37,9 @@ def prompt_of(
 ) -> tuple[Prompt, str | None]:
     """(the prompt, the text of a last message that is the assistant's, else None).
 
-    shown: the values of the columns of pictures and clips, by kind. opened: what one value of a kind becomes, a clip
-    several pictures. system: of a question without a system message. Raises ValueError, naming the row, for messages of
-    another form, and where places and pictures differ in number.
+    shown: the values of the columns of pictures and clips, by kind. opened: what one value of a kind becomes.
+    system: of a question without a system message. Raises ValueError, naming the row, for messages of another form, and
+    where places and pictures differ in number.
     """
     said = [("user", _parts(asked, where))] if isinstance(asked, str) else [_message(one, where) for one in asked]
     if said and said[0][0] == "system":

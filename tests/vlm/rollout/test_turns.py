@@ -14,9 +14,10 @@ from PIL import Image
 
 from genrl.config import VLMConfig
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.processor import Pixels, Prompt, check_pixels
+from genrl.vlm.policies.processor import Pixels, Prompt, check_pixels, without_clips
+from genrl.vlm.policies.videos import Clip
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.frames import frames_of, spread
+from genrl.vlm.rollout.frames import clip_of, spread
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints, vlm_runs
@@ -37,8 +38,9 @@ def asked(folder: Path, row: dict[str, Any], **task: Any) -> Prompt:
 
 
 def seen(prompt: Prompt) -> list[tuple[str, list[str]]]:
-    """Roles, texts and names of pictures of all turns."""
-    turns = [*((turn.role, turn.parts) for turn in prompt.before), ("user", prompt.parts)]
+    """Roles, texts and names of pictures, and of frames of clips, of all turns."""
+    shown = without_clips(prompt)
+    turns = [*((turn.role, turn.parts) for turn in shown.before), ("user", shown.parts)]
     return [(role, [part if isinstance(part, str) else part.name for part in parts]) for role, parts in turns]
 
 
@@ -132,7 +134,7 @@ def test_frames_of_a_video_file(tmp_path: Path) -> None:
         container.mux(stream.encode())
 
     def levels(fps: float, most: int) -> list[float]:
-        return [float(np.array(frame).mean()) for frame in frames_of(tmp_path / "a.mp4", fps, most, "here")]
+        return [float(np.array(frame).mean()) for frame in clip_of(tmp_path / "a.mp4", fps, most, "here").frames]
 
     two_a_second = levels(2.0, 99)  # 4 seconds
     assert len(two_a_second) == 8 and two_a_second == sorted(two_a_second)
@@ -140,14 +142,11 @@ def test_frames_of_a_video_file(tmp_path: Path) -> None:
     assert len(few) == 3 and few[0] < 10 and few[2] > 220
     (tmp_path / "b.mp4").write_bytes(b"no video")
     with pytest.raises(ValueError, match=r"here: the video .*b\.mp4 cannot be read"):
-        frames_of(tmp_path / "b.mp4", 2.0, 4, "here")
+        clip_of(tmp_path / "b.mp4", 2.0, 4, "here")
     prompt = asked(tmp_path, {"prompt": "In <video>, what ?", "video": "a.mp4"}, image=None, video="video", frames=2)
-    assert [part if isinstance(part, str) else part.size for part in prompt.parts] == [
-        "In ",
-        (32, 32),
-        (32, 32),
-        ", what ?",
-    ]
+    before, clip, after = prompt.parts
+    assert (before, after) == ("In ", ", what ?") and [frame.size for frame in clip.frames] == [(32, 32)] * 2
+    assert clip.numbers == (0, 39) and clip.total == 40 and clip.fps == pytest.approx(10.0)
 
 
 def test_clips_as_lists_of_frames(tmp_path: Path) -> None:
@@ -155,6 +154,8 @@ def test_clips_as_lists_of_frames(tmp_path: Path) -> None:
     own = {"image": None, "video": "clip", "frames": 3}
     one = asked(tmp_path, {"prompt": "What ?", "clip": files}, **own)
     assert seen(one) == [("user", ["0.png", "4.png", "8.png", "What ?"])]
+    clip = one.parts[0]
+    assert isinstance(clip, Clip) and (clip.numbers, clip.total, clip.fps) == ((0, 4, 8), 9, 2.0)
     two = asked(tmp_path, {"prompt": "<video> or <video> ?", "clip": [files[:2], files[5:7]]}, **own)
     assert seen(two) == [("user", ["0.png", "1.png", " or ", "5.png", "6.png", " ?"])]
 
