@@ -6,17 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.objectives.tokens.semi_online import semi_online_returns
 from genrl.objectives.tokens.token_advantages import leave_one_out
 
 
 def turn_returns(rewards: Tensor, *, gamma: float) -> Tensor:
     """`G_k = r_k + gamma G_k+1`, [B, K]; rewards float [B, K], NaN after a row's last turn, which stays NaN."""
-    paid = rewards.detach().double()
-    running, found = torch.zeros(len(paid), dtype=torch.float64), []
-    for column in paid.flip(1).unbind(1):
-        running = column.nan_to_num(nan=0.0) + gamma * running
-        found.append(torch.where(column.isnan(), torch.nan, running))
-    return torch.stack(found[::-1], 1)
+    return semi_online_returns(rewards, torch.ones_like(rewards, dtype=torch.bool), gamma=gamma)
 
 
 def turn_leave_one_out(rewards: Tensor, group: Tensor, *, gamma: float) -> Tensor:

@@ -124,23 +124,30 @@ def estimate(
         metrics |= {"zero_std_ratio": statistics.zero_std_ratio, "group_std_mean": statistics.mean_std}
     if weight is not None:
         metrics["token_weight_mean"] = float(token_mean(weight.expand(batch.mask.shape), batch.mask))
-    if batch.sampler_log_prob is not None and batch.old_log_prob is not None:
-        gap = log_ratio(batch.old_log_prob, batch.sampler_log_prob, batch.mask).abs()
-        metrics |= {"sampler_gap_mean": float(token_mean(gap, batch.mask)), "sampler_gap_max": float(gap.max())}
-        k3 = kl_k3(batch.sampler_log_prob, batch.old_log_prob)
-        metrics["sampler_gap_k3"] = float(token_mean(masked(k3, batch.mask), batch.mask))
-        for choice in preset.weights:
-            if isinstance(choice, EngineMismatch):
-                unlimited = choice.model_copy(update={"low": 0.0, "high": math.inf})
-                changed = _mismatch(choice, batch) != _mismatch(unlimited, batch)
-                metrics["sampler_corrected"] = float(token_mean(changed.expand(batch.mask.shape).double(), batch.mask))
-                weights = _mismatch(choice, batch).double().expand(batch.mask.shape)
-                metrics |= {
-                    "importance_mean": float(token_mean(weights, batch.mask)),
-                    "importance_left_out": float(token_mean((weights == 0).double(), batch.mask)),
-                    "importance_max_abs_dev": float(masked((weights - 1.0).abs(), batch.mask).max()),
-                }
+    metrics |= _sampler_metrics(preset, batch)
     return Estimate(ready, after, metrics)
+
+
+def _sampler_metrics(preset: Preset, batch: TokenBatch) -> dict[str, float]:
+    """How far sampler and trainer are apart, and what `engine_mismatch` makes of it; empty without both."""
+    if batch.sampler_log_prob is None or batch.old_log_prob is None:
+        return {}
+    gap = log_ratio(batch.old_log_prob, batch.sampler_log_prob, batch.mask).abs()
+    metrics = {"sampler_gap_mean": float(token_mean(gap, batch.mask)), "sampler_gap_max": float(gap.max())}
+    k3 = kl_k3(batch.sampler_log_prob, batch.old_log_prob)
+    metrics["sampler_gap_k3"] = float(token_mean(masked(k3, batch.mask), batch.mask))
+    for choice in preset.weights:
+        if isinstance(choice, EngineMismatch):
+            weight = _mismatch(choice, batch)
+            changed = weight != _mismatch(choice.model_copy(update={"low": 0.0, "high": math.inf}), batch)
+            metrics["sampler_corrected"] = float(token_mean(changed.expand(batch.mask.shape).double(), batch.mask))
+            weights = weight.double().expand(batch.mask.shape)
+            metrics |= {
+                "importance_mean": float(token_mean(weights, batch.mask)),
+                "importance_left_out": float(token_mean((weights == 0).double(), batch.mask)),
+                "importance_max_abs_dev": float(masked((weights - 1.0).abs(), batch.mask).max()),
+            }
+    return metrics
 
 
 def sampler_figures(metrics: Mapping[str, float], *, differs: bool) -> dict[str, float]:
