@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from safetensors.torch import load_file
 
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import tiny_checkpoints, vlm_runs
 
@@ -33,17 +33,14 @@ def test_train_evaluate_resume_export(family: str, adapted: bool, tmp_path: Path
         "optimizer": {"lr": 1e-3},
         "evaluation": {"every": 1, "questions": 4, "blind": False},
     }
-    for name, parts in (("a", [2]), ("b", [1, 2])):
-        (tmp_path / name).mkdir()
-        for k, iterations in enumerate(parts):
-            config = vlm_runs.config(tmp_path / name, **changes, iterations=iterations)
-            train(config, resume=tmp_path / name / "run" if k else None)
-    run = tmp_path / "a" / "run"
-    assert differences(run, tmp_path / "b" / "run") == []
+    configured = partial(vlm_runs.config, **changes)
+    run, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
+    assert differences(run, resumed) == []
     trained = [row for row in rows(run) if "grad_norm" in row]
     assert len(trained) == 2 and all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
 
     # exported whole, it is a model of transformers' with the names of the one that was trained, and answers alike
+    config = configured(tmp_path, iterations=2)
     policy = load_trained(config, run)
     question = policy.encode(vlm_runs.first_question(config))
     tokens, mask, group = torch.arange(65, 71)[None], torch.ones(1, 6), torch.tensor([0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from genrl.config import ConfigError
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.loading import loaded
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import tiny_checkpoints, vlm_runs
 
@@ -38,17 +38,14 @@ def changes(place: Path, model: Path, **vlm: Any) -> dict[str, Any]:
 def test_train_resume_export(family: str, kind: str, again: bool, tmp_path: Path) -> None:
     model = tiny_checkpoints.save(family, tmp_path / "model")
     settings = changes(tmp_path, model, quantize=kind, gradient_checkpointing=again)
-    for name, parts in (("a", [2]), ("b", [1, 2])):
-        (tmp_path / name).mkdir()
-        for k, iterations in enumerate(parts):
-            config = vlm_runs.config(tmp_path / name, **settings, iterations=iterations)
-            train(config, resume=tmp_path / name / "run" if k else None)
-    run = tmp_path / "a" / "run"
-    assert differences(run, tmp_path / "b" / "run") == []
+    configured = partial(vlm_runs.config, **settings)
+    run, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
+    assert differences(run, resumed) == []
     trained = [row for row in rows(run) if "grad_norm" in row]
     assert len(trained) == 2 and all(abs(row["ratio/max"] - 1) < 1e-5 for row in trained)
     assert all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
 
+    config = configured(tmp_path, iterations=2)
     policy = load_trained(config, run)
     question = policy.encode(vlm_runs.first_question(config))
     tokens, mask, group = torch.arange(65, 71)[None], torch.ones(1, 6), torch.tensor([0])

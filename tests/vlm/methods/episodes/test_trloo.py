@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from genrl.config import VLMConfig
-from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import vlm_runs
 from tests.vlm.methods.episodes import agent_runs
@@ -51,12 +50,8 @@ def test_each_token_has_the_advantage_of_its_turn(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    for name in ("whole", "half"):
-        (tmp_path / name).mkdir()
-    whole = train(config(tmp_path / "whole", iterations=2))
-    half = train(config(tmp_path / "half", iterations=1))
-    train(config(tmp_path / "half", iterations=2, output=str(half)), resume=half)
-    assert differences(whole, half) == []
+    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, config)
+    assert differences(whole, resumed) == []
     assert all(row["grad_norm"] > 0 for row in rows(whole))
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from genrl.config import VLMConfig
-from genrl.vlm.train import train
 from tests.run_folders import differences
 from tests.vlm import vlm_runs
 from tests.vlm.methods.episodes import agent_runs
@@ -71,12 +70,8 @@ def test_groups_that_hardly_differ_are_played_again_from_other_starts(tmp_path: 
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    for name in ("whole", "half"):
-        (tmp_path / name).mkdir()
-    whole = train(config(tmp_path / "whole", iterations=2))
-    half = train(config(tmp_path / "half", iterations=1))
-    train(config(tmp_path / "half", iterations=2, output=str(half)), resume=half)
-    assert differences(whole, half) == []
+    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, config)
+    assert differences(whole, resumed) == []
 
 
 def test_it_does_not_learn_from_questions(tmp_path: Path) -> None:
