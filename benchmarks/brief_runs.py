@@ -52,6 +52,7 @@ WHERE_SET: Overrides = {
     "environment.parallel": 8,
     "environment.steps": 8,
     "evaluation.monitor.patience": 1,
+    "generation.staleness": 1,
     "task.curriculum.over": 2,
     "task.passes": 2,
     "trainer.reference_every": 1,
