@@ -4,31 +4,28 @@ processes, and what is measured of them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from genrl.config.vlm import Stage, VLMConfig
+from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_method import columns_of
-from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
-from genrl.runtime.run import read_metrics
 from genrl.runtime.versions import Versions
+from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
 from genrl.vlm.engines.generation import answering, weights_changed
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
-from genrl.vlm.methods.estimate import Estimate, estimate
+from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.extras import Average, computed
-from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
-from genrl.vlm.policies.folder import load_trained, save_model
+from genrl.vlm.methods.sharing import batch_of_all, ours, updates_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.policies.weights import checkpoint_weights
@@ -41,30 +38,8 @@ from genrl.vlm.rollout.passes import leave_out
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, worth
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import held_out_loss
-from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
-
-SEEN = 0.02
-"""Accuracy or success with pictures over that without them, below which reinforcement has nothing to work on."""
-SAMPLER_GAP = 0.1
-"""Mean difference of log-probabilities between sampler and trainer above which something is wrong (spec 6.3)."""
-
-
-class Estimated(NamedTuple):
-    """batch: this process's rows, with advantages and weights, `extra["row"]` their numbers; found: what `estimate`
-    says of all of them; updates: how they are shared out."""
-
-    batch: TokenBatch
-    found: Estimate
-    updates: list[Update]
-
-
-class Headed(NamedTuple):
-    """What a loss is called with where a method trains modules beside the policy."""
-
-    policy: Policy
-    heads: Mapping[str, nn.Module]
 
 
 @dataclass
@@ -349,72 +324,3 @@ class AnswersRun:
     def conclude(self) -> None:
         """The end of a run, complete or not: the model's folder, report, and where they are."""
         save_result(self.loop, self.policy, "accuracy", pictures="curves")
-
-
-@contextmanager
-def drawing(versions: Versions | None, loop: Loop, policy: Policy) -> Iterator[None]:
-    """Context with the weights that draw the running iteration, where these are older than the present ones."""
-    if versions is None or not versions.age(loop.iteration):
-        yield
-        return
-    with versions.drawing(loop.weights, loop.iteration):
-        weights_changed(policy)
-        yield
-    weights_changed(policy)
-
-
-def share_of(process: Process, number: int) -> list[int]:
-    """This process's part of 0 to number - 1."""
-    parts = np.array_split(np.arange(number), process.accelerator.num_processes)
-    numbers: list[int] = parts[process.rank].tolist()
-    return numbers
-
-
-def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None:
-    """Say that the model does not see what it is asked, where black pictures do as well."""
-    if seeing - blind < SEEN:
-        process.progress.say(
-            f"warning: {seeing:.3f} of the {what}, {blind:.3f} with black pictures: the model does not go by what it "
-            "sees, and reinforcement learning will hardly teach it to"
-        )
-
-
-def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]:
-    """Rows per pass of the model, of `rows` in an iteration, and the smaller numbers that can be taken."""
-    size = config.generation.group_size if whole_groups else 1
-    return halvings(config.trainer.rows_per_pass or rows, size)
-
-
-def resized(config: VLMConfig, size: int) -> VLMConfig:
-    """The configuration with so many rows per pass."""
-
-    def smaller(part: VLMConfig | Stage) -> Any:
-        own = None if part.trainer is None else part.trainer.model_copy(update={"micro_batch": size})
-        return part.model_copy(update={"trainer": own})
-
-    stages = tuple(smaller(stage) for stage in config.stages)
-    changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
-    return changed
-
-
-def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:
-    """The model's folder, its average's weights where the run keeps one, and what is said at the end."""
-    folder = loop.process.run.folder / "model"
-    if loop.weights.is_sharded:  # this process has a share; the checkpoint just written has the whole
-        save_model(load_trained(loop.config, loop.process.run.folder), loop.config.vlm.path, folder)
-    else:
-        with loop.averaged():
-            save_model(policy, loop.config.vlm.path, folder)
-    rows = read_metrics(loop.process.run.metrics)
-    result = f"the model, as transformers saves it: {folder}"
-    say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
-
-
-def check_gap(gap: float) -> None:
-    """Raise RuntimeError where sampler and trainer do not see the same."""
-    if not gap <= SAMPLER_GAP:
-        raise RuntimeError(
-            f"the trainer and the sampler assign different log-probabilities to the same tokens: {gap:.3g} apart on "
-            "average before any training. Look for another resizing of pictures, chat template, position ids or "
-            "precision."
-        )

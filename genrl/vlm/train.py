@@ -22,6 +22,7 @@ from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import in_step
 from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
+from genrl.vlm.common import Headed
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.episodes import opening as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
@@ -35,7 +36,7 @@ from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import tell
-from genrl.vlm.run import AnswersRun, Headed
+from genrl.vlm.run import AnswersRun
 
 MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environment.parallel where there is one"
 

@@ -20,6 +20,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
 from genrl.runtime.versions import Versions
+from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
 from genrl.vlm.engines.generation import Sampling, answering, weights_changed
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
@@ -33,7 +34,6 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.run import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.recorded import Recorded
+from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.methods.estimate import sampler_figures
 from genrl.vlm.methods.extras import degraded_prompts
@@ -26,7 +27,7 @@ from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import Perception
 from genrl.vlm.rollout.recorded import Asked, token_tensors
 from genrl.vlm.rollout.rollout import Answers
-from genrl.vlm.run import AnswersRun, Estimated
+from genrl.vlm.run import AnswersRun
 
 
 def train(run: AnswersRun, settings: RecipeMethod) -> None:

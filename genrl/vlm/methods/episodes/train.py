@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from genrl.runtime.recorded import Recorded
+from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.episodes.rows import laid
 from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
@@ -20,7 +21,6 @@ from genrl.vlm.methods.updates import recipe_loss, update
 from genrl.vlm.policies.policy import dtype_of
 from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.rollout.recorded import Asked, token_tensors
-from genrl.vlm.run import Estimated
 
 
 def train(run: EpisodesRun, settings: Episodes) -> None:

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
 from genrl.runtime.recorded import Recorded
+from genrl.vlm.common import Headed, check_gap
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.methods.sharing import updates_of
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import Answers, totals
-from genrl.vlm.run import AnswersRun, Headed, check_gap
+from genrl.vlm.run import AnswersRun
 
 
 class Baseline(nn.Module):

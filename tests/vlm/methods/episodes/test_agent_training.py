@@ -17,6 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
+from genrl.vlm.common import Estimated
 from genrl.vlm.environments.hosts import Outcome, Say
 from genrl.vlm.episodes import episodes
 from genrl.vlm.episodes.rows import Rows
@@ -24,7 +25,6 @@ from genrl.vlm.episodes.run import Acted, EpisodesRun
 from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.run import Estimated
 from genrl.vlm.train import train
 from tests.ports import free_port
 from tests.run_folders import differences, rows, start_ranks, wait
