@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from genrl.config.json_schemas import all_keys
 from genrl.config.loading import ROOTS
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
+from tests.config.schemas import schema_validator
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
 ROOT = Path(__file__).resolve().parents[2]
@@ -393,15 +393,6 @@ def test_schema_accepts_the_shipped_configurations(path: Path) -> None:
     if "include" in document:
         document = parse(dump(load(path))).value
     assert list(schema_validator().iter_errors(document)) == []
-
-
-@cache
-def schema_validator() -> Any:
-    """Of the schema, itself checked."""
-    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema to check the schema by it")
-    validator = jsonschema.Draft202012Validator(json_schema())
-    validator.check_schema(json_schema())
-    return validator
 
 
 class TestFiles:

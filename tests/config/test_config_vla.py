@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from pydantic import ValidationError
 
-from genrl.config import Config, ConfigError, VLAConfig, check_files, dump, json_schema, load, load_located
+from genrl.config import Config, ConfigError, VLAConfig, check_files, dump, load, load_located
 from genrl.config import vla as sections
 from genrl.config.json_schemas import all_keys
 from genrl.config.vla_rules import refuse_impossible
 from genrl.vla.methods.ppo import settings as methods
+from tests.config.schemas import schema_validator
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "vla").glob("*.yaml"))
@@ -63,7 +63,7 @@ class TestShipped:
 
     @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
     def test_the_schema_accepts_it_and_what_is_dumped(self, path: Path) -> None:
-        validator = jsonschema.Draft202012Validator(json_schema())
+        validator = schema_validator()
         for text in (path.read_text(), dump(load(path))):
             data = json.loads(json.dumps(yaml.load(text, Loader=yaml.CSafeLoader)))
             if "include" in data:
@@ -72,7 +72,7 @@ class TestShipped:
             assert found == []
 
     def test_the_schema_tells_the_kinds_apart(self) -> None:
-        validator = jsonschema.Draft202012Validator(json_schema())
+        validator = schema_validator()
         assert validator.is_valid(tree(NEW)) and validator.is_valid(tree(TRAINED))
         assert not validator.is_valid(tree(TRAINED, model={"path": "org/model"}))
         assert not validator.is_valid(tree(TRAINED, sampler={"kind": "flow_sde", "low": 0.1}))

@@ -8,13 +8,12 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import ConfigError, VLMConfig, check_files, dump, json_schema, load, load_located
+from genrl.config import ConfigError, VLMConfig, check_files, dump, load, load_located
 from genrl.config.json_schemas import all_keys
 from genrl.vlm.recipe.advantages import LeaveOneOut, NormaliseThenSum
 from genrl.vlm.recipe.preset import Preset
@@ -24,6 +23,7 @@ from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.recipe.weights import TopEntropy
 from rewards.scorers.texts import verifiable
 from rewards.scorers.texts.completions import RULES
+from tests.config.schemas import schema_validator
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "vlm").glob("*.yaml"))
@@ -74,11 +74,10 @@ class TestShipped:
         (tmp_path / "again.yaml").write_text(dump(config))
         assert load(tmp_path / "again.yaml") == config
         check_files(config, origins)
-        schema = jsonschema.Draft202012Validator(json_schema())
-        assert schema.is_valid(json.loads(json.dumps(yaml.safe_load(dump(config)))))
+        assert schema_validator().is_valid(json.loads(json.dumps(yaml.safe_load(dump(config)))))
 
     def test_the_schema_tells_the_kinds_apart(self) -> None:
-        schema = jsonschema.Draft202012Validator(json_schema())
+        schema = schema_validator()
         assert schema.is_valid(BASE) and not schema.is_valid({**BASE, "sampler": {"kind": "flow_sde"}})
 
     def test_every_key_of_a_dump_is_described(self, tmp_path: Path) -> None:
