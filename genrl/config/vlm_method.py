@@ -90,6 +90,11 @@ class VLMMethod(Method):
         """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
         return None
 
+    @property
+    def demonstrations(self) -> tuple[str, str] | None:
+        """Answers of the data that it reads beside the model's own: the key that names them, and as `taught`."""
+        return None
+
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
         return None

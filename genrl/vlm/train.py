@@ -71,6 +71,8 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
         policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
     else:
         tell(policy, [questions[0]], config.trainer.taught)
+    if config.trainer.demonstrations is not None:
+        tell(policy, [questions[0]], config.trainer.demonstrations[1])
 
 
 def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
