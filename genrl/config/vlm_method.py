@@ -103,6 +103,10 @@ class VLMMethod(Method):
         """A key, and the number that is shared out evenly to the processes."""
         return "generation.prompts_per_iteration", config.generation.prompts_per_iteration
 
+    def at_least(self, config: VLMConfig) -> tuple[str, int] | None:
+        """A key, and a number of which every process needs one, in whatever way they are shared out."""
+        return None
+
     def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
         """What an iteration samples, how many, and how they are made up."""
         starts, size = config.generation.prompts_per_iteration, config.generation.group_size
