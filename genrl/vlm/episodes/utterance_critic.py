@@ -77,14 +77,18 @@ class Turns:
         return [self.held[k] for k in torch.randint(len(self.held), (number,), generator=source).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        pictures: dict[int, Image.Image] = {}  # by identity: turns that follow each other share most of them
+        places: dict[bytes, int] = {}  # turns that follow each other share most of their pictures
+        pictures: list[Tensor] = []
+
+        def place(picture: Image.Image) -> int:
+            pixels = np.array(picture.convert("RGB"))
+            found = places.setdefault(repr(pixels.shape).encode() + pixels.tobytes(), len(pictures))
+            if found == len(pictures):
+                pictures.append(torch.from_numpy(pixels))
+            return found
 
         def parts(of: Parts) -> list[Any]:
-            for part in of:
-                if isinstance(part, Image.Image):
-                    pictures.setdefault(id(part), part)
-            places = {key: place for place, key in enumerate(pictures)}
-            return [part if isinstance(part, str) else places[id(part)] for part in of]
+            return [place(part) if isinstance(part, Image.Image) else part for part in of]
 
         def tree(prompt: Prompt | None) -> dict[str, Any] | None:
             if prompt is None:
@@ -97,7 +101,7 @@ class Turns:
             {"prompt": tree(one.prompt), "tokens": one.tokens, "reward": one.reward, "after": tree(one.after)}
             for one in self.held
         ]
-        return {"turns": turns, "pictures": [torch.from_numpy(np.array(one)) for one in pictures.values()]}
+        return {"turns": turns, "pictures": pictures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pictures = [Image.fromarray(pixels.numpy()) for pixels in state["pictures"]]

@@ -125,7 +125,7 @@ calls = itertools.count()
 
 
 def judge(completions):
-    \"\"\"No score for the most probable answer to the second question, which is asked for with those of the others.\"\"\"
+    \"\"\"No score for the most probable answer to the second question.\"\"\"
     if len(completions) > 8:
         return [0.5] * len(completions)
     return [None if k == 1 else 0.25 for k in range(len(completions))]
@@ -159,19 +159,22 @@ def test_counting_passes_stops_where_too_many_have_no_score_and_names_the_first(
     assert not (tmp_path / "run" / "passes-0.jsonl").exists()
 
 
-def test_counting_passes_says_how_many_have_no_score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_counting_passes_says_how_many_have_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = {**data(tmp_path, 1), "passes": 2}
     given = [{"name": f"{tmp_path}/picky.py:picky"}]
     made = {"prompts_per_iteration": 1, "group_size": 4, "max_new_tokens": 12}
     settings = vlm_runs.config(tmp_path, task=task, rewards=given, generation=made, evaluation={"right_at": 1000.0})
-    with vlm_runs.opened(settings) as run, pytest.raises(ValueError, match="0 of 8 questions are sometimes right"):
-        run.enter()
-    assert "2 of 16 answers have no score" in capfd.readouterr().err
+    said: list[str] = []
+    with vlm_runs.opened(settings) as run:
+        monkeypatch.setattr(run.loop.process.progress, "say", said.append)
+        with pytest.raises(ValueError, match="0 of 8 questions are sometimes right"):
+            run.enter()
+    assert said[0] == "2 of 16 answers have no score, and are not right"
 
 
 def broken(folder: Path, number: int) -> None:
-    """So many of the pictures of `data` are cut off."""
-    for k in range(number):
+    """So many of the pictures of `data` are cut off, not the first, which is looked at before a run starts."""
+    for k in range(1, number + 1):
         whole = (folder / f"{k}.png").read_bytes()
         (folder / f"{k}.png").write_bytes(whole[: len(whole) // 2])
 
@@ -183,11 +186,14 @@ def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run
     broken(tmp_path, 1)
     with vlm_runs.opened(settings) as run:
         answers, row = run.draw()
-        bad = [one.name.endswith("a.jsonl:1") for one in answers.rows for _ in range(4)]
+        bad = [one.name.endswith("a.jsonl:2") for one in answers.rows for _ in range(4)]
         assert sum(bad) == 4 and totals(settings, answers.scores).isnan().tolist() == bad
         assert row["reward/picky_failed"] == row["reward/tag_format_failed"] == 4.0
         assert run.estimate(answers) is not None
-    assert "a.jsonl:1: the image" in caplog.text and "its answers have no score" in caplog.text
+    assert "a.jsonl:2: the image" in caplog.text and "its answers have no score" in caplog.text
     broken(tmp_path, 4)
-    with pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: the image .*cannot be read"):
-        train(config(tmp_path / "other", 0, task={**settings.task.model_dump(include={"name", "train", "eval"})}))
+    with (
+        vlm_runs.opened(settings) as run,
+        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: the image .*cannot be read"),
+    ):
+        run.draw()
