@@ -29,6 +29,7 @@ BY_ALGORITHM: dict[str, Overrides] = {
         **{"trainer.critic.updates": 2, "trainer.updates": 1},
     },
     "ppo": {"trainer.critic_warmup": 0},
+    "rlfr": {"trainer.flow.pretraining": 2},
     "sft": {"trainer.steps_per_iteration": 4},
     "diwa": {  # as much as a first success in the model of the world takes: without one there is no gradient
         **{"trainer.critic_warmup": 0, "trainer.world.tables": 100, "trainer.world.steps": 100},

@@ -40,6 +40,7 @@ METHODS = {
     "gpg": "GPG",
     "opo": "OPO",
     "remax": "ReMax",
+    "rlfr": "RLFR",
     "ttrl": "TTRL, without labels",
     "q_hawkeye": "Q-Hawkeye",
 }

@@ -103,11 +103,16 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         if column not in known and name in ("name", "train"):
             asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
             yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest(str(column), known)}"
-    wanted = [] if config.trainer.taught is None else columns_of(config.trainer.taught)
+    key, target = (
+        ("trainer.target", config.trainer.taught)
+        if config.trainer.taught
+        else (config.trainer.demonstrations or ("", None))
+    )
+    wanted = [] if target is None else columns_of(target)
     for name, known in columns:
         missing = [column for column in wanted if column not in known]
         if missing and name == "name":  # data may have its answers in messages
-            asks = f"trainer.target asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
+            asks = f"{key} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
             yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
     for name, known in columns if config.augmentation is not None else ():
         if "answer" not in known:

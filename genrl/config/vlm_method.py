@@ -90,6 +90,11 @@ class VLMMethod(Method):
         """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
         return None
 
+    @property
+    def demonstrations(self) -> tuple[str, str] | None:
+        """Answers of the data that it reads beside the model's own: the key that names them, and as `taught`."""
+        return None
+
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
         return None
@@ -97,6 +102,10 @@ class VLMMethod(Method):
     def shared(self, config: VLMConfig) -> tuple[str, int]:
         """A key, and the number that is shared out evenly to the processes."""
         return "generation.prompts_per_iteration", config.generation.prompts_per_iteration
+
+    def at_least(self, config: VLMConfig) -> tuple[str, int] | None:
+        """A key, and a number of which every process needs one, in whatever way they are shared out."""
+        return None
 
     def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
         """What an iteration samples, how many, and how they are made up."""

@@ -36,6 +36,10 @@ class Kept:
         """Those that iterations change."""
         return {name: thing for name, thing in self.things.items() if name not in self.unchanging}
 
+    def knows(self, name: str) -> bool:
+        """Whether what is kept under this name gets a state that there was before: of a checkpoint, or of one kept."""
+        return name in self.restored or name in self.things
+
     def keep(self, name: str, thing: Stateful, *, changes: bool) -> None:
         """Keep it from here on. It gets the state that was restored under its name, or that of the one before it."""
         before = self.things.get(name)

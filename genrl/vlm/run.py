@@ -111,7 +111,7 @@ class AnswersRun:
         if number == self.stage:
             return
         self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
-        self.questions = Questions(config, "train")
+        self.questions = Questions(config, "train", counted=True)
         if whole.stages and whole.stages[number].optimizer is not None:
             first = sum(stage.iterations for stage in whole.stages[:number])
             self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)

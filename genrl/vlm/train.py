@@ -54,6 +54,11 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
         key, number = part.trainer.shared(part)
         if number % num_processes:
             raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
+        least = part.trainer.at_least(part)
+        if least is not None and least[1] < num_processes:
+            raise ValueError(
+                f"{least[0]}: {least[1]} is less than one for each of {num_processes} processes; write more"
+            )
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
     if config.generation.staleness and config.generation.vllm.url is not None and num_processes > 1:
@@ -72,6 +77,8 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
         policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
     else:
         tell(policy, [questions[0]], config.trainer.taught)
+    if config.trainer.demonstrations is not None:
+        tell(policy, [questions[0]], config.trainer.demonstrations[1])
 
 
 def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
@@ -99,7 +106,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     hold(config, policy, *([] if reference is None else [reference]))
     averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
     average = Average(policy.model, *averages[0]) if averages else None
-    questions = Questions(config, "train")
+    questions = Questions(config, "train", counted=True)
     recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
     run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]

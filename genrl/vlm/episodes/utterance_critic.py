@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from genrl.vlm.episodes.critic import ValueHead
 from genrl.vlm.episodes.episodes import Walk
-from genrl.vlm.policies.policy import Encoded
-from genrl.vlm.rollout.recorded import encoded_of, tree_of
+from genrl.vlm.policies.processor import Parts, Prompt
+from genrl.vlm.policies.processor import Turn as Spoken
 
 
 class UtteranceCritic(nn.Module):
@@ -50,12 +52,13 @@ class UtteranceCritic(nn.Module):
 @dataclass(frozen=True)
 class Turn:
     """One that was acted. tokens int64 [T]: the utterance; reward of its step; after: the next prompt, None where the
-    episode was terminated."""
+    episode was terminated. Prompts are kept as they were asked, with their pictures: as a model takes them, pixels are
+    several times as large, and are made again where a turn is drawn."""
 
-    prompt: Encoded
+    prompt: Prompt
     tokens: Tensor
     reward: float
-    after: Encoded | None
+    after: Prompt | None
 
 
 class Turns:
@@ -74,26 +77,49 @@ class Turns:
         return [self.held[k] for k in torch.randint(len(self.held), (number,), generator=source).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            str(k): {
-                "prompt": tree_of(one.prompt),
-                "tokens": one.tokens,
-                "reward": one.reward,
-                "after": None if one.after is None else tree_of(one.after),
-            }
-            for k, one in enumerate(self.held)
-        }
+        places: dict[bytes, int] = {}  # turns that follow each other share most of their pictures
+        pictures: list[Tensor] = []
+
+        def place(picture: Image.Image) -> int:
+            pixels = np.array(picture.convert("RGB"))
+            found = places.setdefault(repr(pixels.shape).encode() + pixels.tobytes(), len(pictures))
+            if found == len(pictures):
+                pictures.append(torch.from_numpy(pixels))
+            return found
+
+        def parts(of: Parts) -> list[Any]:
+            return [place(part) if isinstance(part, Image.Image) else part for part in of]
+
+        def tree(prompt: Prompt | None) -> dict[str, Any] | None:
+            if prompt is None:
+                return None
+            before = [[turn.role, parts(turn.parts)] for turn in prompt.before]
+            rest = {name: getattr(prompt, name) for name in ("system", "where", "begun")}
+            return {"before": before, "parts": parts(prompt.parts), **rest}
+
+        turns = [
+            {"prompt": tree(one.prompt), "tokens": one.tokens, "reward": one.reward, "after": tree(one.after)}
+            for one in self.held
+        ]
+        return {"turns": turns, "pictures": pictures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held = [
-            Turn(
-                encoded_of(one["prompt"]),
-                one["tokens"],
-                one["reward"],
-                None if one["after"] is None else encoded_of(one["after"]),
-            )
-            for one in state.values()
-        ]
+        pictures = [Image.fromarray(pixels.numpy()) for pixels in state["pictures"]]
+
+        def parts(of: list[Any]) -> Parts:
+            return tuple(part if isinstance(part, str) else pictures[part] for part in of)
+
+        def prompt(tree: dict[str, Any] | None) -> Prompt | None:
+            if tree is None:
+                return None
+            before = tuple(Spoken(role, parts(said)) for role, said in tree["before"])
+            return Prompt(parts(tree["parts"]), tree["system"], tree["where"], before, tree["begun"])
+
+        self.held = []
+        for one in state["turns"]:
+            asked = prompt(one["prompt"])
+            assert asked is not None
+            self.held.append(Turn(asked, one["tokens"], one["reward"], prompt(one["after"])))
 
 
 def turns_of_walk(done: Walk) -> list[Turn]:
@@ -105,5 +131,7 @@ def turns_of_walk(done: Walk) -> list[Turn]:
             if after is None and not one.terminated and k + 1 < len(done.decisions):
                 after = done.decisions[k + 1][place].prompt
             if not one.lost:
-                found.append(Turn(one.prompt, one.tokens[one.mask], one.reward, after))
+                asked, following = one.prompt.source, None if after is None else after.source
+                assert asked is not None, "a prompt that was just made knows what of"
+                found.append(Turn(asked, one.tokens[one.mask], one.reward, following))
     return found

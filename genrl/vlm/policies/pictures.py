@@ -12,6 +12,9 @@ from PIL import Image, ImageFilter
 from genrl.vlm.policies.processor import Parts, Prompt, open_image
 from genrl.vlm.policies.videos import Clip
 
+BLANK = 112
+"""Width and height of a picture in place of one that cannot be read: few tokens, and enough for every processor."""
+
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
@@ -30,6 +33,24 @@ def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> P
             else changed_clip(part)
             if isinstance(part, Clip)
             else change(open_image(part, prompt.where), rng)
+            for part in parts
+        )
+
+    before = tuple(turn._replace(parts=changed(turn.parts)) for turn in prompt.before)
+    return replace(prompt, before=before, parts=changed(prompt.parts))
+
+
+def blank(prompt: Prompt) -> Prompt:
+    """The same question about black pictures of one size, whatever its own are: they need not be readable."""
+    nothing = Image.new("RGB", (BLANK, BLANK))
+
+    def changed(parts: Parts) -> Parts:
+        return tuple(
+            part
+            if isinstance(part, str)
+            else replace(part, frames=tuple(nothing for _ in part.frames))
+            if isinstance(part, Clip)
+            else nothing
             for part in parts
         )
 

@@ -57,13 +57,15 @@ class Encoded:
     """One prompt as the model takes it.
 
     tokens: ids [P], tensors per token, pixels; positions int64 [P], or [3, P] for M-RoPE; `next_position`: of the
-    first completion token (after an image not P: M-RoPE goes on at the largest position + 1).
+    first completion token (after an image not P: M-RoPE goes on at the largest position + 1). source: what it was made
+    of; None where it was read from a file.
     """
 
     tokens: Tokens
     positions: Tensor
     next_position: int
     where: str
+    source: Prompt | None = None
 
     @property
     def length(self) -> int:
@@ -217,7 +219,7 @@ class Policy:
                 found, _ = body.get_rope_index(ids[None], tokens.kinds["mm_token_type_ids"][None], **grids)
                 positions = gone_on(found[:, 0], tokens.kinds["mm_token_type_ids"])
         kinds = {name: kind for name, kind in tokens.kinds.items() if name in self._per_token}
-        return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where)
+        return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where, prompt)
 
     def fits(self, prompt: Encoded, new_tokens: int) -> bool:
         """Whether a prompt and `new_tokens` are no more than the model's positions."""

@@ -157,14 +157,18 @@ def placeholder_tokens(processor: Any) -> list[str]:
     return list(dict.fromkeys(token for token in named if isinstance(token, str)))
 
 
+class Unreadable(ValueError):
+    """A picture that is missing, or that cannot be opened."""
+
+
 def open_image(source: Image.Image | Path, where: str) -> Image.Image:
-    """RGB. Raises ValueError for a file that is missing or no picture, naming it and the prompt."""
+    """RGB. Raises Unreadable for a file that is missing or no picture, naming it and the prompt."""
     try:
         return (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
     except FileNotFoundError as error:
-        raise ValueError(f"{where}: there is no image {source} (looked from {Path.cwd()})") from error
+        raise Unreadable(f"{where}: there is no image {source} (looked from {Path.cwd()})") from error
     except OSError as error:
-        raise ValueError(
+        raise Unreadable(
             f"{where}: the image {source} cannot be read: {error}; save it again or leave it out"
         ) from error
 

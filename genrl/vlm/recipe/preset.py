@@ -72,11 +72,7 @@ class Preset:
         per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical | SemiOnline | TurnLeaveOneOut) or (
             isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
         )
-        rowwise = (
-            isinstance(self.surrogate, SequenceClip | GeometricMean | Vespo | LinearBound)
-            or self.group_loss is not None
-        )
-        if per_token and (rowwise or self.aggregation == "balanced"):
+        if per_token and self.of_rows:
             raise Contradiction(
                 "surrogate",
                 f"advantage {self.advantage.name!r} differs by token, but this loss needs one per completion; nearest: "
@@ -86,6 +82,15 @@ class Preset:
             raise Contradiction("weights", "the off-policy mask looks at the sign of one advantage per completion")
         if self.aggregation == "const" and self.length is not None and self.length < 1:
             raise Contradiction("length", f"length must be at least 1, got {self.length}")
+
+    @property
+    def of_rows(self) -> str:
+        """What needs one advantage per completion, the same for its tokens; "" where nothing does."""
+        if self.group_loss is not None:
+            return self.group_loss.name
+        if isinstance(self.surrogate, SequenceClip | GeometricMean | Vespo | LinearBound):
+            return self.surrogate.name
+        return "balanced" if self.aggregation == "balanced" else ""
 
     @property
     def choices(self) -> Iterator[Choice]:

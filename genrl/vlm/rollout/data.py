@@ -37,8 +37,9 @@ class Questions:
     kept: numbers of those that training asks, all unless `passes.leave_out` left some out.
     """
 
-    def __init__(self, config: VLMConfig, split: Split) -> None:
-        """Raises ValueError for data that cannot be read, or lacks a column."""
+    def __init__(self, config: VLMConfig, split: Split, *, counted: bool = False) -> None:
+        """counted: the places for pictures of every row were counted before, by `check_questions`. Raises ValueError
+        for data that cannot be read, or lacks a column."""
         task = config.task
         self.config, self.split, self.source = config, split, task.train if split == "train" else task.eval
         self.rows: Any = None
@@ -64,7 +65,9 @@ class Questions:
             self.rows = _data_set(self.source, task.prompt, task.image)
         self.number = len(self.rows) if split == "train" else min(len(self.rows), config.evaluation.questions)
         self.kept = range(self.number)
-        if isinstance(self.rows, list) and self.format is None:  # places are counted before anything is trained
+        if (
+            isinstance(self.rows, list) and self.format is None and not counted
+        ):  # places are counted before anything is trained
             for number in range(self.number):
                 self._row(number, {"image": _unopened, "video": _unopened})
 

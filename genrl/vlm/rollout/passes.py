@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from accelerate.utils import gather_object
 
@@ -12,7 +13,8 @@ from genrl.runtime.run import write_atomic
 from genrl.vlm.engines.generation import answering
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import draw, open_rewards
+from genrl.vlm.rollout.rollout import check_failed, draw, failures_of, open_rewards
+from rewards.failures import Failure
 
 TOGETHER = 64
 """Answers drawn side by side."""
@@ -22,7 +24,8 @@ def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loo
     """Set `questions.kept` to those that were right at least once, but not always, in `task.passes` answers.
 
     The numbers of right answers are in passes-<stage>.jsonl of the run's folder; a resumed run reads them there.
-    Raises ValueError where fewer questions are left than an iteration asks.
+    Raises ValueError where fewer questions are left than an iteration asks, and RewardFailed as `check_failed`. An
+    answer without a score is not right, and is counted where the rest is said.
     """
     passes = config.task.passes
     if passes is None:
@@ -53,18 +56,26 @@ def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, 
     mine = list(range(rank, len(questions), processes))
     loop.phase("counting passes", len(mine) * size)
     right: dict[int, int] = {}
-    together = max(1, TOGETHER // size)
-    for start in range(0, len(mine), together):
-        numbers = mine[start : start + together]
-        rows = [questions[number] for number in numbers]
-        found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
-        first = found.scores[config.reward_labels[0]].nan_to_num(nan=0.0) >= config.evaluation.right_at - 1e-9
-        right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
+    together, unscored = max(1, TOGETHER // size), 0
+    for start in range(0, -(-len(questions) // processes), together):  # as often in every process
+        numbers, failures = mine[start : start + together], dict[str, tuple[Failure, ...]]()
+        if numbers:
+            rows = [questions[number] for number in numbers]
+            found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
+            values, failures = found.scores[config.reward_labels[0]], found.failures
+            first = values >= config.evaluation.right_at - 1e-9  # not where there is no score
+            right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
+            unscored += int(values.isnan().sum())
+        every: list[tuple[Mapping[str, tuple[Failure, ...]], int]] = gather_object([(failures, len(numbers) * size)])
+        check_failed(config, failures_of([one for one, _ in every]), sum(number for _, number in every))
     loop.check_stop()
-    every = {number: count for part in gather_object([right]) for number, count in part.items()}
+    without = sum(gather_object([unscored]))
+    if without:
+        loop.process.progress.say(f"{without} of {len(questions) * size} answers have no score, and are not right")
+    counts = {number: count for part in gather_object([right]) for number, count in part.items()}
     if loop.is_main:
         lines = [
-            json.dumps({"question": questions[number].name, "right": every[number], "of": size})
+            json.dumps({"question": questions[number].name, "right": counts[number], "of": size})
             for number in range(len(questions))
         ]
         write_atomic(loop.process.run.folder / f"passes-{stage}.jsonl", "\n".join(lines) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,16 @@ from genrl.objectives.tokens import group_filters
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.sharing import padded
 from genrl.vlm.policies.contract import SequencePolicy
+from genrl.vlm.policies.pictures import blank
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import Unreadable
 from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward, Scores
 from rewards.failures import Failure
 from rewards.scorers.texts.completions import load_text, score_completions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -219,33 +224,44 @@ def greedy_label(label: str) -> str:
 
 
 class Part(NamedTuple):
-    """Some groups of answers, as drawn; greedy: the most probable one to each question, where the method reads it."""
+    """Some groups of answers, as drawn; greedy: the most probable one to each question, where the method reads it.
+    unread: why the pictures of some rows could not be opened; the answers to these were drawn without them."""
 
     rows: list[Row]
     prompts: list[Encoded]
     made: Sampled
     greedy: Sampled | None = None
+    unread: Mapping[int, str] = {}
 
 
 def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
-    """Groups of answers to these questions, so many at a time; a sample's key is (*keys, its question's name)."""
+    """Groups of answers to these questions, so many at a time; a sample's key is (*keys, its question's name). A
+    picture that cannot be opened is black, and the answers to its question will have no score."""
     settings, size = config.generation, config.generation.group_size
     together = max(1, (settings.batch_size or len(rows) * size) // size)
     for start in range(0, len(rows), together):
-        some = list(rows[start : start + together])
-        prompts = [policy.encode(row.prompt) for row in some]
+        some, prompts, unread = list(rows[start : start + together]), list[Encoded](), dict[int, str]()
+        for k, row in enumerate(some):
+            try:
+                prompts.append(policy.encode(row.prompt))
+            except Unreadable as error:
+                logger.warning("%s; its answers have no score", error)
+                unread[k], some[k] = str(error), replace(row, prompt=blank(row.prompt))
+                prompts.append(policy.encode(some[k].prompt))
         named = [(*keys, row.name) for row in some]
         made = sample(policy, config, prompts, size, settings.temperature, named)
         greedy = sample(policy, config, prompts, 1, 0.0, named) if config.trainer.greedy else None
-        yield Part(some, prompts, made, greedy)
+        yield Part(some, prompts, made, greedy, unread)
 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
     """With their scores. Where the sampler has no log-probabilities, theirs are NaN. An answer for which a reward
     raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question whose
-    most probable answer, with which they are compared, could not be scored."""
-    rows, prompts, made, greedy = part
-    of_row = [number for number in range(len(rows)) for _ in range(config.generation.group_size)]
+    most probable answer, with which they are compared, has no score by a reward that one of them has a score by, nor
+    those to a question whose pictures could not be opened, which counts as a failure of every reward."""
+    rows, prompts, made, greedy, unread = part
+    size = config.generation.group_size
+    of_row = [number for number in range(len(rows)) for _ in range(size)]
     scores, failures = _all_or_none(score(config, opened, rows, made, of_row))
     if greedy is not None:
         compared, failed = _all_or_none(score(config, opened, rows, greedy, range(len(rows))))
@@ -253,9 +269,17 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
             scores[greedy_label(label)] = compared[label][of_row]
             failures[label] = (*failures.get(label, ()), *failed.get(label, ()))
         failures = {label: found for label, found in failures.items() if found}
-        unknown = torch.stack([values.isnan() for values in compared.values()]).all(0)[of_row] & bool(failed)
+        lacking = [compared[label].isnan() & ~scores[label].view(-1, size).isnan().all(1) for label in opened]
+        unknown = torch.stack(lacking).any(0)[of_row]
         for label in opened:
             scores[label][unknown] = math.nan
+    for k, error in unread.items():
+        places = tuple(range(k * size, (k + 1) * size))
+        for values in scores.values():
+            values[list(places)] = math.nan
+        for label in opened:
+            others = tuple(one for one in failures.get(label, ()) if not set(one.rows) & set(places))
+            failures[label] = (*others, Failure(size, error, error, rows=places))
     return Answers(
         rows,
         prompts,

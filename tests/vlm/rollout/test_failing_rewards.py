@@ -13,7 +13,7 @@ from PIL import Image
 from genrl.vlm import tasks
 from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import totals
+from genrl.vlm.rollout.rollout import greedy_label, totals
 from genrl.vlm.train import train
 from rewards.failures import RewardFailed
 from rewards.scorers.texts.completions import BROKEN, score_completions
@@ -116,3 +116,84 @@ def test_a_reward_of_groups_is_called_for_groups() -> None:
     found = score_completions(picky, prompts=["q"] * 4, completions=["a", "bad", "c", "d"], group=[0, 0, 1, 1])
     assert [math.isnan(value) for value in found.values] == [True, True, False, False]
     assert [failure.rows for failure in found.failures] == [(0, 1)]
+
+
+JUDGE = """
+import itertools
+
+calls = itertools.count()
+
+
+def judge(completions):
+    \"\"\"No score for the most probable answer to the second question.\"\"\"
+    if len(completions) > 8:
+        return [0.5] * len(completions)
+    return [None if k == 1 else 0.25 for k in range(len(completions))]
+"""
+
+
+@pytest.mark.parametrize("others", [[], [{"name": "tag_format"}]])
+def test_a_baseline_that_the_judge_gave_no_score_leaves_its_group_without_one(
+    others: list[dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    given = [{"name": f"{tmp_path}/judge.py:judge"}, *others]
+    made = {"prompts_per_iteration": 4, "group_size": 3, "max_new_tokens": 12}
+    settings = vlm_runs.config(tmp_path, rewards=given, generation=made, trainer={"preset": "remax"})
+    with vlm_runs.opened(settings) as run:
+        answers, _ = run.draw()
+        assert answers.scores[greedy_label("judge")].isnan().tolist() == [3 <= k < 6 for k in range(12)]
+        assert totals(settings, answers.scores).isnan().tolist() == [3 <= k < 6 for k in range(12)]
+        found = run.estimate(answers)
+        assert found is not None
+        advantage = found.batch.advantage[found.batch.extra["row"].argsort()]
+        assert advantage.isfinite().all() and (advantage[3:6] == 0).all() and (advantage[6:] != 0).all()
+
+
+def test_counting_passes_stops_where_too_many_have_no_score_and_names_the_first(tmp_path: Path) -> None:
+    task = {**data(tmp_path, 4), "passes": 2}
+    given = [{"name": f"{tmp_path}/picky.py:picky", "max_failed": 0.2}]
+    settings = vlm_runs.config(tmp_path, task=task, rewards=given)
+    with vlm_runs.opened(settings) as run, pytest.raises(RewardFailed, match=r"(?s)8 of 16 samples.*a\.jsonl:\d"):
+        run.enter()
+    assert not (tmp_path / "run" / "passes-0.jsonl").exists()
+
+
+def test_counting_passes_says_how_many_have_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {**data(tmp_path, 1), "passes": 2}
+    given = [{"name": f"{tmp_path}/picky.py:picky"}]
+    made = {"prompts_per_iteration": 1, "group_size": 4, "max_new_tokens": 12}
+    settings = vlm_runs.config(tmp_path, task=task, rewards=given, generation=made, evaluation={"right_at": 1000.0})
+    said: list[str] = []
+    with vlm_runs.opened(settings) as run:
+        monkeypatch.setattr(run.loop.process.progress, "say", said.append)
+        with pytest.raises(ValueError, match="0 of 8 questions are sometimes right"):
+            run.enter()
+    assert said[0] == "2 of 16 answers have no score, and are not right"
+
+
+def broken(folder: Path, number: int) -> None:
+    """So many of the pictures of `data` are cut off, not the first, which is looked at before a run starts."""
+    for k in range(1, number + 1):
+        whole = (folder / f"{k}.png").read_bytes()
+        (folder / f"{k}.png").write_bytes(whole[: len(whole) // 2])
+
+
+def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(tmp_path, 0)
+    broken(tmp_path, 1)
+    with vlm_runs.opened(settings) as run:
+        answers, row = run.draw()
+        bad = [one.name.endswith("a.jsonl:2") for one in answers.rows for _ in range(4)]
+        assert sum(bad) == 4 and totals(settings, answers.scores).isnan().tolist() == bad
+        assert row["reward/picky_failed"] == row["reward/tag_format_failed"] == 4.0
+        assert run.estimate(answers) is not None
+    assert "a.jsonl:2: the image" in caplog.text and "its answers have no score" in caplog.text
+    broken(tmp_path, 4)
+    with (
+        vlm_runs.opened(settings) as run,
+        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: the image .*cannot be read"),
+    ):
+        run.draw()

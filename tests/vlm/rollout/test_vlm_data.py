@@ -14,6 +14,7 @@ from genrl.data.world import Scene
 from genrl.vlm import tasks
 from genrl.vlm.policies.pictures import black, degraded, masked, with_pictures
 from genrl.vlm.policies.processor import open_image
+from genrl.vlm.rollout import data as reading
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Row
@@ -135,3 +136,28 @@ def test_spoilt_pictures_keep_their_size() -> None:
     gone = np.array(masked(0.5, 16)(Image.new("RGB", (160, 160), "white"), rng)).reshape(10, 16, 10, 16, 3)
     patches = gone.max(axis=(1, 3, 4))
     assert set(np.unique(patches)) == {0, 255} and 0.3 < (patches == 0).mean() < 0.7
+
+
+def test_the_places_of_a_file_are_counted_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for training, and once for evaluation, however often its questions are opened."""
+    task = {"name": None, **{split: str(tmp_path / f"{split}.jsonl") for split in ("train", "eval")}}
+    for split in ("train", "eval"):
+        lines = []
+        for k in range(4):
+            row = tasks.row("count", split, k)
+            Image.fromarray(pixels(row)).save(tmp_path / f"{split}{k}.png")
+            found = {"prompt": row.columns["question"], "image": f"{split}{k}.png", "answer": row.columns["answer"]}
+            lines.append(json.dumps(found))
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    counted: list[tuple[str, int]] = []
+    own = reading.Questions._row
+
+    def row_of(self: reading.Questions, number: int, opened: dict[str, reading.Opener]) -> Row:
+        if opened["image"] is reading._unopened:
+            counted.append((self.split, number))
+        return own(self, number, opened)
+
+    monkeypatch.setattr(reading.Questions, "_row", row_of)
+    changes = {"task": task, "evaluation": {"every": 1, "questions": 4, "blind": False}}
+    train(vlm_runs.config(tmp_path, iterations=2, **changes))
+    assert sorted(counted) == sorted((split, k) for split in ("train", "eval") for k in range(4))

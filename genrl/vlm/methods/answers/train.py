@@ -36,15 +36,20 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
         answers, row = run.draw()
         ready = run.estimate(answers)
         if ready is not None:
-            found = ready.found.metrics
-            row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
-            row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-            row |= {} if run.bounds else sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy))
+            row |= estimated(run, ready)
             row |= learn(run, answers, ready)
         row["lr"] = run.loop.lr
         if run.versions is not None:
             row["staleness"] = float(run.age)
         run.loop.finish(row)
+
+
+def estimated(run: AnswersRun, ready: Estimated) -> dict[str, float]:
+    """Figures of what was estimated."""
+    found = ready.found.metrics
+    row = {"advantage/abs_mean": found["advantage_abs_mean"]}
+    row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
+    return row | ({} if run.bounds else sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy)))
 
 
 def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, float]:

@@ -72,6 +72,9 @@ class ArCHer(VLMMethod):
         assert config.environment is not None
         return "environment.parallel", config.environment.parallel
 
+    def at_least(self, config: VLMConfig) -> tuple[str, int] | None:
+        return "trainer.batch", self.batch
+
     def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
         place = config.environment
         assert place is not None

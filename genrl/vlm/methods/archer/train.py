@@ -79,7 +79,7 @@ def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int,
     rank, processes = accelerator.process_index, accelerator.num_processes
     places = range(rank, len(turns), processes)
     own, share = [turns[k] for k in places], torch.tensor(len(places) / len(turns))
-    prompts, temperature = [one.prompt for one in own], config.generation.temperature
+    prompts, temperature = [policy.encode(one.prompt) for one in own], config.generation.temperature
     keys = [(config.seed, "says", run.loop.iteration, number, k) for k in places]
     sampling = Sampling(config.generation.max_new_tokens, temperature)
     now = generate(policy, prompts, 1, sampling, keys)
@@ -94,7 +94,7 @@ def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int,
     lengths = torch.tensor([len(one.tokens) for one in own])
     said = states_of(policy, prompts, stored, torch.arange(stored.shape[1]) < lengths[:, None], temperature)
     ended = torch.tensor([one.after is None for one in own])
-    after = [one.after for one in own if one.after is not None]
+    after = [policy.encode(one.after) for one in own if one.after is not None]
     following = torch.zeros_like(critic.value(fresh.state))
     if after:
         following[:, ~ended] = critic.value(policy.prefix(after)[1], slow=True)

@@ -11,7 +11,7 @@ import torch
 from genrl.config import ConfigError, VLMConfig
 from genrl.vlm.episodes.utterance_critic import Turns, UtteranceCritic, turns_of_walk
 from genrl.vlm.methods.archer.train import learn, loss, recorded, states_of, utterance_critic
-from genrl.vlm.train import train
+from genrl.vlm.train import check_processes, train
 from tests.run_folders import differences, rows
 from tests.vlm.methods.episodes import agent_runs
 
@@ -52,14 +52,41 @@ def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: 
                 assert turn.reward == one.reward and (turn.after is None) == one.terminated
                 assert torch.equal(turn.tokens, one.tokens[one.mask])
                 if k < 2 and not one.terminated:
-                    assert turn.after is steps[k + 1][slot].prompt
+                    assert turn.after is steps[k + 1][slot].prompt.source
         memory = Turns(5)
         memory.add(turns)
         assert memory.held == turns[-5:]
         again = Turns(5)
         again.load_state_dict(memory.state_dict())
         assert [one.reward for one in again.held] == [one.reward for one in memory.held]
-        assert torch.equal(again.held[0].prompt.tokens.ids, memory.held[0].prompt.tokens.ids)
+        for kept, one in zip(again.held, memory.held, strict=True):
+            for prompt, own in ((kept.prompt, one.prompt), (kept.after, one.after)):
+                if own is None or prompt is None:
+                    assert prompt is own
+                    continue
+                now, then = run.policy.encode(prompt).tokens, run.policy.encode(own).tokens
+                assert torch.equal(now.ids, then.ids) and now.pixels.keys() == then.pixels.keys() != set()
+                assert all(torch.equal(value, then.pixels[name]) for name, value in now.pixels.items())
+
+
+def test_a_checkpoint_has_each_picture_of_the_memory_once_in_bytes(tmp_path: Path) -> None:
+    with agent_runs.opened(config(tmp_path)) as run:
+        acted, _ = run.act()
+        assert acted.walk is not None
+        turns = turns_of_walk(acted.walk)
+        parts = [part for one in turns for prompt in (one.prompt, one.after) if prompt for part in prompt.parts]
+        shown = {(part.size, part.convert("RGB").tobytes()) for part in parts if not isinstance(part, str)}
+        memory = Turns(20)
+        memory.add(turns)
+        pictures = memory.state_dict()["pictures"]
+        assert len(pictures) == len(shown) < 2 * len(turns) and {one.dtype for one in pictures} == {torch.uint8}
+
+
+def test_a_batch_has_a_turn_for_every_process(tmp_path: Path) -> None:
+    settings = config(tmp_path, batch=2)
+    check_processes(settings, 2)
+    with pytest.raises(ValueError, match="trainer.batch: 2 is less than one for each of 4 processes"):
+        check_processes(settings, 4)
 
 
 def test_a_new_critic_says_nothing_and_a_step_is_that_of_the_formula(tmp_path: Path) -> None:
