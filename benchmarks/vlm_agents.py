@@ -16,7 +16,13 @@ from benchmarks.methods import change, panels
 from benchmarks.vlm_runs import Results, Summary, average, command, cpu_seconds
 from genrl.runtime.run import Run, read_metrics, write_atomic
 
-METHODS = {"vl_dac": "VL-DAC", "poad": "POAD", "grid_grpo": "GRPO over episodes"}
+METHODS = {
+    "vl_dac": "VL-DAC",
+    "poad": "POAD",
+    "token_ppo": "token-level PPO, the control of POAD",
+    "archer": "ArCHer",
+    "grid_grpo": "GRPO over episodes",
+}
 SEEDS = (0, 1, 2)
 FIGURE = Path("docs/img/vlm_agents.svg")
 RESULTS = Path(__file__).with_suffix(".json")

@@ -42,6 +42,7 @@ METHODS = {
     "remax": "ReMax",
     "rlfr": "RLFR",
     "ttrl": "TTRL, without labels",
+    "spine": "SPINE, without labels",
     "q_hawkeye": "Q-Hawkeye",
 }
 FIGURE = Path("docs/img/vlm_methods.svg")
@@ -52,7 +53,8 @@ HEAD = """
 **On this task none of the presets is ahead of plain GRPO by more than its seeds scatter.** GRPO ends at .969. Only DAPO
 with resampling (.990, for 3.5 times as many tokens) and RLOO (.994, two seeds) end higher, both within the scatter; the
 other presets end lower, DCPO, Reg-GRPO, ReMax (one seed) and SAPO clearly so. The task is easy, and nothing in it is
-what their papers are about: noise, hard perception, many tasks.
+what their papers are about: noise, hard perception, many tasks. Presets in such situations are [compared
+here](vlm_claims.md).
 
 This page lists what the presets for vision-language models reach. Every row is an unchanged configuration of
 `configs/vlm/`, run to its end on one thread of a shared CPU. If there are several seeds, it gives the mean ± sample
