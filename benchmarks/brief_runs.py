@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import yaml
@@ -97,6 +98,10 @@ def left_out(tree: Tree, root: Path) -> str | None:
     name = value(tree, "environment.name")
     if name in SIMULATORS and find_spec(name) is None:
         return f"the package {name} is not installed"
+    if name == "miniwob":
+        lacking = [program for program in ("chromium", "chromedriver") if which(program) is None]
+        lacking += [] if find_spec("miniwob") else ["the package miniwob"]
+        return f"miniwob needs {', '.join(lacking)}" if lacking else None
     return None
 
 
@@ -111,6 +116,8 @@ def overrides(tree: Tree, iterations: int) -> Overrides:
     else:
         small |= ROBOTS
     small |= {key: number for key, number in WHERE_SET.items() if value(tree, key) is not None}
+    if value(tree, "environment.name") == "miniwob":
+        small["environment.parallel"] = 2  # browsers
     algorithm = str(value(tree, "trainer.algorithm"))
     if "vlm" in tree and algorithm == "sft":  # that of robots has keys of its own
         return small | {"trainer.batch_size": 8}

@@ -187,7 +187,7 @@ def test_brief_runs_are_configurations_that_hold(file: Path) -> None:
     assert getattr(config.trainer, "critic_warmup", 0) == 0
 
 
-def test_what_cannot_run_here_is_left_out_with_its_reason() -> None:
+def test_what_cannot_run_here_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {
         file.stem: brief_runs.left_out(brief_runs.load(file), ROOT) for file in (ROOT / "configs").rglob("*.yaml")
     }
@@ -195,6 +195,9 @@ def test_what_cannot_run_here_is_left_out_with_its_reason() -> None:
     assert reasons["flux1_dev_flow_grpo"] == "model.path black-forest-labs/FLUX.1-dev is not among the embedded models"
     assert reasons["pi0_libero"] == "policy.path pi0_libero is not among the embedded models"
     assert brief_runs.left_out({"environment": {"name": "libero"}}, ROOT) == "the package libero is not installed"
+    monkeypatch.setattr(brief_runs, "which", lambda program: None)
+    reason = brief_runs.left_out({"environment": {"name": "miniwob"}}, ROOT)
+    assert reason is not None and reason.startswith("miniwob needs chromium, chromedriver")
 
 
 def test_included_files_lie_beneath_the_one_that_includes_them() -> None:
