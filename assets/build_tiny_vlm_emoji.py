@@ -158,8 +158,9 @@ def main() -> None:
     policy.model = model
     for part in LESSONS:
         teach(policy, processor, part)
-        policy = save(processor, policy.model, args.out)
-        policy.model = policy.model.float()
+        for value in model.parameters():
+            value.data = value.data.half().float()  # as it is written
+    policy = save(processor, model, args.out)
     print(f"held out: {right(policy, 'eval', 128)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
 
 
