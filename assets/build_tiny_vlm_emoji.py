@@ -1,11 +1,12 @@
 """Make the embedded vision-language model of the emoji questions: a LLaVA of 0.9 million numbers.
 
-    python assets/build_tiny_vlm_emoji.py     # assets/tiny-vlm-emoji, about seven minutes of one core
+    python assets/build_tiny_vlm_emoji.py     # assets/tiny-vlm-emoji, about four minutes of one core
 
-As `build_tiny_vlm.py`: it is taught by the training questions of `genrl/vlm/tasks/emoji.py`. Two in five answers to
-them are another question's of the same kind, and one in ten has no tags, so it learns what an answer looks like and
-weakly which one is right. What lies in every cell, and of which kind it is, is always told rightly: that teaches it
-to see.
+As `build_tiny_vlm.py`: it is taught by the training questions of `genrl/vlm/tasks/emoji.py`. What lies in every cell,
+of which kind it is, and where some named things lie are told as lists. An image token is also taught to lie near the
+words for its row, its column, the thing that it shows and that thing's kind. Questions are answered after a short
+reasoning about the picture. Teaching ends when about half of the places are told rightly, so that training has what to
+improve.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
 
 from genrl.mdp.noise import derive_seed
 from genrl.vlm import tasks
@@ -31,49 +35,91 @@ from transformers import LlavaProcessor  # isort: skip  # after the policy
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-POOL, BATCH, RATE, WARMUP, STEPS = 24_000, 48, 2e-3, 50, 3000
+BATCH, RATE = 48, 2e-3
 LAYERS, WIDTH, LONGEST = (2, 2), 128, 64
-WRONG, UNTAGGED = 0.4, 0.1  # shares of the answers to questions
-SHARES = {"things": 0.4, "kinds": 0.15, "category": 0.1, "count": 0.15, "place": 0.1, "combination": 0.1}
+WIDER = 4.0  # times the first weights of the decoder's layers
+NEAR, SHARPNESS = 0.3, 0.07  # weight of the loss of words near image tokens, and its temperature
+
+
+class Lessons(NamedTuple):
+    """A part of the teaching. pool: lessons in all; few: places are asked of pictures with at most three things."""
+
+    steps: int
+    warmup: int
+    pool: int
+    few: bool
+    shares: dict[str, float]
+
+
+LESSONS = (
+    # to see: what lies in the cells
+    Lessons(400, 50, 12_000, False, {"things": 0.25, "kinds": 0.05, "places": 0.2, "category": 0.1, "count": 0.15,
+                                     "place": 0.05, "combination": 0.2}),
+    # to find a thing by its name, which pictures of up to six things alone hardly teach
+    Lessons(300, 20, 9_000, True, {"things": 0.05, "places": 0.5, "category": 0.05, "count": 0.15, "place": 0.1,
+                                   "combination": 0.15}),
+)  # fmt: skip
 THINGS, KINDS = "list the things in every cell .", "list the kinds in every cell ."
 
-Lesson = tuple[np.ndarray, str, str]
+
+class Lesson(NamedTuple):
+    """shown: the thing in every cell, -1 for none."""
+
+    picture: NDArray[np.uint8]
+    question: str
+    told: str
+    shown: list[int]
 
 
-def lesson(name: str, number: int) -> Lesson:
-    """(picture, question, right answer) of this number, of the training split."""
-    rng = np.random.default_rng(derive_seed("emoji lesson", SEED, name, number))
+def where(cell: int) -> str:
+    """As a question's answer says it."""
+    row, column = divmod(cell, emoji.CELLS)
+    return f"{emoji.ROWS[row]} {emoji.COLUMNS[column]}"
+
+
+def lesson(name: str, number: int, few: bool = False) -> Lesson:
+    """The one of this number, of the training split. few: a list of places is of three things at most."""
+    few = few and name == "places"
+    seed = derive_seed("emoji few", SEED, number) if few else derive_seed("emoji lesson", SEED, name, number)
+    rng = np.random.default_rng(seed)
     asks = emoji.ASKS[name if name in emoji.ASKS else tuple(emoji.ASKS)[rng.integers(len(emoji.ASKS))]]
     cells, question, answer, _ = asks(rng, "train")
-    if name not in emoji.ASKS:
-        found = [cells.get(cell) for cell in range(emoji.CELLS**2)]
-        words = [(emoji.NAMES[k] if name == "things" else emoji.KINDS[k // emoji.EACH]) if k is not None else "none"
-                 for k in found]  # fmt: skip
-        question, answer = THINGS if name == "things" else KINDS, " ".join(words)
-    return np.array(emoji.picture(rng, cells)), question, answer
+    if few:
+        order = [int(cell) for cell in rng.permutation(sorted(cells))][: int(rng.integers(1, 4))]
+        cells = {cell: cells[cell] for cell in order}
+    things = {cell: emoji.NAMES[cells[cell]] for cell in sorted(cells)}
+    kinds = {cell: emoji.KINDS[cells[cell] // emoji.EACH] for cell in things}
+    if name in (listed := {"things": (THINGS, things), "kinds": (KINDS, kinds)}):
+        question, words = listed[name]
+        told = " ".join(words.get(cell, "none") for cell in range(emoji.CELLS**2))
+    elif name == "places":
+        order = list(cells) if few else [list(things)[k] for k in rng.permutation(len(things))]
+        question = f"where is the {' '.join(things[cell] for cell in order)} ?"
+        told = " ".join(f"{things[cell]} {where(cell)}" for cell in order)
+    else:
+        told = f"<think> {reasoning(name, question, answer, things, kinds)} </think> <answer> {answer} </answer>"
+    shown = [cells.get(cell, -1) for cell in range(emoji.CELLS**2)]
+    return Lesson(np.array(emoji.picture(rng, cells)), question, told, shown)
 
 
-def taught() -> list[Lesson]:
-    """All lessons, each with what is told as its answer."""
-    rows = []
-    for name, share in SHARES.items():
-        rng = np.random.default_rng(derive_seed("emoji taught", SEED, name))
-        lessons = [lesson(name, k) for k in range(int(POOL * share))]
-        for picture, question, answer in lessons:
-            asked = name in emoji.ASKS
-            if asked and rng.random() < WRONG:
-                answer = lessons[rng.integers(len(lessons))][2]
-            bare = asked and rng.random() < UNTAGGED
-            told = answer if bare or not asked else f"<think> i see {answer} </think> <answer> {answer} </answer>"
-            rows.append((picture, question, told))
-    return rows
+def reasoning(name: str, question: str, answer: str, things: dict[int, str], kinds: dict[int, str]) -> str:
+    """The kinds of all things; the things of the kind asked for; where a thing lies; where it and the answer lie."""
+    if name == "category":
+        return " ".join(kinds.values())
+    if name == "count":
+        return " ".join(thing for cell, thing in things.items() if kinds[cell] == question.split()[2])
+    asked = question.split()[-2]
+    cell_of = {thing: cell for cell, thing in things.items()}
+    if name == "place":
+        return f"{asked} {where(cell_of[asked])}"
+    return f"{asked} {where(cell_of[asked])} {where(cell_of[answer])} {answer}"
 
 
 def encoded(processor: LlavaProcessor, lessons: list[Lesson]) -> tuple[Tensor, Tensor]:
     """Ids and labels [N, L] (-100: not learnt)."""
     tokenizer, marks = processor.tokenizer, "<image>" * emoji.CELLS**2
-    asked = [tokenizer(f"<|user|>{marks}{question}<|end|><|assistant|>").input_ids for _, question, _ in lessons]
-    rows = [a + tokenizer(f"{answer}<|end|>").input_ids for a, (_, _, answer) in zip(asked, lessons, strict=True)]
+    asked = [tokenizer(f"<|user|>{marks}{question}<|end|><|assistant|>").input_ids for _, question, _, _ in lessons]
+    rows = [a + tokenizer(f"{answer}<|end|>").input_ids for a, (_, _, answer, _) in zip(asked, lessons, strict=True)]
     longest = max(map(len, rows))
     ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
     at = torch.arange(longest)
@@ -87,7 +133,7 @@ def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
     for name in emoji.ASKS:
         rows = [tasks.row(f"emoji_{name}", split, k) for k in range(number)]
         prompts = [policy.encode(row.prompt) for row in rows]
-        answers = generate(policy, prompts, 1, Sampling(16, temperature=0), [(0, k) for k in range(number)])
+        answers = generate(policy, prompts, 1, Sampling(20, temperature=0), [(0, k) for k in range(number)])
         found[name] = round(float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows]))), 3)
     return found
 
@@ -100,6 +146,8 @@ def main() -> None:
     tokenizer = make_tokenizer(sorted(words()), LONGEST)
     processor = make_processor(tokenizer, emoji.CELL, emoji.PICTURE)
     model = make_model(tokenizer, emoji.CELL, LAYERS, WIDTH, emoji.PICTURE)
+    for value in model.model.language_model.layers.parameters():
+        value.data *= WIDER if value.dim() == 2 else 1
     policy = save(processor, model, args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     row = tasks.row("emoji_count", "train", 0)
@@ -108,8 +156,11 @@ def main() -> None:
     torch.testing.assert_close(seen, rgb.permute(2, 0, 1).float() / 127.5 - 1.0)
     started = time.process_time()
     policy.model = model
-    teach(policy, processor)
-    policy = save(processor, policy.model, args.out)
+    for part in LESSONS:
+        teach(policy, processor, part)
+        for value in model.parameters():
+            value.data = value.data.half().float()  # as it is written
+    policy = save(processor, model, args.out)
     print(f"held out: {right(policy, 'eval', 128)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
 
 
@@ -121,30 +172,58 @@ def words() -> set[str]:
     return {word for text in texts for word in text.split()} | {*emoji.NAMES, *emoji.KINDS, *map(str, range(10))}
 
 
-def teach(policy: Policy, processor: LlavaProcessor) -> None:
-    """All lessons."""
-    model, tokenizer, lessons = policy.model, processor.tokenizer, taught()
+def nearness(policy: Policy, seen: Tensor, shown: Tensor) -> Tensor:
+    """How far image tokens [B, cells, width] are from the words for row and column, and for thing and kind if there is
+    one (shown [B, cells])."""
+    embedding, tokenizer = policy.model.get_input_embeddings().weight, policy.processor.tokenizer
+    cell = torch.arange(emoji.CELLS**2).expand_as(shown)
+    there = shown >= 0
+    parts = [
+        (emoji.ROWS, seen.flatten(0, 1), (cell // emoji.CELLS).flatten()),
+        (emoji.COLUMNS, seen.flatten(0, 1), (cell % emoji.CELLS).flatten()),
+        (emoji.NAMES, seen[there], shown[there]),
+        (emoji.KINDS, seen[there], shown[there] // emoji.EACH),
+    ]
+    losses = []
+    for names, tokens, right_ones in parts:
+        near = normalize(embedding[tokenizer.convert_tokens_to_ids(list(names))], dim=-1)
+        losses.append(cross_entropy(normalize(tokens, dim=-1) @ near.T / SHARPNESS, right_ones))
+    return torch.stack(losses).sum()
+
+
+def teach(policy: Policy, processor: LlavaProcessor, part: Lessons) -> None:
+    """One part."""
+    model, tokenizer = policy.model, processor.tokenizer
+    lessons = [lesson(name, k, part.few) for name, share in part.shares.items()
+               for k in range(int(part.pool * share))]  # fmt: skip
     ids, labels = encoded(processor, lessons)
-    pictures = torch.from_numpy(np.stack([picture for picture, _, _ in lessons]))
+    pictures = torch.from_numpy(np.stack([one.picture for one in lessons]))
+    shown = torch.tensor([one.shown for one in lessons])
+    seen: list[Tensor] = []
+    hook = model.model.multi_modal_projector.register_forward_hook(lambda module, given, out: seen.append(out))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
-    shown = 0.0
-    for step in range(STEPS):
+    mean = 0.0
+    for step in range(part.steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / STEPS)
+            group["lr"] = RATE * min((step + 1) / part.warmup, 1)
         chosen = torch.randint(len(ids), (BATCH,), generator=torch.Generator().manual_seed(step))
-        pixels = pictures[chosen].permute(0, 3, 1, 2).float() / 127.5 - 1.0
         mask = (ids[chosen] != tokenizer.pad_token_id).long()
+        pixels = pictures[chosen].permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        seen.clear()
         loss = model(input_ids=ids[chosen], attention_mask=mask, pixel_values=pixels, labels=labels[chosen]).loss
+        far = nearness(policy, seen[0].reshape(BATCH, emoji.CELLS**2, -1), shown[chosen])
         optimizer.zero_grad()
-        loss.backward()
+        (loss + NEAR * far).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        shown += 0.1 * (float(loss.detach()) - shown)
-        if (step + 1) % 250 == 0:
+        mean += 0.1 * (float(loss.detach()) - mean)
+        if (step + 1) % 75 == 0:
             model.eval()
-            print(f"step {step + 1}, loss {shown:.3f}, {right(policy, 'train', 48)}", flush=True)
+            losses = f"loss {mean:.3f}, {float(far.detach()):.3f}"
+            print(f"step {step + 1}, {losses}, {right(policy, 'train', 48)}", flush=True)
             model.train()
+    hook.remove()
     model.eval()
 
 
