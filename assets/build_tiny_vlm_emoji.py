@@ -1,6 +1,6 @@
 """Make the embedded vision-language model of the emoji questions: a LLaVA of 0.9 million numbers.
 
-    python assets/build_tiny_vlm_emoji.py     # assets/tiny-vlm-emoji, about four minutes of one core
+    python assets/build_tiny_vlm_emoji.py     # assets/tiny-vlm-emoji, about three minutes of one core
 
 As `build_tiny_vlm.py`: it is taught by the training questions of `genrl/vlm/tasks/emoji.py`. What lies in every cell,
 of which kind it is, and where some named things lie are told as lists. An image token is also taught to lie near the
