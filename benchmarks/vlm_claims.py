@@ -133,6 +133,20 @@ CLAIMS = {
         measure="of_task",
         also=("accuracy",),
     ),
+    "multi_choice": Claim(
+        "TW-GRPO: questions with several right options",
+        "The task `key_frames`: in which of four frames a colour appears. What is paid is the overlap with the true set "
+        "(`indices`, TW-GRPO's soft reward), for both; questions are not inverted. Right is the whole set. The model at "
+        "the start is at chance.",
+        "k_frames",
+        (f"rewards=[{{name: indices}}, {_FORM}]", "iterations=200"),
+        {
+            "grpo": ("trainer.preset=grpo", "trainer.regularisers=[]"),
+            "tw_grpo": ("trainer.preset=tw_grpo",),
+        },
+        measure="indices",
+        also=("accuracy",),
+    ),
     "noisy_judge": Claim(
         "StableReinforce: a noisy judge",
         "The task `better`. One verdict in ten is off by 10 points, up or down; the right letter is worth 1. The "
