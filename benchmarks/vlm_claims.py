@@ -201,8 +201,8 @@ def summary(run: Run, measures: Sequence[str]) -> Summary:
 
 
 def at(points: Sequence[tuple[float, float]], tokens: float) -> float:
-    """The last figure that was measured within so many thousand tokens, or 1 % more: equal runs differ by that."""
-    return [value for spent, value in points if spent <= 1.01 * tokens][-1]
+    """The last figure that was measured within so many thousand tokens, or 3 % more: equal runs differ by that."""
+    return [value for spent, value in points if spent <= 1.03 * tokens][-1]
 
 
 def interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:

@@ -41,7 +41,7 @@ def test_methods_of_a_claim_sample_as_many_answers_a_step(name: str, monkeypatch
 
 
 def test_equal_runs_are_compared_at_their_ends() -> None:
-    points = [(0.0, 0.1), (50.2, 0.5), (100.9, 0.9)]
+    points = [(0.0, 0.1), (50.2, 0.5), (102.9, 0.9)]
     assert at(points, 100.0) == 0.9 and at(points, 99.0) == 0.5 and at(points, 0.0) == 0.1
 
 
