@@ -135,9 +135,9 @@ CLAIMS = {
     ),
     "multi_choice": Claim(
         "TW-GRPO: questions with several right options",
-        "The task `key_frames`: in which of four frames a colour appears. What is paid is the overlap with the true set "
-        "(`indices`, TW-GRPO's soft reward), for both; questions are not inverted. Right is the whole set. The model at "
-        "the start is at chance.",
+        "The task `key_frames`: in which of four frames a colour appears. What is paid is the overlap with the true "
+        "set (`indices`, TW-GRPO's soft reward), for both; questions are not inverted. Right is the whole set. The "
+        "model at the start is at chance.",
         "k_frames",
         (f"rewards=[{{name: indices}}, {_FORM}]", "iterations=200"),
         {
