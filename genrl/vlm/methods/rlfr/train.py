@@ -20,12 +20,13 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.tokens.flow_rewards import flow_returns, unlikely_tokens
 from genrl.objectives.tokens.tokens import per_token, row_mean, token_mean
+from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.flow import LatentFlow, Latents, latents, noise_of
 from genrl.vlm.methods.rlfr.settings import RLFR
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.rollout.targets import tell
-from genrl.vlm.run import AnswersRun, Estimated
+from genrl.vlm.run import AnswersRun
 
 loss = answering.loss
 
