@@ -43,6 +43,12 @@ READ = """
 Of so many comparisons about one in twenty is expected to be called ahead or behind by chance. Seeds change questions
 and sampled answers, not the model at the start. These are models of a million weights and 256 held-out questions (a
 single figure has a standard error of up to .031): what shows here need not show at 7B, and the other way round.
+
+Three seeds find large differences only. On `mixed` GRPO itself falls below the start, so that nothing can be said of
+the others there. TW-GRPO's situation, several right options, could not be made: on `key_frames`, paid by the overlap
+with the true frames, plain GRPO gives all answers of every group the same frames after 139 iterations (`indices` .292
+before and .309 after 50 and after 100, right .074 and .066), since the embedded model does not find a colour among
+four pictures ([why](vlm_tasks.md#what-was-measured)).
 """
 AFTER = """
 Made by `python -m benchmarks.vlm_claims` (`train`, then `report`) from `benchmarks/vlm_claims.json`; tasks and rewards
@@ -131,20 +137,6 @@ CLAIMS = {
             "g2rpo": ("trainer.preset=g2rpo",),
         },
         measure="of_task",
-        also=("accuracy",),
-    ),
-    "multi_choice": Claim(
-        "TW-GRPO: questions with several right options",
-        "The task `key_frames`: in which of four frames a colour appears. What is paid is the overlap with the true "
-        "set (`indices`, TW-GRPO's soft reward), for both; questions are not inverted. Right is the whole set. The "
-        "model at the start is at chance.",
-        "k_frames",
-        (f"rewards=[{{name: indices}}, {_FORM}]", "iterations=200"),
-        {
-            "grpo": ("trainer.preset=grpo", "trainer.regularisers=[]"),
-            "tw_grpo": ("trainer.preset=tw_grpo",),
-        },
-        measure="indices",
         also=("accuracy",),
     ),
     "noisy_judge": Claim(
