@@ -51,9 +51,8 @@ HEAD = """
 **On this task none of the presets is ahead of plain GRPO by more than its seeds scatter.** GRPO ends at .969. Only DAPO
 with resampling (.990, for 3.5 times as many tokens), RLOO (.994, two seeds) and RLFR (.988, one seed) end higher, all
 within the scatter; the other presets end lower, Clip-Cov, DCPO, GMPO, Reg-GRPO, ReMax (some of them one seed) and SAPO
-clearly so. The task is easy, and nothing in it is
-what their papers are about: noise, hard perception, many tasks. Presets in such situations are [compared
-here](vlm_claims.md).
+clearly so. The task is easy, and nothing in it is what their papers are about: noise, hard perception, many tasks.
+Presets in such situations are [compared here](vlm_claims.md).
 
 This page lists what the presets for vision-language models reach. Every row is an unchanged configuration of
 `configs/vlm/`, run to its end on one thread of a shared CPU. If there are several seeds, it gives the mean ± sample
@@ -63,8 +62,8 @@ be compared with the others. **Right** is the share of 256 held-out questions th
 probable tokens. Their pictures have arrangements that no training picture has; the standard error of one figure is at
 most 0.031. **Reward** is the weighted sum that is trained on, for the same answers. Tokens are those of all sampled
 answers, including groups that are left out. CPU seconds are those of the process, including loading and evaluations (a
-dash: the run was interrupted); those of GPG, OPO and ReMax were run on a busy machine. Settings are the presets' own
-with one learning rate for all, without tuning.
+dash: the run was interrupted); those of GPG, OPO, ReMax, GMPO, Clip-Cov and KL-Cov were run on a busy machine. Settings
+are the presets' own with one learning rate for all, without tuning.
 """
 AFTER = """
 ![share of right answers over thousands of sampled tokens](img/vlm_methods.svg)
