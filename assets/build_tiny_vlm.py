@@ -177,6 +177,16 @@ def save(processor: LlavaProcessor, model: LlavaForConditionalGeneration, out: P
     return Policy(str(out))
 
 
+def learn(model: LlavaForConditionalGeneration, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
+    """One step down this loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm")
@@ -196,16 +206,11 @@ def main() -> None:
     started = time.process_time()
     model.train()
     for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / STEPS)
         chosen = torch.randint(POOL, (BATCH,), generator=torch.Generator().manual_seed(step))
         mask = (ids[chosen] != tokenizer.pad_token_id).long()
         rows = {"input_ids": ids[chosen], "pixel_values": pixels[chosen], "labels": labels[chosen]}
         loss = model(**rows, attention_mask=mask).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        learn(model, optimizer, loss, RATE * min((step + 1) / WARMUP, 1 - step / STEPS))
         if (step + 1) % EVERY == 0:
             model.eval()
             found = right(policy_of(policy, model), "train", PROBE)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
+from build_tiny_vlm import learn, make_model, make_processor, make_tokenizer, save
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -126,15 +126,10 @@ def teach(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFa
     grid, shown = Grid(lessons.blocks), 0.0
     model.train()
     for step in range(lessons.steps):
-        for group in optimizer.param_groups:
-            left = (lessons.steps - step) / lessons.steps if lessons.cooling else 1.0
-            group["lr"] = lessons.rate * min((step + 1) / WARMUP, left)
         rng = np.random.default_rng(derive_seed("agent lesson", SEED + k, step))
         loss = model(**encoded(tokenizer, [lesson(grid, lessons.planned, rng) for _ in range(BATCH)])).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        left = (lessons.steps - step) / lessons.steps if lessons.cooling else 1.0
+        learn(model, optimizer, loss, lessons.rate * min((step + 1) / WARMUP, left))
         shown += 0.1 * (float(loss.detach()) - shown)
         if (step + 1) % 50 == 0:
             print(f"step {step + 1}, loss {shown:.3f}", flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from build_tiny_vlm import QUESTION, make_tokenizer, save
+from build_tiny_vlm import QUESTION, learn, make_tokenizer, save
 from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
@@ -229,15 +229,10 @@ def main() -> None:
             for parameter in model.parameters() if phase else ():
                 parameter.data = parameter.data.half().float()
             optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-        for group in optimizer.param_groups:
-            group["lr"] = min(first * (k + 1) / warmup, first + (last - first) * k / number)
         rng = np.random.default_rng(derive_seed("crop lesson", SEED, step))
         model.train()
         loss = model(**batch(policy, [lesson(rng, step, habit=phase == 2) for _ in range(BATCH)])).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        learn(model, optimizer, loss, min(first * (k + 1) / warmup, first + (last - first) * k / number))
         model.eval()
         shown += 0.1 * (float(loss.detach()) - shown)
         if (step + 1) % EVERY == 0:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
+from build_tiny_vlm import learn, make_model, make_processor, make_tokenizer, save
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
@@ -205,18 +205,13 @@ def teach(policy: Policy, processor: LlavaProcessor, part: Lessons) -> None:
     model.train()
     mean = 0.0
     for step in range(part.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / part.warmup, 1)
         chosen = torch.randint(len(ids), (BATCH,), generator=torch.Generator().manual_seed(step))
         mask = (ids[chosen] != tokenizer.pad_token_id).long()
         pixels = pictures[chosen].permute(0, 3, 1, 2).float() / 127.5 - 1.0
         seen.clear()
         loss = model(input_ids=ids[chosen], attention_mask=mask, pixel_values=pixels, labels=labels[chosen]).loss
         far = nearness(policy, seen[0].reshape(BATCH, emoji.CELLS**2, -1), shown[chosen])
-        optimizer.zero_grad()
-        (loss + NEAR * far).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        learn(model, optimizer, loss + NEAR * far, RATE * min((step + 1) / part.warmup, 1))
         mean += 0.1 * (float(loss.detach()) - mean)
         if (step + 1) % 75 == 0:
             model.eval()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from build_tiny_vlm import colours_of, make_model, make_processor, make_tokenizer, save
+from build_tiny_vlm import colours_of, learn, make_model, make_processor, make_tokenizer, save
 from PIL import Image, ImageDraw
 
 from genrl.config import plugins
@@ -171,15 +171,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
     for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / args.steps)
         generator = torch.Generator().manual_seed(step)
         bucket = list(buckets.values())[int(torch.multinomial(weight, 1, generator=generator))]
         loss = model(**bucket.batch(generator, tokenizer.pad_token_id)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        learn(model, optimizer, loss, RATE * min((step + 1) / WARMUP, 1 - step / args.steps))
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}, loss {loss:.3f}, {time.process_time() - started:.0f} s", flush=True)
     policy = save(processor, model, args.out)

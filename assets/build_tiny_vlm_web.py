@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
+from build_tiny_vlm import learn, make_model, make_processor, make_tokenizer, save
 from build_tiny_vlm_crop import Lesson, batch
 from tokenizers import Regex, pre_tokenizers
 
@@ -70,14 +70,9 @@ def main() -> None:
     started, average = time.process_time(), 0.0
     model.train()
     for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / STEPS)
         rng = np.random.default_rng(derive_seed("web lesson", SEED, step))
         loss = model(**batch(policy, [lesson(rng) for _ in range(BATCH)])).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        learn(model, optimizer, loss, RATE * min((step + 1) / WARMUP, 1 - step / STEPS))
         average += 0.1 * (float(loss.detach()) - average)
         if (step + 1) % 20 == 0:
             print(f"step {step + 1}, loss {average:.3f}, {time.process_time() - started:.0f} CPU seconds", flush=True)
