@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageFilter
@@ -26,32 +27,21 @@ def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> P
         opened = [open_image(frame, prompt.where) for frame in clip.frames]
         return replace(clip, frames=tuple(change(frame, np.random.default_rng(seed)) for frame in opened))
 
-    def changed(parts: Parts) -> Parts:
-        return tuple(
-            part
-            if isinstance(part, str)
-            else changed_clip(part)
-            if isinstance(part, Clip)
-            else change(open_image(part, prompt.where), rng)
-            for part in parts
-        )
-
-    before = tuple(turn._replace(parts=changed(turn.parts)) for turn in prompt.before)
-    return replace(prompt, before=before, parts=changed(prompt.parts))
+    return _with(prompt, lambda picture: change(open_image(picture, prompt.where), rng), changed_clip)
 
 
 def blank(prompt: Prompt) -> Prompt:
     """The same question about black pictures of one size, whatever its own are: they need not be readable."""
     nothing = Image.new("RGB", (BLANK, BLANK))
+    return _with(prompt, lambda _: nothing, lambda clip: replace(clip, frames=(nothing,) * len(clip.frames)))
+
+
+def _with(prompt: Prompt, picture: Callable[[Image.Image | Path], Image.Image], clip: Callable[[Clip], Clip]) -> Prompt:
+    """The same text about what these make of its pictures and clips, in their order."""
 
     def changed(parts: Parts) -> Parts:
         return tuple(
-            part
-            if isinstance(part, str)
-            else replace(part, frames=tuple(nothing for _ in part.frames))
-            if isinstance(part, Clip)
-            else nothing
-            for part in parts
+            part if isinstance(part, str) else clip(part) if isinstance(part, Clip) else picture(part) for part in parts
         )
 
     before = tuple(turn._replace(parts=changed(turn.parts)) for turn in prompt.before)
