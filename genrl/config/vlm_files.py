@@ -103,12 +103,8 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         if column not in known and name in ("name", "train"):
             asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
             yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest(str(column), known)}"
-    key, target = (
-        ("trainer.target", config.trainer.taught)
-        if config.trainer.taught
-        else (config.trainer.demonstrations or ("", None))
-    )
-    wanted = [] if target is None else columns_of(target)
+    key, target = config.trainer.demonstrations or ("", "")
+    wanted = columns_of(target) if target else []
     for name, known in columns:
         missing = [column for column in wanted if column not in known]
         if missing and name == "name":  # data may have its answers in messages

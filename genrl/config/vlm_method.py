@@ -92,8 +92,8 @@ class VLMMethod(Method):
 
     @property
     def demonstrations(self) -> tuple[str, str] | None:
-        """Answers of the data that it reads beside the model's own: the key that names them, and as `taught`."""
-        return None
+        """Answers of the data that it reads, taught or beside the model's own: the key that names them, and which."""
+        return None if self.taught is None else ("trainer.target", self.taught)
 
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""

@@ -75,8 +75,6 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
         raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")
     if config.trainer.taught is None:
         policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
-    else:
-        tell(policy, [questions[0]], config.trainer.taught)
     if config.trainer.demonstrations is not None:
         tell(policy, [questions[0]], config.trainer.demonstrations[1])
 
