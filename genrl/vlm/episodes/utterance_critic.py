@@ -90,15 +90,18 @@ class Turns:
         def parts(of: Parts) -> list[Any]:
             return [place(part) if isinstance(part, Image.Image) else part for part in of]
 
-        def tree(prompt: Prompt | None) -> dict[str, Any] | None:
-            if prompt is None:
-                return None
+        def tree(prompt: Prompt) -> dict[str, Any]:
             before = [[turn.role, parts(turn.parts)] for turn in prompt.before]
             rest = {name: getattr(prompt, name) for name in ("system", "where", "begun")}
             return {"before": before, "parts": parts(prompt.parts), **rest}
 
         turns = [
-            {"prompt": tree(one.prompt), "tokens": one.tokens, "reward": one.reward, "after": tree(one.after)}
+            {
+                "prompt": tree(one.prompt),
+                "tokens": one.tokens,
+                "reward": one.reward,
+                "after": None if one.after is None else tree(one.after),
+            }
             for one in self.held
         ]
         return {"turns": turns, "pictures": pictures}
@@ -109,17 +112,19 @@ class Turns:
         def parts(of: list[Any]) -> Parts:
             return tuple(part if isinstance(part, str) else pictures[part] for part in of)
 
-        def prompt(tree: dict[str, Any] | None) -> Prompt | None:
-            if tree is None:
-                return None
+        def prompt(tree: dict[str, Any]) -> Prompt:
             before = tuple(Spoken(role, parts(said)) for role, said in tree["before"])
             return Prompt(parts(tree["parts"]), tree["system"], tree["where"], before, tree["begun"])
 
-        self.held = []
-        for one in state["turns"]:
-            asked = prompt(one["prompt"])
-            assert asked is not None
-            self.held.append(Turn(asked, one["tokens"], one["reward"], prompt(one["after"])))
+        self.held = [
+            Turn(
+                prompt(one["prompt"]),
+                one["tokens"],
+                one["reward"],
+                None if one["after"] is None else prompt(one["after"]),
+            )
+            for one in state["turns"]
+        ]
 
 
 def turns_of_walk(done: Walk) -> list[Turn]:
