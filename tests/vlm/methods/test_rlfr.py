@@ -11,7 +11,7 @@ import torch
 from genrl.config import ConfigError, VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.vlm.methods.flow import LatentFlow, Latents, latents, layers_of, noise_of
+from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, layers_of, noise_of
 from genrl.vlm.methods.rlfr.train import opened, shaped
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.rollout.targets import tell
@@ -86,10 +86,7 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    def configured(place: Path, **changes: Any) -> VLMConfig:
-        return config(place, **changes)
-
-    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
+    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, config)
     assert differences(whole, resumed) == []
     first, last = rows(whole)
     assert first["ratio/max"] == first["ratio/mean"] == 1.0, "on policy to the bit"

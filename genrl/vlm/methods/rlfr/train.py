@@ -22,7 +22,7 @@ from genrl.objectives.tokens.flow_rewards import flow_returns, unlikely_tokens
 from genrl.objectives.tokens.tokens import per_token, row_mean, token_mean
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
-from genrl.vlm.methods.flow import LatentFlow, Latents, latents, noise_of
+from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, noise_of
 from genrl.vlm.methods.rlfr.settings import RLFR
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.rollout.targets import tell
@@ -106,7 +106,7 @@ def shaped(
     config, loop, own = run.config, run.loop, settings.flow
     right = answers.scores[config.reward_labels[0]] >= config.evaluation.right_at - 1e-9  # not where there is no score
     number = sum(gather_object([int(right.sum())]))
-    names = [f"{answers.rows[k].name}/{n}" for k, n in zip(answers.group.tolist(), range(len(right)), strict=True)]
+    names = [f"{answers.rows[k].name}/{n}" for n, k in enumerate(answers.group.tolist())]
     error, score = torch.zeros(answers.mask.shape), torch.zeros(answers.mask.shape)
     flow.zero_grad(set_to_none=True)
     with loop.timed("estimate"), loop.fitting():

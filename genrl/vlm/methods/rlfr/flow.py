@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
-from genrl.objectives.tokens.flow_rewards import Deviation, velocity_deviation, velocity_error
+from genrl.objectives.tokens.flow_rewards import Deviation, Velocity, velocity_deviation, velocity_error
 from genrl.vlm.policies.policy import Encoded, Policy
 
 WAVES = 16
@@ -81,19 +81,22 @@ class LatentFlow(nn.Module):
 
     def deviation(self, of: Latents, noise: Tensor, times: Sequence[float]) -> Deviation:
         """At fixed times, means over the layers, [N]; noise [N, L, H]."""
-        number, layers = of.states.shape[:2]
-        before, places = of.before.flatten(0, 1), of.places.repeat(number)
-        flat = of.states.flatten(0, 1), noise.to(of.states.device).flatten(0, 1)
-        found = velocity_deviation(lambda x, t: self(x, t, before, places), *flat, times)
-        return Deviation(*(each.view(number, layers).mean(1) for each in found))
+        found = velocity_deviation(self._given(of), *_rows(of, noise), times)
+        return Deviation(*(each.view(of.states.shape[:2]).mean(1) for each in found))
 
     def error(self, of: Latents, noise: Tensor, t: Tensor) -> Tensor:
         """At a time of each token, [N], a mean over the layers; t [N], noise [N, L, H]."""
-        number, layers = of.states.shape[:2]
-        before, places = of.before.flatten(0, 1), of.places.repeat(number)
-        flat = of.states.flatten(0, 1), noise.to(of.states.device).flatten(0, 1)
-        at = t.to(of.states.device).repeat_interleave(layers)
-        return velocity_error(lambda x, t: self(x, t, before, places), *flat, at).view(number, layers).mean(1)
+        at = t.to(of.states.device).repeat_interleave(of.states.shape[1])
+        return velocity_error(self._given(of), *_rows(of, noise), at).view(of.states.shape[:2]).mean(1)
+
+    def _given(self, of: Latents) -> Velocity:
+        before, places = of.before.flatten(0, 1), of.places.repeat(len(of.before))
+        return lambda x, t: self(x, t, before, places)
+
+
+def _rows(of: Latents, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and noise [N, L, H] -> [N L, H]."""
+    return of.states.flatten(0, 1), noise.to(of.states.device).flatten(0, 1)
 
 
 def noise_of(keys: Sequence[Sequence[int | str]], lengths: Sequence[int], shape: tuple[int, int]) -> Tensor:
