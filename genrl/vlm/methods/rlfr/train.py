@@ -105,8 +105,9 @@ def shaped(
     loss is left in its parameters."""
     config, loop, own = run.config, run.loop, settings.flow
     right = answers.scores[config.reward_labels[0]] >= config.evaluation.right_at - 1e-9  # not where there is no score
-    number = sum(gather_object([int(right.sum())]))
-    names = [f"{answers.rows[k].name}/{n}" for n, k in enumerate(answers.group.tolist())]
+    counts = gather_object([(len(right), int(right.sum()))])
+    number, first = sum(n for _, n in counts), sum(n for n, _ in counts[: loop.process.rank])
+    names = [f"{answers.rows[k].name}/{n}" for n, k in enumerate(answers.group.tolist(), first)]  # of all processes'
     error, score = torch.zeros(answers.mask.shape), torch.zeros(answers.mask.shape)
     flow.zero_grad(set_to_none=True)
     with loop.timed("estimate"), loop.fitting():
