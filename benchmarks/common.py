@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,8 +36,19 @@ from genrl.runtime.signals import Stop, Watchdog
 
 RESULTS = Path(__file__).parent / "results"
 _DESCRIBE = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-COMMIT = subprocess.run(_DESCRIBE, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip() or None
-"""What ran, as it was when the benchmark began; `-dirty` where files were changed."""
+
+
+def _commit() -> str | None:
+    if named := os.environ.get("GENRL_COMMIT"):
+        return named
+    if shutil.which("git") is None:
+        return None
+    return subprocess.run(_DESCRIBE, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip() or None
+
+
+COMMIT = _commit()
+"""What ran, as it was when the benchmark began; `-dirty` where files were changed. GENRL_COMMIT says it where there is
+a copy without its history."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -330,15 +330,16 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 """glibc returns freed memory to the system; else it keeps hundreds of MB, which would be taken for the run's."""
 
 
-def build(model: Published, folder: Path) -> int:
-    """Save the pipeline in bfloat16; returns the number of the denoiser's weights."""
+def build(model: Published, folder: Path, device: str = "cpu") -> int:
+    """Save the pipeline in bfloat16; returns the number of the denoiser's weights. device: where they are drawn."""
     pipe: Any = model.tiny().pipe
     name = "unet" if "unet" in pipe.components else "transformer"
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
         for part, (kind, settings) in ((name, model.denoiser), ("vae", model.vae)):
-            pipe.register_modules(**{part: kind(**settings)})
+            with torch.device(device):
+                pipe.register_modules(**{part: kind(**settings)})
     finally:
         torch.set_default_dtype(torch.float32)
     pipe.register_modules(**{part: make() for part, make in model.encoders.items()})
@@ -346,8 +347,17 @@ def build(model: Published, folder: Path) -> int:
     return sum(p.numel() for p in pipe.components[name].parameters())
 
 
-def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixels: int) -> Config:
-    """The recipe made small, on this pipeline. Raises ConfigError where its method does not fit the model."""
+def configured(
+    model: Published,
+    recipe: str,
+    pipeline: Path,
+    output: Path,
+    pixels: int,
+    further: Sequence[str] = (),
+    steps: int | None = STEPS,
+) -> Config:
+    """The recipe made small, on this pipeline, with `further` changes. steps: None = as many as it says. Raises
+    ConfigError where its method does not fit the model."""
     file = EMBEDDED.get(recipe, f"configs/diffusion/{recipe}.yaml")
     config = load(file)
     assert isinstance(config, Config)
@@ -355,23 +365,30 @@ def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixe
     train.write_text("\n".join(PROMPTS[:-1]))
     held_out.write_text(PROMPTS[-1])
     changes = [*SMALL, f"prompts={{train: {train}, eval: {held_out}}}", f"model.path={pipeline}", f"output={output}"]
-    changes += [f"sampling.height={pixels}", f"sampling.width={pixels}", f"sampling.num_inference_steps={STEPS}"]
-    changes += [f"evaluation.num_inference_steps={STEPS}"]  # `genrl sample` takes it
+    changes += [f"sampling.height={pixels}", f"sampling.width={pixels}"]
     changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update
     changes += [] if model.frames is None else [f"sampling.num_frames={model.frames}"]
-    if (getattr(config.trainer, "timesteps_per_sample", None) or 0) > STEPS:
-        changes += [f"trainer.timesteps_per_sample={STEPS}"]
-    if getattr(config.trainer, "window", None) is not None:
-        changes += ["trainer.window={size: 2, low: 0, high: 3}"]
+    changes += [] if steps is None else _of_steps(config, steps)
     if recipe in EMBEDDED:
         changes += ["sampling.pipeline_args={}", "model.lora.targets=null"]  # theirs are of the embedded model
     changes += model.changes
     if recipe == "flow_grpo":
         changes += ["sampling.guidance_scale=4.5", *_kernel(pipeline)]
+    changes += further
     config, origins = load_located(file, changes)
     assert isinstance(config, Config)
     check_files(config, origins)
     return config
+
+
+def _of_steps(config: Config, steps: int) -> list[str]:
+    """evaluation's are those that `genrl sample` takes."""
+    changes = [f"sampling.num_inference_steps={steps}", f"evaluation.num_inference_steps={steps}"]
+    if (getattr(config.trainer, "timesteps_per_sample", None) or 0) > steps:
+        changes += [f"trainer.timesteps_per_sample={steps}"]
+    if getattr(config.trainer, "window", None) is not None:
+        changes += ["trainer.window={size: 2, low: 0, high: 3}"]
+    return changes
 
 
 def _kernel(pipeline: Path) -> list[str]:

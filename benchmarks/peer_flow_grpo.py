@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rewards
@@ -39,6 +39,7 @@ from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.transitions import actions_of, collect, sampler, update
 from genrl.diffusion.policy.loading import load_pipeline
+from genrl.runtime.devices import default_device
 
 COMMON = (
     "sampling.prompts_per_iteration=2",
@@ -82,9 +83,11 @@ def usual_loop(config: Config) -> Iterator[Spent]:
     """The stand-in, one iteration per item."""
     settings, sampling = config.trainer, config.sampling
     assert isinstance(settings, FlowGRPO) and config.model.lora is not None
+    device = default_device()
     pipe = load_pipeline(config.model)
-    for module in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2):
-        module.eval().requires_grad_(False)
+    for module in pipe.components.values():
+        if isinstance(module, nn.Module):
+            module.to(device).eval().requires_grad_(False)
     rank, alpha = config.model.lora.rank, config.model.lora.alpha
     layers = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers))
@@ -107,13 +110,13 @@ def usual_loop(config: Config) -> Iterator[Spent]:
         nonlocal calls
         calls += 2 * len(x)
         made = model(
-            hidden_states=torch.cat([x, x]),
+            hidden_states=torch.cat([x, x]).to(context.dtype),
             timestep=(1000 * sigma).expand(2 * len(x)),
             encoder_hidden_states=context,
             pooled_projections=pooled,
             return_dict=False,
         )[0]
-        unguided, guided = made.chunk(2)
+        unguided, guided = made.float().chunk(2)
         return unguided + guidance * (guided - unguided)
 
     def transition(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, s_max: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,9 +139,10 @@ def usual_loop(config: Config) -> Iterator[Spent]:
             batch = texts[first : first + sampling.batch_size]
             context, pooled = encode(batch)
             pipe.scheduler.set_timesteps(steps)
-            sigmas = pipe.scheduler.sigmas
-            size = pipe.transformer.config.sample_size
-            x = torch.randn(len(batch), pipe.transformer.config.in_channels, size, size, generator=generator)
+            sigmas = pipe.scheduler.sigmas.to(device)
+            size = pipe.transformer.config.sample_size if sampling.height is None else sampling.height // 8
+            noise = partial(torch.randn, generator=generator)
+            x = noise(len(batch), pipe.transformer.config.in_channels, size, size).to(device)
             states, logs = [x], []
             with torch.no_grad():
                 for i in range(steps):
@@ -147,11 +151,12 @@ def usual_loop(config: Config) -> Iterator[Spent]:
                         x = x + (sigmas[i + 1] - sigmas[i]) * v
                         break
                     mean, std = transition(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
-                    x = mean + std * torch.randn(x.shape, generator=generator)
+                    x = mean + std * noise(x.shape).to(device)
                     logs.append(log_density(x, mean, std))
                     states.append(x)
                 latents = x / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
-                images = (pipe.vae.decode(latents, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+                decoded = pipe.vae.decode(latents.to(context.dtype), return_dict=False)[0]
+                images = (decoded.float() / 2 + 0.5).clamp(0, 1)
             scores += rewards.score(scorer, images=images, prompts=batch).values
             drawn.append((context, pooled, sigmas, states, logs))
         group = torch.tensor(scores).view(-1, sampling.group_size)
@@ -159,7 +164,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
         sampled, sample_calls, calls = clock(), calls, 0
         left = len(drawn) * (steps - 1)
         for k, (context, pooled, sigmas, states, logs) in enumerate(drawn):
-            own = advantages[k * sampling.batch_size : (k + 1) * sampling.batch_size]
+            own = advantages[k * sampling.batch_size : (k + 1) * sampling.batch_size].to(device)
             for i in range(steps - 1):
                 left -= 1
                 with model.no_sync() if left else nullcontext():

@@ -1,0 +1,423 @@
+"""The checks of `benchmarks.gpu`, each for a process of its own.
+
+    python -m benchmarks.gpu_checks NAME --found FILE.json [--dry-run]
+
+Models have their published architecture and random weights (`benchmarks.full_size`), made on the card and loaded from a
+folder as any others are; what a run shows of the ratio is what `genrl train` shows. FLUX.1 and Qwen-Image have few
+blocks where only ratios are looked at. --dry-run: tiny networks on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import full_size
+from benchmarks.full_size import MODELS, Published
+from genrl.config import AnyConfig, Config, ConfigError, load
+from genrl.config.estimate import read_components
+from genrl.config.memory_estimate import memory
+from genrl.runtime.frame import train
+from genrl.runtime.run import read_metrics, write_atomic
+
+ROOT = Path(__file__).resolve().parents[1]
+REDUCED = {"flux1_dev": {"num_layers": 4, "num_single_layers": 8}, "qwen_image": {"num_layers": 6}}
+"""Blocks of those that are not whole where only ratios are looked at; their width is the published one."""
+WHOLE = {"flux1_dev": {"num_layers": 19, "num_single_layers": 38}}
+RECIPES = {
+    "sd15": "flow_grpo",
+    "sdxl": "sdxl_flow_grpo",
+    "sd35_medium": "sd35_medium_flow_grpo_fast",
+    "flux1_dev": "flux1_dev_flow_grpo",
+    "qwen_image": "qwen_image_flow_grpo",
+    "wan21_1_3b": "wan21_t2v_1_3b_flow_grpo",
+}
+HALF = ("model.dtype=bfloat16", "model.gradient_checkpointing=false", "trainer.kl_weight=0")
+ATTENTION = ("auto", "math", "efficient", "flash", "cudnn")
+WAYS: dict[str, tuple[str, ...]] = {
+    "bfloat16": (),
+    "float16": ("model.dtype=float16",),
+    **{f"attention: {name}": (f"kernels.attention={name}",) for name in ATTENTION},
+    "fused": ("kernels.fused=[qk_norm_rope,adaln,step]",),
+    "checkpointing": ("model.gradient_checkpointing=true",),
+    "keep_graph": ("trainer.keep_graph=true",),
+}
+"""Of a run whose first ratio must be 1."""
+COMPILED: dict[str, tuple[str, ...]] = {
+    "compile": ("kernels.compile=true",),
+    "compile, fused": ("kernels.compile=true", *WAYS["fused"]),
+    "cuda_graphs": ("kernels.compile=cuda_graphs",),
+}
+"""The same."""
+CHOICES: dict[str, tuple[str, ...]] = {
+    "as published": (),
+    "fused": ("kernels.fused=[qk_norm_rope,adaln,step]",),
+    "attention: cudnn": ("kernels.attention=cudnn",),
+    "attention: flash": ("kernels.attention=flash",),
+    "keep_graph": ("trainer.keep_graph=true",),
+    "compile": ("kernels.compile=true",),
+    "cuda_graphs": ("kernels.compile=cuda_graphs",),
+    "checkpointing": ("model.gradient_checkpointing=true",),
+    "blocks offloaded": ("model.offload.denoiser=blocks",),
+    "int8, checkpointing": ("model.quantize=int8", "model.gradient_checkpointing=true"),
+    "fp8, checkpointing": ("model.quantize=fp8", "model.gradient_checkpointing=true"),
+}
+"""Of a run that is timed and weighed."""
+OF_A_GPU = ("float16", "attention: efficient", "attention: cudnn")
+SMALLER = {"group_size": 6, "batch_size": 6, "height": 256, "width": 256}
+"""Of the comparison with the usual loop."""
+FLUX: dict[str, tuple[str, tuple[str, ...]]] = {
+    "flux1_dev_24gb": ("flux1_dev_24gb", ()),
+    "flux1_dev_flow_grpo": ("flux1_dev_flow_grpo", ()),
+    "flux1_dev_flow_grpo, fused, cudnn": (
+        "flux1_dev_flow_grpo",
+        ("kernels.fused=[qk_norm_rope,adaln,step]", "kernels.attention=cudnn"),
+    ),
+    "flux1_dev_24gb, blocks offloaded": ("flux1_dev_24gb", ("model.quantize=null", "model.offload.denoiser=blocks")),
+}
+"""Name -> recipe and changes."""
+
+
+TRAINING = ("diffusion/policy", "diffusion/test_train.py", "diffusion/methods", "vlm/policies", "vlm/test_run.py",
+            "vla/policies", "vla/test_train.py", "runtime")  # fmt: skip
+"""Tests that train or sample and take whatever accelerator there is."""
+
+
+class Found:
+    """What a check finds, written as it goes."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.values: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any) -> None:
+        self.values[name] = value
+        write_atomic(self.file, json.dumps(self.values, indent=1))
+        print(f"{name}: {json.dumps(value)[:400]}", flush=True)
+
+
+def card() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def problem_of(error: BaseException) -> str:
+    """Its last two frames and what it says, in short."""
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    where = " < ".join(f"{Path(one.filename).name}:{one.lineno}" for one in reversed(frames))
+    return f"{type(error).__name__}: {str(error)[:600]} ({where})"
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+def device(found: Found, dry: bool) -> None:
+    """What it is, and the two rates that everything else is held against."""
+    from genrl.cli.doctor import examine
+
+    found.put("name", card())
+    if not dry:
+        properties = torch.cuda.get_device_properties(0)
+        found.put("memory_bytes", properties.total_memory)
+        found.put("capability", list(torch.cuda.get_device_capability()))
+        found.put("copy_bytes_per_s", _copy_rate(2**32))
+        found.put("matrix_flop_per_s", _matrix_rate(8192))
+    report = examine()
+    found.put("versions", {key: report[key] for key in ("packages", "torch") if key in report})
+    found.put("kernels", report.get("kernels"))
+
+
+def _events(call: Callable[[], object], times: int) -> float:
+    call()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = []
+    for _ in range(times):
+        began.record()
+        call()
+        ended.record()
+        torch.cuda.synchronize()
+        seconds.append(1e-3 * began.elapsed_time(ended))
+    return statistics.median(seconds)
+
+
+def _copy_rate(size: int) -> float:
+    source = torch.randint(0, 127, (size,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / _events(lambda: target.copy_(source), 10)
+
+
+def _matrix_rate(size: int) -> float:
+    a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+    return float(2 * size**3 / _events(lambda: a @ b, 10))
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def tests(found: Found, dry: bool) -> None:
+    """Those that are marked gpu."""
+    _pytest(found, ["tests/kernels", "tests/mdp/test_kernels.py", "-m", "gpu"], dry, workers=4)
+
+
+def suite(found: Found, dry: bool) -> None:
+    """Tests that train or sample and take whatever accelerator there is."""
+    _pytest(found, [*(f"tests/{name}" for name in TRAINING), "-m", "not slow"], dry, workers=12)
+
+
+def _pytest(found: Found, what: Sequence[str], dry: bool, *, workers: int) -> None:
+    """Counts and failures, as they come; of a dry run what would be run."""
+    options = ["--collect-only"] if dry else ["-n", str(workers), "--dist", "worksteal", "--tb=short", "-rf"]
+    command = [sys.executable, "-m", "pytest", *what, *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        assert run.stdout is not None
+        lines: list[str] = []
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    found.put("summary", lines[-1] if lines else "")
+    found.put("failed", [line for line in lines if line.startswith(("FAILED", "ERROR"))])
+    if run.returncode not in (0, 5) or found.values["failed"]:
+        raise SystemExit(1)
+
+
+# --- ratios -----------------------------------------------------------------------------------------------------------
+
+
+def ratio(found: Found, dry: bool, name: str) -> None:
+    """|ratio - 1| of the first update of this family, by `WAYS`; what a run refuses is told in its words."""
+    ways = {way: changes for way, changes in WAYS.items() if not dry or way not in OF_A_GPU}
+    _ratios(found, dry, name, ways)
+
+
+def compiled(found: Found, dry: bool, name: str) -> None:
+    """The same by `COMPILED`."""
+    _ratios(found, dry, name, COMPILED)
+
+
+def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]) -> None:
+    model = _model(name, REDUCED, dry)
+    with tempfile.TemporaryDirectory() as place:
+        pipeline = _built(model, Path(place), dry, found)
+        for way, changes in ways.items():
+            backend = ("kernels.backend=triton",) if "fused" in way and not dry else ()
+            rows, output = (*HALF, *_sizes(name, dry), *changes, *backend), Path(place) / way.replace(" ", "")
+            found.put(way, _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows))
+
+
+def _ratio_of(
+    model: Published, name: str, pipeline: Path, output: Path, size: int, changes: Sequence[str]
+) -> dict[str, Any]:
+    torch.compiler.reset()
+    try:
+        config = full_size.configured(model, RECIPES[name], pipeline, output, size, changes)
+    except ConfigError as error:
+        return {"refused": str(error)[:600]}
+    began = time.perf_counter()
+    try:
+        rows = _trained(config)
+    except ValueError as error:  # what a model or a device cannot do is told before anything is drawn
+        return {"refused": str(error)[:600]}
+    except Exception as error:  # noqa: BLE001 - it is what was found
+        return {"failed": problem_of(error), "seconds": time.perf_counter() - began}
+    return {"max_abs_dev": rows[0]["ratio/max_abs_dev"], "seconds": time.perf_counter() - began}
+
+
+def _sizes(name: str, dry: bool) -> tuple[str, ...]:
+    """SD3.5-medium as it is timed later, so that what is compiled here is there by then."""
+    if name == "sd35_medium" and not dry:
+        return ("sampling.batch_size=9", "sampling.group_size=9", "trainer.updates_per_iteration=1",
+                "sampling.prompts_per_iteration=1", "sampling.pipeline_args={}")  # fmt: skip
+    return ("sampling.prompts_per_iteration=1", "trainer.updates_per_iteration=1")
+
+
+def _pixels(name: str, dry: bool, of_published: int = 256) -> int:
+    if dry:
+        return int(MODELS[name].tiny().call["height"])
+    return 512 if name == "sd35_medium" else of_published
+
+
+def _model(name: str, blocks: dict[str, dict[str, int]], dry: bool) -> Published:
+    model = MODELS[name]
+    kind, settings = model.denoiser
+    return model if dry else model._replace(denoiser=(kind, settings | blocks.get(name, {})))
+
+
+def _built(model: Published, place: Path, dry: bool, found: Found) -> Path:
+    """The folder of the pipeline; of a dry run the tiny one."""
+    began = time.perf_counter()
+    if dry:
+        model.tiny().pipe.save_pretrained(place / "model")
+    else:
+        found.put("denoiser_weights", full_size.build(model, place / "model", "cuda"))
+        torch.cuda.empty_cache()
+    found.put("seconds_to_build", time.perf_counter() - began)
+    return place / "model"
+
+
+def _trained(config: AnyConfig) -> list[dict[str, float]]:
+    """The metrics of the iterations of a run."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    train(config)
+    return [row for row in read_metrics(Path(config.output) / "metrics.jsonl") if "timing/iteration_s" in row]
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def warm(found: Found, dry: bool, name: str) -> None:
+    """Compile all that `kernel` times; its seconds, of a busy card, are thrown away."""
+    _kernels(found, name, ["--dry-run"] if dry else ["--rounds", "1"])
+
+
+def kernel(found: Found, dry: bool, name: str) -> None:
+    """`benchmarks.kernels` on an idle card."""
+    _kernels(found, name, ["--dry-run"] if dry else ["--rounds", "9"])
+
+
+def _kernels(found: Found, name: str, options: Sequence[str]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.kernels", name, *options, "--out", place], check=True, cwd=ROOT
+        )
+        found.put("rows", json.loads((Path(place) / "kernels.json").read_text())["found"])
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def runs(found: Found, dry: bool) -> None:
+    """A few iterations of the shipped main files of each kind."""
+    few = "iterations=2" if dry else "iterations=5"
+    files = {
+        "configs/quickstart.yaml": [few, "evaluation.every=0"],
+        "configs/flow_grpo.yaml": [few, "evaluation.every=0"],
+        "configs/vlm/quickstart.yaml": [few, "evaluation.every=0"],
+        "configs/vla/flow_sde.yaml": [few, "environment.num_envs=32", "evaluation.every=0"],
+    }
+    with tempfile.TemporaryDirectory() as place:
+        for file, changes in files.items():
+            output = f"output={place}/{Path(file).parent.name}-{Path(file).stem}"
+            with _told(found, file):
+                rows = _trained(load(ROOT / file, [*changes, "trackers=[]", output]))
+                keep = ("timing/", "ratio/", "reward/", "memory/", "grad_norm")
+                found.put(file, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
+
+
+@contextlib.contextmanager
+def _told(found: Found, name: str) -> Iterator[None]:
+    """What fails is found out too, and the others go on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        found.put(name, {"failed": problem_of(error)})
+
+
+def group(found: Found, dry: bool) -> None:
+    """The main job by a process group of one, as `torchrun` starts it: two ranks cannot share a card in
+    NCCL."""
+    with tempfile.TemporaryDirectory() as place:
+        changes = ["iterations=2", "evaluation.every=0", "trackers=[]", f"output={place}/run"]
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "genrl", "train"]
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *command, "configs/quickstart.yaml", *changes], cwd=ROOT, check=True)
+        found.put("seconds", time.perf_counter() - began)
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def speed(found: Found, dry: bool, name: str) -> None:
+    """Seconds of the parts of an iteration and the peak of memory beside its estimate, by choice."""
+    model = _model(name, WHOLE, dry)._replace(changes=full_size.NO_FROZEN if name == "sdxl" else ())
+    if name == "flux1_dev":
+        model = model._replace(changes=("model.encodings=null",))
+        choices = {k: (recipe, (*_few(3), *changes)) for k, (recipe, changes) in FLUX.items()}
+    else:
+        choices = {k: (RECIPES[name], (*_few(9), *changes)) for k, changes in CHOICES.items()}
+    size = _pixels(name, dry, 512)
+    with tempfile.TemporaryDirectory() as place:
+        pipeline = _built(model, Path(place), dry, found)
+        for k, (choice, (recipe, changes)) in enumerate(choices.items()):
+            if dry and choice not in ("as published", "flux1_dev_24gb"):
+                continue
+            output = Path(place) / f"run-{k}"
+            with _told(found, choice):
+                config = full_size.configured(model, recipe, pipeline, output, size, changes, steps=None)
+                found.put(choice, _timed(config, pipeline))
+
+
+def _few(batch: int) -> tuple[str, ...]:
+    """One micro-batch an iteration, and three iterations: the first warms up. What else the recipe says stays."""
+    sizes = (f"sampling.batch_size={batch}", f"sampling.group_size={batch}", "sampling.prompts_per_iteration=1")
+    return (*sizes, "model.dtype=bfloat16", "trainer.updates_per_iteration=1", "iterations=3", "checkpoint.every=1000")
+
+
+def _timed(config: Config, pipeline: Path) -> dict[str, Any]:
+    torch.compiler.reset()
+    began = time.perf_counter()
+    rows = _trained(config)
+    parts = ("timing/sample_s", "timing/decode_s", "timing/train_s", "timing/iteration_s")
+    return {
+        "whole_s": time.perf_counter() - began,
+        "max_abs_dev": rows[0].get("ratio/max_abs_dev"),
+        "peak_mb": rows[-1]["memory/peak_mb"],
+        "estimate_mb": sum(size for _, size in memory(config, read_components(pipeline))) / 2**20,
+        "raw": {part: [row.get(part) for row in rows] for part in parts},
+    }
+
+
+def peer(found: Found, dry: bool) -> None:
+    """`benchmarks.peer_flow_grpo`: the usual loop and genrl's, on SD3.5-medium at 256 px."""
+    from benchmarks.peer_flow_grpo import ROWS, measure
+
+    names = ["the same in genrl", "a window of 2 steps", "+ graphs kept", "window, no guidance at all"]
+    if dry:
+        found.put("rows", measure(1, names[:1], ["sampling.group_size=2", "sampling.batch_size=2"]))
+        return
+    assert set(names) <= set(ROWS)
+    with tempfile.TemporaryDirectory() as place:
+        model = _model("sd35_medium", WHOLE, dry)
+        pipeline = _built(model, Path(place), dry, found)
+        changes = [
+            f"model.path={pipeline}",
+            "model.dtype=bfloat16",
+            "rewards=[{name: jpeg}]",
+            "sampling.pipeline_args={}",
+        ]
+        changes += [f"sampling.{key}={value}" for key, value in SMALLER.items()]
+        found.put("rows", measure(2, names, changes))
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (device, tests, suite, ratio, compiled, warm, kernel, runs, group, speed, peer)
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("name", help="a check of `python -m benchmarks.gpu --plan`")
+    arguments.add_argument("--found", type=Path, required=True, help="JSON file of what it finds")
+    arguments.add_argument("--dry-run", action="store_true", help="stand-in sizes on a CPU")
+    given = arguments.parse_args()
+    name, _, argument = given.name.partition(":")
+    if name not in CHECKS:
+        arguments.error(f"no check {name}; there are {', '.join(CHECKS)}")
+    CHECKS[name](Found(given.found), given.dry_run, *([argument] if argument else []))
+
+
+if __name__ == "__main__":
+    main()
