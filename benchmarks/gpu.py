@@ -53,12 +53,12 @@ class Check(NamedTuple):
 PLAN: tuple[Check, ...] = (
     Check("device", "name, memory, bandwidth and matrix rate of the card", 45, alone=True),
     Check("tests", "the tests marked gpu", 170),
+    Check("attention", "which of torch's attention kernels are right, backward too", 100),
     *(Check(f"ratio:{name}", "ratio of the first update by precision, attention, kernels", 170) for name in FAMILIES),
     *(Check(f"compiled:{name}", "the same, compiled and with CUDA graphs", 200, dry=False) for name in FAMILIES),
-    *(Check(f"warm:{name}", "compile what the kernels are timed against", 170, dry=False) for name in KERNELS),
     Check("runs", "quickstart, language model and policy for a few iterations", 120),
     Check("group", "the quickstart by a process group of one", 120),
-    *(Check(f"kernel:{name}", "against compiled and library, over the sizes of published models", 80, True)
+    *(Check(f"kernel:{name}", "against compiled and library, over the sizes of published models", 120)
       for name in KERNELS),
     Check("speed:sd35_medium", "seconds and memory of an iteration, by choice", 150, alone=True),
     Check("speed:flux1_dev", "the same for FLUX.1-dev at full size, and its 24 GB recipe", 200, alone=True),
@@ -185,7 +185,7 @@ def _done(file: Path) -> set[str]:
 
     if known.get("device", {}).get("found", {}).get("name") != card():
         return set()
-    return {name for name, row in known.items() if row["status"] == "done" and not name.startswith("warm")}
+    return {name for name, row in known.items() if row["status"] == "done"}
 
 
 def _fast_folder() -> str | None:

@@ -211,7 +211,7 @@ def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]
         pipeline = _built(model, Path(place), dry, found)
         for way, changes in ways.items():
             backend = ("kernels.backend=triton",) if "fused" in way and not dry else ()
-            rows, output = (*HALF, *_sizes(name, dry), *changes, *backend), Path(place) / way.replace(" ", "")
+            rows, output = (*HALF, *_sizes(name, dry), *changes, *backend), Path(place) / f"run-{len(found.values)}"
             found.put(way, _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows))
 
 
@@ -229,6 +229,7 @@ def _ratio_of(
     except ValueError as error:  # what a model or a device cannot do is told before anything is drawn
         return {"refused": str(error)[:600]}
     except Exception as error:  # noqa: BLE001 - it is what was found
+        traceback.print_exc()
         return {"failed": problem_of(error), "seconds": time.perf_counter() - began}
     return {"max_abs_dev": rows[0]["ratio/max_abs_dev"], "seconds": time.perf_counter() - began}
 
@@ -277,22 +278,25 @@ def _trained(config: AnyConfig) -> list[dict[str, float]]:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def warm(found: Found, dry: bool, name: str) -> None:
-    """Compile all that `kernel` times; its seconds, of a busy card, are thrown away."""
-    _kernels(found, name, ["--dry-run"] if dry else ["--rounds", "1"])
-
-
 def kernel(found: Found, dry: bool, name: str) -> None:
-    """`benchmarks.kernels` on an idle card."""
-    _kernels(found, name, ["--dry-run"] if dry else ["--rounds", "9"])
-
-
-def _kernels(found: Found, name: str, options: Sequence[str]) -> None:
+    """`benchmarks.kernels`. The checks of all kernels compile side by side, and time one after the other."""
     with tempfile.TemporaryDirectory() as place:
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.kernels", name, *options, "--out", place], check=True, cwd=ROOT
-        )
+        options = ["--dry-run"] if dry else ["--rounds", "25", "--turns", f"{tempfile.gettempdir()}/turns"]
+        command = [sys.executable, "-m", "benchmarks.kernels", name, *options, "--out", place]
+        subprocess.run(command, check=True, cwd=ROOT)
         found.put("rows", json.loads((Path(place) / "kernels.json").read_text())["found"])
+
+
+def attention(found: Found, dry: bool) -> None:
+    """Which of torch's attention kernels go forward and backward through what models make of them, and how exactly:
+    each in a process of its own, since one that reads what is not its own ends all use of the card."""
+    names = ("auto", "math", "flash") if dry else ATTENTION
+    command = [sys.executable, "-m", "benchmarks.gpu_attention"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    for name, process in [(name, subprocess.Popen([*command, name], **pipes)) for name in names]:  # type: ignore[call-overload]
+        out, error = process.communicate()
+        rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        found.put(name, {"rows": rows} | ({"ended": error.strip()[-600:]} if process.returncode else {}))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -403,7 +407,7 @@ def peer(found: Found, dry: bool) -> None:
 
 CHECKS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (device, tests, suite, ratio, compiled, warm, kernel, runs, group, speed, peer)
+    for function in (device, tests, suite, ratio, compiled, kernel, attention, runs, group, speed, peer)
 }
 
 
