@@ -2,9 +2,10 @@
 
     o = softmax(q k^T / sqrt(D)) v
 
-A back-end that is named runs or is an error; `auto` is torch's own choice among its exact kernels. Two back-ends differ
-by rounding, which clip ranges of 1e-4 notice: one runs in sampling and replay alike. SageAttention quantises, so that
-its policy is another one: for evaluation alone.
+A back-end that is named runs or is an error; `auto` is torch's own choice among its exact kernels, which in a run are
+all but cuDNN's (`runtime.devices.without_cudnn_attention`). Two back-ends differ by rounding, which clip ranges of 1e-4
+notice: one runs in sampling and replay alike. SageAttention quantises, so that its policy is another one: for
+evaluation alone.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers", "sage"]
-"""auto: torch chooses; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3, xformers, sage: packages
-flash-attn, flash-attn 3 (flash_attn_interface), xformers, sageattention."""
+"""auto: torch chooses, in a run not cudnn; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3,
+xformers, sage: packages flash-attn, flash-attn 3 (flash_attn_interface), xformers, sageattention."""
 
 OF_TORCH = {
     "math": SDPBackend.MATH,
@@ -72,7 +73,23 @@ def joint_attention(
         return found
     with nullcontext() if backend == "auto" else sdpa_kernel(OF_TORCH[backend]):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    return _Contiguous.apply(out) if backend == "cudnn" else out  # type: ignore[no-untyped-call]
+
+
+class _Contiguous(torch.autograd.Function):
+    """Hands a contiguous gradient back. torch keeps cuDNN's plans by the layouts of query, key and value alone and runs
+    the backward plan of one gradient's layout on a gradient of another (torch 2.11 on an H200, in docs/gpu.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x of any shape, as it is."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """grad in the shape of x."""
+        return grad.contiguous()
 
 
 def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from genrl.config import AnyConfig, dump
 from genrl.config.method import methods_of, metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
-from genrl.runtime.devices import default_device, peak_bytes, resident_peak_bytes
+from genrl.runtime.devices import default_device, peak_bytes, resident_peak_bytes, without_cudnn_attention
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, Script
@@ -145,6 +145,7 @@ def begin(
 
 def make_accelerator(timeout_s: float) -> Accelerator:
     """accelerate's process group and device; nothing is wrapped by it, so models keep their own modules."""
+    without_cudnn_attention()
     return Accelerator(
         cpu=default_device() == "cpu",
         # the watchdog ends what hangs; the group's own clock goes on while processes are stopped

@@ -17,6 +17,7 @@ from genrl.kernels import backend, joint_attention
 from genrl.kernels.adaln import adaln
 from genrl.kernels.backend import KERNELS, choose, summary
 from genrl.kernels.qk_norm_rope import qk_norm_rope
+from genrl.runtime.devices import without_cudnn_attention
 from tests.kernels.kernel_errors import needs_triton
 
 
@@ -169,6 +170,36 @@ def test_xformers_itself_computes_the_same(
         found[name] = (out, *torch.autograd.grad(out.float().square().sum(), leaves))
     for ours, exact in zip(found["xformers"], found["math"], strict=True):
         torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+
+
+def test_a_gradient_comes_back_contiguous() -> None:
+    """Of a slice of a wider tensor, as FLUX.1's single blocks have it."""
+    seen: list[Tensor] = []
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    doubled = 2 * x
+    doubled.register_hook(seen.append)
+    torch.cat([joint_attention._Contiguous.apply(doubled), x], 2)[..., :4].sum().backward()  # type: ignore[no-untyped-call]
+    assert seen[0].is_contiguous() and torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["auto", "cudnn"])
+def test_gradients_of_two_layouts_are_right_one_after_the_other(name: str) -> None:
+    """One shape, whose gradient is a tensor of its own and then a slice of a wider one, and the other way round."""
+    without_cudnn_attention()  # as every run does
+    torch.manual_seed(0)
+    rows = torch.randn(3, 2, 768, 24, 128, device="cuda", dtype=torch.bfloat16)
+    wide = torch.randn(2, 768, 24 * 128 + 512, device="cuda", dtype=torch.bfloat16)
+    for of_wider in (False, True, False):
+        found = {}
+        for backend_name in (name, "math"):
+            leaves = [row.clone().requires_grad_() for row in rows]
+            out = joint_attention.joint_attention(*leaves, backend=backend_name).flatten(2)  # type: ignore[arg-type]
+            joined = torch.cat([out, wide[..., out.shape[2] :]], 2) if of_wider else out
+            found[backend_name] = torch.autograd.grad(joined, leaves, wide[..., : joined.shape[2]].contiguous())
+        for ours, exact in zip(found[name], found["math"], strict=True):
+            torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
 
 
 def test_flash_takes_no_mask() -> None:

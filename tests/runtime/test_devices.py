@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from genrl.runtime import devices
+from genrl.runtime.process import make_accelerator
 
 
 def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +83,13 @@ print("imported")
 def test_all_that_starts_a_run_imports_without_what_windows_lacks(root: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_UNIX], cwd=root, capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr[-2000:]
+
+
+def test_a_run_leaves_cudnns_attention_out() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        make_accelerator(60)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
