@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test lint docs docs-serve docker-check vllm bench drills clean
+.PHONY: demo demo-vla test lint docs docs-serve docker-check vllm bench gpu drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make docs    the documentation as a site, into site/; make docs-serve shows it while you write"
 	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
 	@echo "make docker-check lint the Dockerfile by hadolint"
+	@echo "make gpu     all that has to be seen on a GPU, into benchmarks/results (half an hour)"
 	@echo "make drills  kills, damage, full disks, ...: what a run survives, into runs/benchmarks (half an hour)"
 	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
 
@@ -82,6 +83,9 @@ vllm: $(VLLM)/genrl
 
 bench: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks
+
+gpu: $(VENV)/genrl-dev
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 drills: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.drills --out runs/benchmarks

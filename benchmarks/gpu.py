@@ -75,10 +75,14 @@ class Running(NamedTuple):
     began: float
 
 
+def command_of(check: Check, found: Path) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu_checks", check.name, "--found", str(found)]
+
+
 def start(check: Check, folder: Path, dry: bool) -> Running:
     """The process of a check; it leads a group of its own, so that nothing of it stays when it is ended."""
     found, output = folder / f"{check.name.replace(':', '-')}.json", tempfile.TemporaryFile()
-    command = [sys.executable, "-m", "benchmarks.gpu_checks", check.name, "--found", str(found)]
+    command = command_of(check, found)
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     environment["TMPDIR"] = str(folder)

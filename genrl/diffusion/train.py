@@ -299,7 +299,8 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
     """
     if not (kernels.fused or kernels.attention or kernels.evaluation_attention):
         return ""
-    like = torch.empty(0, dtype=policy.autocast or next(policy.denoiser.parameters()).dtype, device=policy.device)
+    computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
+    like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
     running = [f"{name} by {choose(FUSED[name], like, kernels.backend)}" for name in kernels.fused]
     for key, name in (("attention", kernels.attention), ("evaluation_attention", kernels.evaluation_attention)):
         problem = None if name is None else attention_problem(name, like.device, like.dtype, masked=False)

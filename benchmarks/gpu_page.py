@@ -1,0 +1,228 @@
+"""docs/gpu.md: what was seen on a GPU, read from benchmarks/results/gpu.json.
+
+python -m benchmarks.gpu_page > docs/gpu.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common import RESULTS
+from benchmarks.gpu import FAMILIES, KERNELS, PLAN
+from benchmarks.gpu_checks import ATTENTION
+from benchmarks.kernels import on_by_default
+
+Found = Mapping[str, Any]
+TITLES = {
+    "sd35_medium": "SD3.5-medium",
+    "flux1_dev": "FLUX.1-dev, reduced",
+    "sdxl": "SDXL",
+    "sd15": "SD 1.5",
+    "qwen_image": "Qwen-Image, reduced",
+    "wan21_1_3b": "Wan 2.1 1.3B",
+}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in lines)
+
+
+def head(known: Found) -> str:
+    row = known.get("device")
+    if row is None:
+        return "Nothing was measured on a GPU yet. `make gpu` runs the plan below on yours.\n"
+    found = row["found"]
+    versions = found["versions"]["packages"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "transformers", "peft"))
+    rates = (
+        f"{found['memory_bytes'] / 2**30:.0f} GiB, copies {found['copy_bytes_per_s'] / 1e12:.1f} TB/s, multiplies "
+        f"{found['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s in bfloat16"
+    )
+    missing = [check.name for check in PLAN if known.get(check.name, {}).get("status") != "done"]
+    text = f"Measured on one {found['name']} ({rates}), with {packages}.\n"
+    if missing:
+        text += f"\nNot done yet, or not to the end: {', '.join(f'`{name}`' for name in missing)}.\n"
+    return text
+
+
+def tests(known: Found) -> str:
+    return "" if "tests" not in known else f"\nThe tests marked `gpu`: {known['tests']['found']['summary']}.\n"
+
+
+def ratios(known: Found) -> str:
+    """The cell of a family and a way: the deviation, or in a word why there is none."""
+    ways: dict[str, None] = {}
+    columns: dict[str, dict[str, str]] = {}
+    for family in FAMILIES:
+        found = known.get(f"ratio:{family}", {}).get("found", {}) | known.get(f"compiled:{family}", {}).get("found", {})
+        columns[family] = {way: _cell(row) for way, row in found.items() if isinstance(row, dict)}
+        ways |= dict.fromkeys(columns[family])
+    if not ways:
+        return ""
+    rows = [[way, *(columns[family].get(way, "") for family in FAMILIES)] for way in ways]
+    return "\n" + table(["", *(TITLES[family] for family in FAMILIES)], rows) + "\n"
+
+
+def _cell(row: Found) -> str:
+    if "max_abs_dev" in row:
+        return f"{row['max_abs_dev']:.2g}"
+    if "refused" in row:
+        return "refused"
+    return "no memory left" if "no memory" in row["failed"] else "**failed**"
+
+
+def attention(known: Found) -> str:
+    """The largest error of outputs and gradients of each kernel, in units of the exact one's."""
+    found = known.get("attention", {}).get("found", {})
+    names = [name for name in ATTENTION if name in found and name != "math"]
+    if not names:
+        return ""
+    cases = [row["case"] for row in found[names[0]]["rows"]]
+    by_case = {name: {row["case"]: row for row in found[name]["rows"]} for name in names}
+    rows = [[case, *(_errors(by_case[name].get(case, {})) for name in names)] for case in cases]
+    repeats = [name for name in names if not all(all(row.get("repeats", [True])) for row in found[name]["rows"])]
+    text = "\n" + table(["", *names], rows) + "\n"
+    return text + f"\nGradients that differ from call to call, in the last bits of some: {', '.join(repeats)}.\n"
+
+
+def _errors(row: Found) -> str:
+    if "errors" not in row:
+        return "refused" if "refused" in row else "**failed**"
+    worst = max(row["errors"])
+    return f"**{worst:.0f}**" if worst > 10 else f"{worst:.1f}"
+
+
+def kernels(known: Found) -> str:
+    parts = []
+    for name in KERNELS:
+        rows = [row for row in known.get(f"kernel:{name}", {}).get("found", {}).get("rows", []) if "seconds" in row]
+        if not rows:
+            continue
+        others = [other for other in rows[0]["seconds"] if other != "ours"]
+        body = [
+            [row["shape"], row["phase"], *(_us(row["seconds"].get(k)) for k in ("ours", *others)),
+             f"{row['ratio']:.2f}", f"{row['roofline']:.0%}" if "roofline" in row else ""]
+            for row in rows
+        ]  # fmt: skip
+        shapes = {row["shape"] for row in rows}
+        ratios = {shape: [row["ratio"] for row in rows if row["shape"] == shape] for shape in shapes}
+        rule = "on" if on_by_default(ratios) else "off"
+        heading = ["shape", "pass", "ours, µs", *(f"{other}, µs" for other in others), "best other / ours", "roofline"]
+        parts.append(f"\n`{name}`, by the rule of a default: {rule}.\n\n{table(heading, body)}\n")
+    return "".join(parts)
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:.0f}"
+
+
+def speed(known: Found) -> str:
+    parts = []
+    for family in ("sd35_medium", "flux1_dev"):
+        found = known.get(f"speed:{family}", {}).get("found", {})
+        rows = [[name, *_timed(row)] for name, row in found.items() if isinstance(row, dict)]
+        if rows:
+            heading = ["", "sampling, s", "training, s", "iteration, s", "peak, GB", "estimate, GB"]
+            parts.append(f"\n{TITLES[family].removesuffix(', reduced')}:\n\n{table(heading, rows)}\n")
+    return "".join(parts)
+
+
+def _timed(row: Found) -> list[str]:
+    if "failed" in row:
+        return [row["failed"][:80], "", "", "", ""]
+    times = [median(row["raw"][f"timing/{part}_s"][1:]) for part in ("sample", "train", "iteration")]
+    sizes = [row[name] * 2**20 / 1e9 for name in ("peak_mb", "estimate_mb")]
+    return [*(f"{one:.2f}" for one in times), *(f"{one:.1f}" for one in sizes)]
+
+
+def peer(known: Found) -> str:
+    rows = known.get("peer", {}).get("found", {}).get("rows")
+    if not rows:
+        return ""
+    body = [
+        [name, f"{row['sample_calls']:.2f} + {row['train_calls']:.2f}", f"{row['times_faster_wall']:.2f}"]
+        for name, row in rows.items()
+    ]
+    return "\n" + table(["loop", "calls per picture: sampling + training", "times faster"], body) + "\n"
+
+
+def plan() -> str:
+    rows = [[f"`{c.name}`", c.what, f"{c.limit}", "alone" if c.alone else "beside others"] for c in PLAN]
+    return table(["check", "what", "at most, s", ""], rows)
+
+
+def page(known: Found) -> str:
+    return TEXT.format(
+        head=head(known), tests=tests(known), ratios=ratios(known), attention=attention(known), kernels=kernels(known),
+        speed=speed(known), peer=peer(known), plan=plan(),
+    )  # fmt: skip
+
+
+TEXT = """\
+<!-- Made by `python -m benchmarks.gpu_page > docs/gpu.md` from benchmarks/results/gpu.json. -->
+
+# On a GPU
+
+This page shows what has been measured on a GPU, and how to measure it on yours. It is the only page with figures from
+a GPU; all other pages report CPUs.
+
+```bash
+make gpu                                  # installs, then runs the plan: about half an hour
+python -m benchmarks.gpu --plan           # what it does, in which order
+python -m benchmarks.gpu ratio:sdxl peer  # these checks alone
+```
+
+A check that fails or runs out of time does not stop the others, and a second call goes on with what is missing. Results
+are in `benchmarks/results/gpu.json`. On a machine without an index of packages, carry the wheels along:
+`python3 benchmarks/gpu_setup.py WHEELS TARGET` installs them and says what is missing.
+
+{head}{tests}
+## The ratio of the first update
+
+The largest |ratio - 1| before the first update, by `genrl train` on models of published size with random weights. 0
+means that training computes the bits that sampling computed. *Reduced* models have their full width and fewer blocks.
+UNets have no attention processors or fused kernels of ours, so those settings are refused.
+{ratios}
+## torch's attention kernels
+
+The largest error of output and gradients against float64, in units of the error that torch's exact kernel (`math`)
+makes in bfloat16. `auto` is what torch chooses if nothing is switched off.
+{attention}
+**cuDNN's kernel is not safe.** torch keeps its plans by the layouts of query, key and value, but not by the layout of
+the gradient. FLUX.1 has blocks of two kinds, whose gradients come in two layouts with one shape: the plan of one then
+runs on the other. Gradients were wrong by a factor of hundreds without any message, and the reduced FLUX.1 ended with
+an illegal memory access. So every run of genrl leaves cuDNN's kernel out of torch's choice, which costs speed on cards
+where it is the fastest. `kernels.attention: cudnn` names it and hands it gradients in one layout. If you train FLUX.1
+with other code on such a card, call `torch.backends.cuda.enable_cudnn_sdp(False)`.
+
+## Kernels
+{kernels}
+Each call is recorded as a CUDA graph and timed by the GPU's events with a cold cache; the [rule of a
+default](kernels.md#timing) reads these tables.
+
+## An iteration
+
+One micro-batch of the published recipe at 512 px. The estimate is that of `genrl check`.
+{speed}
+## Beside the usual loop
+
+[The stand-in of the usual loop](speed.md#the-choices-one-at-a-time) against genrl on SD3.5-medium at 256 px.
+{peer}
+## The plan
+
+{plan}
+"""
+
+
+def main() -> None:
+    file = Path(RESULTS) / "gpu.json"
+    print(page(json.loads(file.read_text()) if file.exists() else {}), end="")
+
+
+if __name__ == "__main__":
+    main()
