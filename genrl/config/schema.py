@@ -108,8 +108,8 @@ class Model(Section):
 
 
 class Kernels(Section):
-    """Fused kernels, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: none has been
-    timed on a GPU yet."""
+    """Fused kernels, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: docs/gpu.md
+    says what has been timed on a GPU."""
 
     fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
     """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
