@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 
 from benchmarks import full_size
 from benchmarks.full_size import MODELS, Published
@@ -45,6 +46,7 @@ RECIPES = {
     "wan21_1_3b": "wan21_t2v_1_3b_flow_grpo",
 }
 HALF = ("model.dtype=bfloat16", "model.gradient_checkpointing=false", "trainer.kl_weight=0")
+ONE = ("sampling.prompts_per_iteration=1", "trainer.updates_per_iteration=1")
 ATTENTION = ("auto", "math", "efficient", "flash", "cudnn")
 WAYS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),
@@ -67,12 +69,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention: cudnn": ("kernels.attention=cudnn",),
     "attention: flash": ("kernels.attention=flash",),
     "keep_graph": ("trainer.keep_graph=true",),
-    "compile": ("kernels.compile=true",),
-    "cuda_graphs": ("kernels.compile=cuda_graphs",),
     "checkpointing": ("model.gradient_checkpointing=true",),
     "blocks offloaded": ("model.offload.denoiser=blocks",),
     "int8, checkpointing": ("model.quantize=int8", "model.gradient_checkpointing=true"),
     "fp8, checkpointing": ("model.quantize=fp8", "model.gradient_checkpointing=true"),
+    "compile": ("kernels.compile=true",),
+    "cuda_graphs": ("kernels.compile=cuda_graphs",),
 }
 """Of a run that is timed and weighed."""
 OF_A_GPU = ("float16", "attention: efficient", "attention: cudnn")
@@ -196,7 +198,12 @@ def _pytest(found: Found, what: Sequence[str], dry: bool, *, workers: int) -> No
 
 def ratio(found: Found, dry: bool, name: str) -> None:
     """|ratio - 1| of the first update of this family, by `WAYS`; what a run refuses is told in its words."""
-    ways = {way: changes for way, changes in WAYS.items() if not dry or way not in OF_A_GPU}
+    unet = MODELS[name].denoiser[0] is UNet2DConditionModel  # has neither processors nor blocks of ours
+    ways = {
+        way: changes
+        for way, changes in WAYS.items()
+        if not (dry and way in OF_A_GPU) and not (unet and any("kernels." in change for change in changes))
+    }
     _ratios(found, dry, name, ways)
 
 
@@ -211,7 +218,7 @@ def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]
         pipeline = _built(model, Path(place), dry, found)
         for way, changes in ways.items():
             backend = ("kernels.backend=triton",) if "fused" in way and not dry else ()
-            rows, output = (*HALF, *_sizes(name, dry), *changes, *backend), Path(place) / f"run-{len(found.values)}"
+            rows, output = (*HALF, *ONE, *changes, *backend), Path(place) / f"run-{len(found.values)}"
             found.put(way, _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows))
 
 
@@ -234,18 +241,10 @@ def _ratio_of(
     return {"max_abs_dev": rows[0]["ratio/max_abs_dev"], "seconds": time.perf_counter() - began}
 
 
-def _sizes(name: str, dry: bool) -> tuple[str, ...]:
-    """SD3.5-medium as it is timed later, so that what is compiled here is there by then."""
-    if name == "sd35_medium" and not dry:
-        return ("sampling.batch_size=9", "sampling.group_size=9", "trainer.updates_per_iteration=1",
-                "sampling.prompts_per_iteration=1", "sampling.pipeline_args={}")  # fmt: skip
-    return ("sampling.prompts_per_iteration=1", "trainer.updates_per_iteration=1")
-
-
 def _pixels(name: str, dry: bool, of_published: int = 256) -> int:
     if dry:
         return int(MODELS[name].tiny().call["height"])
-    return 512 if name == "sd35_medium" else of_published
+    return of_published
 
 
 def _model(name: str, blocks: dict[str, dict[str, int]], dry: bool) -> Published:

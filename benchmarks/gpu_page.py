@@ -185,8 +185,9 @@ are in `benchmarks/results/gpu.json`. On a machine without an index of packages,
 ## The ratio of the first update
 
 The largest |ratio - 1| before the first update, by `genrl train` on models of published size with random weights. 0
-means that training computes the bits that sampling computed. *Reduced* models have their full width and fewer blocks.
-UNets have no attention processors or fused kernels of ours, so those settings are refused.
+means that training computes the bits that sampling computed. FLUX.1 failed before [cuDNN's attention](#torchs-
+attention-kernels) was left out. *Reduced* models have their full width and fewer blocks. UNets have no attention
+processors or fused kernels of ours.
 {ratios}
 ## torch's attention kernels
 
