@@ -97,11 +97,11 @@ def load_trained(
     path: str | Path,
     *,
     step: int | None = None,
-    rename: Mapping[str, str] | None = None,
+    adapt: Adapt | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
     """The policy of a folder as LeRobot saves it, of a script (`python:NAME`), or of a run: after `step` iterations, or
-    of its newest checkpoint, whose adapters are merged into what the run began with.
+    of its newest checkpoint, whose adapters are merged into what the run began with. adapt: of a LeRobot folder.
 
     Raises ValueError for a run without such a checkpoint.
     """
@@ -109,7 +109,7 @@ def load_trained(
         return take(str(path))
     folder = Path(path)
     if policy_folder(folder) == folder:
-        return load_policy(folder, device=device, adapt=Adapt(rename=rename) if rename else None)
+        return load_policy(folder, device=device, adapt=adapt)
     found = checkpoint.latest(folder / "checkpoints")
     if not (folder / "policy").is_dir() or found is None:
         raise ValueError(f"{folder}: the run holds no policy yet; it is there after the first checkpoint")
@@ -127,12 +127,19 @@ def load_trained(
     return policy
 
 
+def adapted(policy: settings.Policy) -> Adapt | None:
+    """What a configuration says of a LeRobot folder beside its path."""
+    if not (policy.rename or policy.padded_state):
+        return None
+    return Adapt(rename=policy.rename, padded_state=policy.padded_state)
+
+
 def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor]) -> Any:
     """What the run began with, and the adapters of a checkpoint merged into it. Raises ValueError where the policy that
     it began with is another one by now."""
     config = load(Run(run).config)
     assert isinstance(config, VLAConfig) and config.policy.path is not None
-    policy = load_trained(config.policy.path, rename=config.policy.rename)
+    policy = load_trained(config.policy.path, adapt=adapted(config.policy))
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     policy = with_own_heads(config, policy)
     choose_trained(config, policy)

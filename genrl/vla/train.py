@@ -34,6 +34,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
+    adapted,
     choose_trained,
     critic_values,
     frames_of,
@@ -79,7 +80,7 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     """The policy with the heads that the trainer needs, and the frames to imitate (None, where it imitates none)."""
     frames = None
     if config.policy.path is not None:
-        policy = load_trained(config.policy.path, rename=config.policy.rename)
+        policy = load_trained(config.policy.path, adapt=adapted(config.policy))
         if config.trainer.imitates == "always":
             frames = frames_of(config, policy)[0]
     elif config.trainer.makes_policy:
@@ -176,7 +177,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
 
 
 def _on_device(config: VLAConfig, model: Path) -> Any:
-    return load_trained(model, rename=config.policy.rename).to(default_device())
+    return load_trained(model, adapt=adapted(config.policy)).to(default_device())
 
 
 def _first_steps(config: VLAConfig, model: Path) -> Any:

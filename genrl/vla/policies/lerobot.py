@@ -47,12 +47,17 @@ class Adapt:
     """What a published policy gets beside its folder.
 
     rename: LeRobot's rename_map, name in the environment -> name in the policy; where it names pictures, those it does
-    not name are empty cameras. stats: those of another data set, which a base model needs. Both are written with the
-    policy.
+    not name are empty cameras. stats: those of another data set, which a base model needs. padded_state: pi0.5 reads
+    its state padded to the width of the model, as LeRobot 0.4 wrote it. All are written with the policy.
     """
 
     rename: Mapping[str, str] = field(default_factory=dict)
     stats: Statistics | None = None
+    padded_state: bool = False
+
+
+PROMPT = "prompt.json"
+"""How pi0.5's prompt is written, where that is not as openpi writes it; no file of LeRobot's."""
 
 
 @dataclass
@@ -105,6 +110,12 @@ def read_folder(path: Path, adapt: Adapt | None) -> Folder:
         _rename(folder, adapt.rename)
     if adapt is not None and adapt.stats is not None:
         _replace_statistics(folder, adapt.stats)
+    if adapt is not None and adapt.padded_state:
+        if config["type"] != "pi05":
+            raise ValueError(f"{path}/config.json: policy.padded_state is of type pi05, and this is {config['type']}")
+        folder.beside[PROMPT] = {"padded_state": True}
+    elif (path / PROMPT).is_file():
+        folder.beside[PROMPT] = json.loads((path / PROMPT).read_text())
     return folder
 
 

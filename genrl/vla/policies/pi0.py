@@ -24,7 +24,7 @@ from genrl.vla.policies import lerobot
 from genrl.vla.policies.heads import critic_of
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.pictures import letterbox
-from genrl.vla.policies.policy import TOKENS, Batch
+from genrl.vla.policies.policy import STATE, TOKENS, Batch
 from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
@@ -76,9 +76,11 @@ _EMBEDDING, _TIED = _PALIGEMMA + "model.language_model.embed_tokens.weight", _PA
 
 @dataclass(frozen=True)
 class PI0Config:
-    """LeRobot's names. adaptive: pi0.5."""
+    """LeRobot's names. adaptive: pi0.5. padded_state: its prompt has `max_state_dim` numbers of the state, those after
+    the robot's own being 0 (bin 128); openpi writes the robot's own alone (it pads after it has made the tokens)."""
 
     adaptive: bool
+    padded_state: bool = False
     paligemma_variant: str = "gemma_2b"
     action_expert_variant: str = "gemma_300m"
     chunk_size: int = 50
@@ -155,7 +157,8 @@ class PI0(PublishedFlow):
         device = self.action_in_proj.weight.device
         numbers = self.robot.state(observation, device, self.config.max_state_dim)
         if self.config.adaptive:
-            tokens = self.prompts(_prompts(observation[TOKENS], numbers)).to(device)
+            told = numbers if self.config.padded_state else numbers[:, : self.robot.widths[STATE]]
+            tokens = self.prompts(_prompts(observation[TOKENS], told)).to(device)
             there = tokens > 0
         else:
             tokens, there = tokens_of(observation, device)
@@ -240,6 +243,7 @@ class PI0(PublishedFlow):
         folder = lerobot.read_folder(path, adapt)
         settings = folder.config
         known = {name: settings[name] for name in PI0Config.__dataclass_fields__ if name in settings}
+        known |= folder.beside.get(lerobot.PROMPT, {})
         config = PI0Config(adaptive=settings["type"] == "pi05", **known)
         for name, variant, sizes in (
             ("paligemma_variant", config.paligemma_variant, sorted(SIGLIP)),
@@ -267,7 +271,7 @@ def discretised(state: Tensor) -> Tensor:
 
 
 def _prompts(tokens: Tensor, state: Tensor) -> list[str]:
-    """pi0.5's prompts: the instruction, whose bytes are `tokens`, and the state, normalised and padded."""
+    """pi0.5's prompts: the instruction, whose bytes are `tokens`, and the numbers of the state, normalised."""
     texts = []
     for line, numbers in zip(tokens.tolist(), discretised(state).tolist(), strict=True):
         task = bytes(byte for byte in line if byte).decode().strip().replace("_", " ").replace("\n", " ")

@@ -162,7 +162,7 @@ def joint_velocity(policy, weights: dict[str, Tensor], seen: dict[str, Tensor], 
     """The expert's and the language model's tokens in one sequence, one mask, plain formulas: as both are trained."""
     adaptive, device = policy.config.adaptive, torch.device("cpu")
     numbers = functional.pad(policy.robot.vector(seen, STATE, device), (0, 27))
-    tokens = policy.prompts(pi0._prompts(seen[TOKENS], numbers)) if adaptive else seen[TOKENS]
+    tokens = policy.prompts(pi0._prompts(seen[TOKENS], numbers[:, :5])) if adaptive else seen[TOKENS]
     prefix, valid = policy._embed(seen, tokens, tokens > 0)
     period = 4e-3 * 1e3 ** torch.linspace(0, 1, 32, dtype=torch.float64)
     angle = 2 * torch.pi * sigma.double()[:, None] / period
@@ -307,6 +307,27 @@ def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
         "Task: touch the blue block",
         "Task: légère",
     ]
+
+
+def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_path, monkeypatch) -> None:
+    """Five; with padded_state as many as the model is wide. The choice goes with the policy that is saved."""
+    told: list[str] = []
+    write = pi0._prompts
+    monkeypatch.setattr(pi0, "_prompts", lambda tokens, state: told.extend(lines := write(tokens, state)) or lines)
+
+    def numbers(policy) -> list[str]:
+        told.clear()
+        with torch.no_grad():
+            policy.encode(observation(policy))
+        return told[0].split("State: ")[1].removesuffix(";\nAction: ").split()
+
+    own = numbers(load_policy(folders[True][0]))
+    padded = load_policy(folders[True][0], adapt=Adapt(padded_state=True))
+    assert len(own) == 5 and numbers(padded) == [*own, *["128"] * 27]
+    padded.save(tmp_path / "again")
+    assert numbers(load_policy(tmp_path / "again")) == [*own, *["128"] * 27]
+    with pytest.raises(ValueError, match="policy.padded_state is of type pi05, and this is pi0"):
+        load_policy(folders[False][0], adapt=Adapt(padded_state=True))
 
 
 @BOTH
