@@ -20,16 +20,16 @@ class AddedAtOnce(Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        downs, ups = self.lora_A, self.lora_B
+        downs: Any = self.lora_A
         names = [name for name in self.active_adapters if name in downs]
         plain = not (args or kwargs or self.disable_adapters or self.merged or self.lora_variant)
         if not plain or not all(_exact(self.scaling[name]) for name in names):
             return super().forward(x, *args, **kwargs)
-        result = self.base_layer(x)
+        result: Tensor = self.base_layer(x)
         dtype = result.dtype
         for name in names:
             x = self._cast_input_dtype(x, downs[name].weight.dtype)
-            delta = ups[name](downs[name](self.lora_dropout[name](x)))
+            delta = self.lora_B[name](downs[name](self.lora_dropout[name](x)))
             result = torch.add(result, delta, alpha=self.scaling[name])
         return result.to(dtype)
 
