@@ -30,8 +30,9 @@ from torch import Tensor
 
 from benchmarks.common import parser, save
 from genrl.kernels.adaln import adaln, adaln_torch
-from genrl.kernels.backend import compiled, triton_problem
+from genrl.kernels.backend import compiled
 from genrl.kernels.joint_attention import joint_attention, usable
+from genrl.kernels.machine import triton_problem
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_torch
 from genrl.kernels.sde_step import sde_step, sde_step_torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,7 +14,7 @@ from genrl.cli.arguments import opened
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from genrl.config import AnyConfig
+    from genrl.config import AnyConfig, Config, VLAConfig, VLMConfig
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -90,16 +90,14 @@ class Checked:
 
 def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:
     """On which cards the run fits, or what it takes to fit on this one; raises BadParameter for what is no card."""
-    from genrl.config import Config, VLMConfig
-
-    if isinstance(checked.config, Config):
+    if checked.config.kind == "diffusion":
         from genrl.cli import diffusion
 
-        return diffusion.cards(file, overrides, checked.config, card)
-    if isinstance(checked.config, VLMConfig):
+        return diffusion.cards(file, overrides, cast("Config", checked.config), card)
+    if checked.config.kind == "vlm":
         from genrl.cli import vlm
 
-        return vlm.cards(checked.config, card)
+        return vlm.cards(cast("VLMConfig", checked.config), card)
     if card is not None:
         text = "memory is estimated for runs that train a pipeline or a vision-language model"
         raise typer.BadParameter(text, param_hint="--memory")
@@ -108,7 +106,7 @@ def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float |
 
 def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
     """Validate one configuration. Raises ConfigError, or ValueError for parts that cannot be opened."""
-    from genrl.config import Config, VLAConfig, VLMConfig, check_files, load_located
+    from genrl.config import check_files, load_located
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
@@ -117,19 +115,19 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
 
         check_optimizer(config.optimizer)
     summary: Sequence[RenderableType]
-    match config:
-        case Config():
+    match config.kind:  # the classes of other kinds are not built
+        case "diffusion":
             from genrl.cli import diffusion
 
-            summary = diffusion.summary(config)
-        case VLAConfig():
+            summary = diffusion.summary(cast("Config", config))
+        case "vla":
             from genrl.cli import vla
 
-            summary = vla.summary(config)
-        case VLMConfig():
+            summary = vla.summary(cast("VLAConfig", config))
+        case "vlm":
             from genrl.cli import vlm
 
-            summary = vlm.summary(config)
+            summary = vlm.summary(cast("VLMConfig", config))
     return Checked(config, notes, summary)
 
 

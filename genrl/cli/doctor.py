@@ -155,15 +155,15 @@ def _kernels() -> Finding:
     `kernels.compile` can."""
     import torch
 
-    from genrl.kernels import backend, joint_attention
+    from genrl.kernels import machine
     from genrl.runtime.devices import default_device
 
     device = default_device()
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
     return {
-        **backend.summary(),
-        "joint_attention": ", ".join(joint_attention.usable(like)),
-        "compile": backend.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
+        **machine.summary(),
+        "joint_attention": ", ".join(machine.usable(like)),
+        "compile": machine.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
     }
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from genrl.config.section import Section
 
 console = Console(highlight=False)
 
@@ -71,7 +72,7 @@ def write_scores(out: Path | None, record: Mapping[str, Any], scores: Mapping[st
     write_atomic(out, json.dumps({**record, "scores": finite}, indent=1) + "\n")
 
 
-def print_keys(config: BaseModel) -> None:
+def print_keys(config: Section) -> None:
     """Every key with its value, its default and its meaning."""
     for key, value, default, meaning in explained(config, ""):
         if value == default:
@@ -81,24 +82,24 @@ def print_keys(config: BaseModel) -> None:
         console.print(f"    [dim]{safe(meaning)}[/dim]", soft_wrap=True)
 
 
-def explained(section: BaseModel, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+def explained(section: Section, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     """(dotted key, value, default, meaning) of every leaf below `section`."""
     for name, value in section:
         field = type(section).model_fields[name]
         key = f"{prefix}{name}"
-        if isinstance(value, BaseModel):
+        if isinstance(value, Section):
             yield from explained(value, f"{key}.")
-        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             for index, item in enumerate(value):
                 yield from explained(item, f"{key}.{index}.")
         else:
             default = "required" if field.is_required() else written(field.default)
-            yield key, written(value), default, field.description or ""
+            yield key, written(value), default, type(section).meaning(name)
 
 
 def written(value: Any) -> str:
     """The value as YAML would have it."""
-    if isinstance(value, BaseModel):
+    if isinstance(value, Section):
         return "a section"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(written, value))}]"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import rewards
 from genrl.config.adapter_layers import layer_problems
@@ -15,7 +15,6 @@ from genrl.config.context_rules import context_problems
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.estimate import read_components, side_step
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
-from genrl.config.loading import AnyConfig
 from genrl.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
 from genrl.config.optimizers import missing_package
 from genrl.config.pipeline_classes import (
@@ -28,11 +27,6 @@ from genrl.config.pipeline_classes import (
     strength_problem,
     vae_problems,
 )
-from genrl.config.schema import Config, Reward
-from genrl.config.vla import VLAConfig
-from genrl.config.vla_files import vla_files
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -40,7 +34,12 @@ from genrl.data.sizes import NAMES, short_bucket, sized
 from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.given import given, is_given
-from rewards.service.isolation import python_of
+
+if TYPE_CHECKING:
+    from genrl.config.loading import AnyConfig
+    from genrl.config.schema import Config, Reward
+    from genrl.config.vla import VLAConfig
+    from genrl.config.vlm import VLMConfig
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,7 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     `origins` (from `load_located`) gives the messages their file and line. ConfigError lists all problems.
     """
     notes: list[str] = []
-    if isinstance(config, VLAConfig):
-        wrong = [*(_Wrong(path, text) for path, text in vla_files(config, notes)), *_trackers(config)]
-    elif isinstance(config, VLMConfig):
-        wrong = [*(_Wrong(path, text) for path, text in vlm_files(config, notes)), *_trackers(config)]
-    else:
-        wrong = [
-            *_model(config, notes),
-            *_adapters(config, notes),
-            *_prompts_and_rewards(config, notes),
-            *_trackers(config),
-        ]
+    wrong = [*_parts(config, notes), *_trackers(config)]
     if why := missing_package(config.optimizer):
         wrong.append(_Wrong(("optimizer", "name"), why))
     if wrong:
@@ -74,6 +63,24 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     if output.is_dir() and any(output.iterdir()):
         notes.append(f"output: {output} is in use; continue it by `genrl resume {output}`, or choose another")
     return notes
+
+
+def _parts(config: AnyConfig, notes: list[str]) -> Iterator[_Wrong]:
+    """Of what a run of this kind has; the schemas of the others are not built for it."""
+    match config.kind:
+        case "vla":
+            from genrl.config.vla_files import vla_files
+
+            yield from (_Wrong(path, text) for path, text in vla_files(cast("VLAConfig", config), notes))
+        case "vlm":
+            from genrl.config.vlm_files import vlm_files
+
+            yield from (_Wrong(path, text) for path, text in vlm_files(cast("VLMConfig", config), notes))
+        case "diffusion":
+            pipeline = cast("Config", config)
+            yield from _model(pipeline, notes)
+            yield from _adapters(pipeline, notes)
+            yield from _prompts_and_rewards(pipeline, notes)
 
 
 def model_folder(config: Config) -> Path | None:
@@ -290,6 +297,8 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             asked = reward.remote if isinstance(reward.remote, str) else ", ".join(reward.remote)
             notes.append(f"rewards.{index}.remote: {asked} is asked when training starts")
         elif isinstance(reward.isolate, str):  # what is installed there is not known here
+            from rewards.service.isolation import python_of  # which brings the network's client
+
             try:
                 python_of(reward.isolate)
             except ValueError as error:

@@ -21,9 +21,9 @@ Schema = Mapping[str, Any]
 
 def roots() -> dict[str, Any]:
     """The schema class of each kind of run, by name."""
-    from genrl.config.loading import ROOTS
+    from genrl.config.loading import ROOTS, root
 
-    return dict(ROOTS)
+    return {name: root(name) for name in ROOTS}
 
 
 def root_of(data: Any) -> str:

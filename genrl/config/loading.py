@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import yaml
 from pydantic import ValidationError
@@ -16,15 +17,30 @@ from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
 from genrl.config.json_schemas import root_of, with_installed
 from genrl.config.messages import explain
 from genrl.config.method import Kind
-from genrl.config.schema import Config
-from genrl.config.vla import VLAConfig
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_method import completed
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 from rewards.given import PREFIX
 
-AnyConfig = Config | VLAConfig | VLMConfig
-ROOTS: dict[str, type[AnyConfig]] = {"Config": Config, "VLAConfig": VLAConfig, "VLMConfig": VLMConfig}
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+    from genrl.config.vla import VLAConfig
+    from genrl.config.vlm import VLMConfig
+
+    AnyConfig: TypeAlias = Config | VLAConfig | VLMConfig
+
+ROOTS = {"Config": "schema", "VLAConfig": "vla", "VLMConfig": "vlm"}
+"""Schema class of each kind of run -> its module. To build one takes as long as all else that `genrl check` does."""
+
+
+def root(name: str) -> type[AnyConfig]:
+    """The schema class of one kind of run, built when it is first asked for."""
+    found: type[AnyConfig] = getattr(import_module(f"genrl.config.{ROOTS[name]}"), name)
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name != "AnyConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return Union[tuple(map(root, ROOTS))]  # noqa: UP007
 
 
 OBJECTS = f"""\
@@ -81,7 +97,7 @@ def load_given(
 
 def kind_of(path: str | Path) -> Kind:
     """Of the run that a file describes, whatever else it lacks. Raises ConfigError where it cannot be read."""
-    return ROOTS[root_of(_with_base(_read(Path(path)), Path(path)).value)].kind
+    return root(root_of(_with_base(_read(Path(path)), Path(path)).value)).kind
 
 
 def _of_objects(value: Mapping[str, Any], caller: str) -> _Tree:
@@ -95,10 +111,13 @@ def _of_objects(value: Mapping[str, Any], caller: str) -> _Tree:
 
 
 def _validated(tree: _Tree) -> tuple[AnyConfig, Origins]:
-    root = ROOTS[root_of(tree.value)]
-    value = completed(tree.value) if root is VLMConfig else tree.value
+    name, value = root_of(tree.value), tree.value
+    if name == "VLMConfig":
+        from genrl.config.vlm_method import completed
+
+        value = completed(value)
     try:
-        return root.model_validate(value), tree.origins
+        return root(name).model_validate(value), tree.origins
     except ValidationError as error:
         raise ConfigError(explain(error, value, tree.origins)) from None
 

@@ -224,9 +224,9 @@ def _refuse_incomplete(name: str, method: type[Method]) -> None:
 
 
 def _refuse_collisions(name: str, method: type[Method], kind: Kind) -> None:
-    from genrl.config.loading import ROOTS
+    from genrl.config.json_schemas import roots
 
-    sections = next(root for root in ROOTS.values() if root.kind == kind).model_fields
+    sections = next(root for root in roots().values() if root.kind == kind).model_fields
     for key in method.model_fields:
         above = next((base.__name__ for base in method.__mro__ if key in vars(base)), None)
         if above is not None:

@@ -6,9 +6,8 @@ import json
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-
-from genrl.config.loading import ROOTS
+from genrl.config.json_schemas import roots
+from genrl.config.section import Section
 
 HEAD = """# Configuration
 
@@ -49,26 +48,26 @@ TITLES = {"Config": "Diffusion pipelines", "VLAConfig": "Policies in simulation"
 def markdown() -> str:
     """The page."""
     lines = [HEAD.rstrip("\n")]
-    for root, title in TITLES.items():
-        lines += ["", f"## {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
-        _section(ROOTS[root], "", lines, {})
+    for name, root in roots().items():
+        lines += ["", f"## {TITLES[name]}", "", " ".join((root.__doc__ or "").split())]
+        _section(root, "", lines, {})
     return "\n".join(lines) + "\n"
 
 
-def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[type[BaseModel], str]) -> None:
+def _section(section: type[Section], name: str, lines: list[str], known: dict[type[Section], str]) -> None:
     """A heading, the section's meaning, a table of its own keys, then its subsections. known: where the sections stand
     that are on the page; they are not written again."""
     known[section] = name
     if name:
         lines += ["", f"### {name}", "", " ".join((section.__doc__ or "").split())]
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    below: list[tuple[type[BaseModel], str]] = []
-    functions: list[tuple[str, list[type[BaseModel]]]] = []
+    below: list[tuple[type[Section], str]] = []
+    functions: list[tuple[str, list[type[Section]]]] = []
     for own, field in section.model_fields.items():
         key, models = field.alias or own, _models(field.annotation)
         inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
-        meaning = _cell(field.description or "")
+        meaning = _cell(section.meaning(own))
         meaning += "".join(f" As `{known[model]}`." for model in models[:1] if model in known)
         lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
@@ -84,12 +83,12 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
             _section(model, prefix, lines, known)
 
 
-def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> None:
+def _functions(models: list[type[Section]], name: str, lines: list[str]) -> None:
     """A heading, and a table of functions by name with their constants."""
     lines += ["", f"### {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
     for model in models:
         constants = [
-            f"`{key}` {'required' if field.is_required() else f'`{_shown(field.default)}`'}: {field.description}"
+            f"`{key}` {'required' if field.is_required() else f'`{_shown(field.default)}`'}: {model.meaning(key)}"
             for key, field in model.model_fields.items()
             if key != "name"
         ]
@@ -104,15 +103,15 @@ def _cell(text: str) -> str:
     return "`".join(parts)
 
 
-def _kind(section: type[BaseModel]) -> str:
+def _kind(section: type[Section]) -> str:
     """What tells a section from the others that may stand in its place."""
     fields = section.model_fields
     return str(next(fields[key].default for key in ("algorithm", "kind", "name") if key in fields))
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _models(annotation: Any) -> list[type[Section]]:
     """The sections an annotation may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [model for argument in get_args(annotation) for model in _models(argument)]
 
@@ -135,14 +134,14 @@ def _type(annotation: Any) -> str:
         return f"{len(kinds)} x {kinds[0]}" if len(set(kinds)) == 1 else f"[{', '.join(kinds)}]"
     if origin is dict:
         return "mapping"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
     return {str: "text", bool: "true or false", int: "whole number", float: "number"}[annotation]
 
 
 def _shown(value: Any) -> str:
     """A default as it would be written; a section's is the table below."""
-    if isinstance(value, BaseModel):
+    if isinstance(value, Section):
         return "see below"
     if isinstance(value, float):
         return f"{value:g}"

@@ -95,8 +95,13 @@ def source_of(name: str) -> Source | None:
 
 
 def _class(name: str) -> ast.ClassDef:
+    """Read alone: the files of loaders and models hold dozens of others."""
     text = _files()[name].read_text(encoding="utf-8")
-    return next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+    found = re.search(rf"^class {name}\b.*?(?=^(?:class |def |@|if |\w+ = )|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    node = ast.parse(found[0]).body[0]
+    assert isinstance(node, ast.ClassDef)
+    return node
 
 
 @cache
@@ -170,8 +175,11 @@ def _files() -> dict[str, Path]:
         return {}
     folders = [Path(package.origin).parent / name for name in ("loaders", "models", "pipelines", "schedulers")]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    begins = re.compile(r"^class (\w+)", re.MULTILINE)
-    return {name: file for file in files for name in begins.findall(file.read_text(encoding="utf-8"))}
+    found: dict[str, Path] = {}
+    for file in files:
+        _, *classes = f"\n{file.read_text(encoding='utf-8')}".split("\nclass ")
+        found |= {re.split(r"\W", text, maxsplit=1)[0]: file for text in classes}
+    return found
 
 
 def problems(pipeline: str, denoisers: dict[str, str], *, lora: bool) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.kernels.backend import choose
-from genrl.kernels.joint_attention import attention_problem, usable
+from genrl.kernels.machine import attention_problem, usable
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule

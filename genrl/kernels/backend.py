@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from genrl.kernels.machine import interprets, triton_problem
+
 Backend = Literal["auto", "torch", "triton"]
 """auto: the best that can run on the given tensors; the others: that one, or a ValueError."""
 
-KERNELS = ("prefix_attention", "qk_norm_rope", "adaln", "sde_step")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 FUSION = {"enable_fp_fusion": True}
@@ -24,33 +23,8 @@ FUSION = {"enable_fp_fusion": True}
 logger = logging.getLogger(__name__)
 
 
-def interprets() -> bool:
-    """Whether Triton kernels are interpreted (TRITON_INTERPRET=1 before the first import): tests without a GPU."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-def triton_problem(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on tensors of this device; None where they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'genrl-diffusion[kernels]')"
-    if device.type != "cuda" and not interprets():
-        return f"Triton needs a GPU and the tensors are on {device.type}"
-    return None
-
-
 class TooManyGraphs(RuntimeError):
     """A compiled model was compiled again and again: its inputs change from call to call."""
-
-
-def compile_problem(device: torch.device) -> str | None:
-    """Why torch cannot compile for this device; None where it can."""
-    if device.type == "cuda":
-        return triton_problem(device)
-    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        return "there is no C++ compiler (g++ or clang++)"
-    return None
 
 
 def choose(kernel: str, x: Tensor, backend: Backend = "auto", *, instead: str = "torch") -> Literal["torch", "triton"]:
@@ -92,13 +66,6 @@ def _chosen(
         raise ValueError(f"kernel {kernel}: the back-end triton was asked for, but {problem}; use auto or torch")
     logger.warning("kernel %s: %s (no Triton: %s)", kernel, instead, problem)
     return "torch"
-
-
-def summary() -> dict[str, str]:
-    """Kernel -> what `auto` would run on this machine and why, for `genrl doctor`."""
-    gpu = torch.cuda.is_available()
-    problem = triton_problem(torch.device("cuda")) if gpu else "Triton needs a GPU"
-    return {name: f"torch (no Triton: {problem})" if problem else "triton" for name in KERNELS}
 
 
 @functools.cache

@@ -11,19 +11,16 @@ evaluation alone.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers", "sage"]
-"""auto: torch chooses, in a run not cudnn; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3,
-xformers, sage: packages flash-attn, flash-attn 3 (flash_attn_interface), xformers, sageattention."""
+from genrl.kernels.machine import PACKAGES, AttentionBackend, attention_problem, usable
 
 OF_TORCH = {
     "math": SDPBackend.MATH,
@@ -31,28 +28,10 @@ OF_TORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
 }
-PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers", "sage": "sageattention"}
-WITHOUT_MASK = ("flash", "flash2", "flash3", "sage")
-HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def attention_problem(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, masked: bool) -> str | None:
-    """Why `backend` cannot attend with tensors of this kind, None where it can; ValueError for an unknown name."""
-    if backend not in get_args(AttentionBackend):
-        raise ValueError(f"attention back-end must be one of {', '.join(get_args(AttentionBackend))}, not {backend!r}")
-    if backend in ("auto", "math"):
-        return None
-    package = PACKAGES.get(backend)
-    if package is not None and importlib.util.find_spec(package) is None:
-        return f"its package {package} is not installed"
-    if device.type != "cuda" and not (backend == "flash" and device.type == "cpu"):
-        return f"it needs a GPU and the tensors are on {device.type}"
-    if backend in HALF_ONLY and dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')} (see model.dtype)"
-    if masked and backend in WITHOUT_MASK:
-        return "it takes no mask, and this model pads its texts"
-    return None
+_problem = torch.compiler.assume_constant_result(attention_problem)
+"""A compiled graph holds the answer alone."""
 
 
 def joint_attention(
@@ -62,7 +41,7 @@ def joint_attention(
 
     Raises ValueError where a named back-end cannot run on these tensors, with the reason and what can.
     """
-    problem = attention_problem(backend, query.device, query.dtype, mask is not None)
+    problem = _problem(backend, query.device, query.dtype, mask is not None)
     if problem is not None:
         raise ValueError(
             f"attention back-end {backend}: {problem}; that can run here: {', '.join(usable(query, mask))} "
@@ -90,12 +69,6 @@ class _Contiguous(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """grad in the shape of x."""
         return grad.contiguous()
-
-
-def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:
-    """Back-ends that can attend with tensors such as `like` [B, S, H, D]; mask as in `joint_attention`."""
-    names = get_args(AttentionBackend)
-    return [name for name in names if attention_problem(name, like.device, like.dtype, mask is not None) is None]
 
 
 @functools.cache

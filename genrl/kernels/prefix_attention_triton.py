@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from genrl.kernels.backend import FUSION, interprets
+from genrl.kernels.backend import FUSION
+from genrl.kernels.machine import interprets
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

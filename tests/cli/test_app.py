@@ -89,6 +89,31 @@ def test_without_torch(arguments: list[str], code: int | None) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (
+            ["check", "configs/quickstart.yaml"],
+            ["genrl.config.vlm", "genrl.config.vla", "genrl.vlm", "genrl.vla", "httpx"],
+        ),
+        (["check", "configs/vlm/grpo.yaml"], ["genrl.config.vla", "genrl.vla"]),
+        (["check", "configs/vla/flow_sde.yaml"], ["genrl.config.vlm", "genrl.vlm"]),
+        (
+            ["doctor"],
+            ["torch._dynamo", "torchvision", "triton", "diffusers", "transformers", "peft", "datasets", "wandb"],
+        ),
+    ],
+)
+def test_what_is_only_named_is_not_imported(arguments: list[str], unneeded: list[str]) -> None:
+    """Schemas of other kinds of runs were half of what `check` costs, torch's compiler half of `doctor`."""
+    program = (
+        "import sys\nfrom genrl import cli\nsys.argv[1:] = " + repr(arguments) + "\n"
+        "try:\n    cli.main()\nfinally:\n    print('SEEN', sorted(set(" + repr(unneeded) + ") & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("SEEN []\n"), done.stdout + done.stderr
+
+
 def test_help_does_not_read_configurations() -> None:
     program = (
         "import sys\nfrom genrl import cli\nprint(sorted({'pydantic', 'yaml', 'genrl.config'} & set(sys.modules)))"

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.kernels import backend, joint_attention
+from genrl.kernels import backend, joint_attention, machine
 from genrl.kernels.adaln import adaln
-from genrl.kernels.backend import KERNELS, choose, summary
+from genrl.kernels.backend import choose
+from genrl.kernels.machine import KERNELS, summary
 from genrl.kernels.qk_norm_rope import qk_norm_rope
 from genrl.runtime.devices import without_cudnn_attention
 from tests.kernels.kernel_errors import needs_triton
@@ -65,7 +66,7 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
     q, k, v = torch.randn(3, 2, 7, 3, 8)
     mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
     exact = softmax_attention(q, k, v, torch.where(mask, 0.0, -torch.inf))
-    for name in joint_attention.usable(q, mask):
+    for name in machine.usable(q, mask):
         found = joint_attention.joint_attention(q, k, v, mask=mask, backend=name)
         torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
@@ -109,7 +110,7 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sage))
     joint_attention._library.cache_clear()
     q, k, v = torch.randn(3, 2, 7, 3, 8)
-    for name in joint_attention.PACKAGES:
+    for name in machine.PACKAGES:
         assert torch.equal(joint_attention._library(name)(q, k, v, None), softmax_attention(q, k, v)), name
     mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
     found = joint_attention._library("xformers")(q, k, v, mask)
@@ -203,10 +204,10 @@ def test_gradients_of_two_layouts_are_right_one_after_the_other(name: str) -> No
 
 
 def test_flash_takes_no_mask() -> None:
-    problem = joint_attention.attention_problem("flash", torch.device("cpu"), torch.float32, masked=True)
+    problem = machine.attention_problem("flash", torch.device("cpu"), torch.float32, masked=True)
     assert problem == "it takes no mask, and this model pads its texts"
     with pytest.raises(ValueError, match="must be one of auto, math, .* not 'fa2'"):
-        joint_attention.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
+        machine.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

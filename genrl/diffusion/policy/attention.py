@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from genrl.kernels.backend import Backend
-from genrl.kernels.joint_attention import AttentionBackend, joint_attention
+from genrl.kernels.joint_attention import joint_attention
+from genrl.kernels.machine import AttentionBackend
 from genrl.kernels.qk_norm_rope import qk_norm_rope
 
 Angles = tuple[Tensor, Tensor] | None

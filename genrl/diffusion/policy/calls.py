@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from genrl.diffusion.policy.interfaces import Decoder, Pipeline
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, leading, leads
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.mdp.noise import derive_seed
 
 
 class Leave(Exception):
@@ -62,9 +61,7 @@ class PipelineCalls:
         call: Callable[..., Any] = type(self.pipe).__call__
         if grad:
             call = call.__wrapped__  # type: ignore[attr-defined]
-        generators = [
-            torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in batch.initial_keys or batch.keys
-        ]
+        generators = [torch.Generator().manual_seed(seed) for seed in batch.initial_seeds]
         if not self._tells_ends:
             request.on_end = None
         ends = {} if request.on_end is None else {"callback_on_step_end": self._tell_end}

@@ -21,7 +21,8 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from genrl.kernels.backend import TooManyGraphs, compile_problem
+from genrl.kernels.backend import TooManyGraphs
+from genrl.kernels.machine import compile_problem
 
 MOST = 16
 """Calls of a denoiser that may have to be compiled: those of training and evaluation, whole and last micro-batches,

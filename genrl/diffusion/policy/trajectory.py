@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from genrl.config.kernels import find_kernel
 from genrl.diffusion.policy.scheduler import PolicyHead, Step
 from genrl.mdp import kernels
 from genrl.mdp.kernels import Transition
-from genrl.mdp.noise import keyed_noise
+from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.tree import edge_noise
 
 NoiseKey = tuple[int | str, ...]
@@ -37,6 +38,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @cached_property
+    def initial_seeds(self) -> list[int]:
+        """Of the initial noise, one per sample. Every call of the pipeline asks for them."""
+        return [derive_seed(*key, "initial") for key in self.initial_keys or self.keys]
 
     def take(self, rows: Sequence[int]) -> Batch:
         """The samples of these rows."""

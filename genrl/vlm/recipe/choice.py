@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, GetJsonSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import Field
 
 from genrl.config.section import Section
 
@@ -29,9 +28,3 @@ class Choice(Section):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Its name means what it does."""
         cls.model_fields["name"].description = " ".join((cls.__doc__ or "").split())
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = handler.resolve_ref_schema(handler(core))
-        schema["properties"]["name"]["description"] = cls.model_fields["name"].description
-        return schema

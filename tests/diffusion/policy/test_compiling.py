@@ -22,7 +22,8 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
-from genrl.kernels.backend import TooManyGraphs, compile_problem
+from genrl.kernels.backend import TooManyGraphs
+from genrl.kernels.machine import compile_problem
 from genrl.runtime.recorded import Recorded
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -303,6 +304,43 @@ def test_offloaded_text_encoders_are_moved_once_per_call(prompts: list[str]) -> 
     with pytest.raises(ValueError, match="text input must be"):
         encode(prompt=[3])
     assert moved == ["cpu"] * 4  # back after a failure too
+
+
+def test_a_batch_is_put_together_once_while_nothing_changes(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    encode = functools.partial(
+        policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, device=device, max_sequence_length=16
+    )
+    made: list[int] = []
+    by_row = encoding._by_row
+    monkeypatch.setattr(encoding, "_by_row", lambda *given: made.append(1) or by_row(*given))
+
+    def again(prompts: list[str], **keys: Any) -> tuple[list[Tensor | None], int]:
+        before = len(made)
+        found = list(encode(prompt=prompts, **keys))
+        return found, len(made) - before
+
+    prompts = PROMPTS[:2]
+    first, count = again(prompts)
+    assert count == 1
+    wanted = [None if part is None else part.clone() for part in first]
+
+    def as_first(found: list[Tensor | None]) -> bool:
+        return all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
+
+    found, count = again(list(prompts))
+    assert count == 0 and as_first(found)
+    found, count = again(prompts, do_classifier_free_guidance=False)
+    assert count == 1 and found[1] is None
+    found, count = again(prompts)
+    assert count == 1 and as_first(found)
+    assert found[0] is not None
+    found[0].add_(1.0)  # as a pipeline may
+    found, count = again(prompts)
+    assert count == 1 and as_first(found)
+    prompts.reverse()  # a pipeline may overwrite the list that it gave
+    found, count = again(prompts)
+    assert count == 1 and not as_first(found)
 
 
 def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""What can compute kernels on this machine. Nothing is compiled here, so torch's compiler is not imported either."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers", "sage"]
+"""auto: torch chooses, in a run not cudnn; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3,
+xformers, sage: packages flash-attn, flash-attn 3 (flash_attn_interface), xformers, sageattention."""
+
+PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers", "sage": "sageattention"}
+WITHOUT_MASK = ("flash", "flash2", "flash3", "sage")
+HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
+
+KERNELS = ("prefix_attention", "qk_norm_rope", "adaln", "sde_step")
+
+
+def interprets() -> bool:
+    """Whether Triton kernels are interpreted (TRITON_INTERPRET=1 before the first import): tests without a GPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on tensors of this device; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'genrl-diffusion[kernels]')"
+    if device.type != "cuda" and not interprets():
+        return f"Triton needs a GPU and the tensors are on {device.type}"
+    return None
+
+
+def compile_problem(device: torch.device) -> str | None:
+    """Why torch cannot compile for this device; None where it can."""
+    if device.type == "cuda":
+        return triton_problem(device)
+    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "there is no C++ compiler (g++ or clang++)"
+    return None
+
+
+def summary() -> dict[str, str]:
+    """Kernel -> what `auto` would run on this machine and why, for `genrl doctor`."""
+    gpu = torch.cuda.is_available()
+    problem = triton_problem(torch.device("cuda")) if gpu else "Triton needs a GPU"
+    return {name: f"torch (no Triton: {problem})" if problem else "triton" for name in KERNELS}
+
+
+def attention_problem(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, masked: bool) -> str | None:
+    """Why `backend` cannot attend with tensors of this kind, None where it can; ValueError for an unknown name."""
+    if backend not in get_args(AttentionBackend):
+        raise ValueError(f"attention back-end must be one of {', '.join(get_args(AttentionBackend))}, not {backend!r}")
+    if backend in ("auto", "math"):
+        return None
+    package = PACKAGES.get(backend)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"its package {package} is not installed"
+    if device.type != "cuda" and not (backend == "flash" and device.type == "cpu"):
+        return f"it needs a GPU and the tensors are on {device.type}"
+    if backend in HALF_ONLY and dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')} (see model.dtype)"
+    if masked and backend in WITHOUT_MASK:
+        return "it takes no mask, and this model pads its texts"
+    return None
+
+
+def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:
+    """Back-ends that can attend with tensors such as `like` [B, S, H, D]; mask as in `joint_attention`."""
+    names = get_args(AttentionBackend)
+    return [name for name in names if attention_problem(name, like.device, like.dtype, mask is not None) is None]
