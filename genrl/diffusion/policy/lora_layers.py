@@ -20,16 +20,16 @@ class AddedAtOnce(Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        downs: Any = self.lora_A
+        downs, ups = self.lora_A, self.lora_B
         names = [name for name in self.active_adapters if name in downs]
         plain = not (args or kwargs or self.disable_adapters or self.merged or self.lora_variant)
         if not plain or not all(_exact(self.scaling[name]) for name in names):
             return super().forward(x, *args, **kwargs)
-        result: Tensor = self.base_layer(x)
+        result = self.base_layer(x)
         dtype = result.dtype
         for name in names:
             x = self._cast_input_dtype(x, downs[name].weight.dtype)
-            delta = self.lora_B[name](downs[name](self.lora_dropout[name](x)))
+            delta = ups[name](downs[name](self.lora_dropout[name](x)))
             result = torch.add(result, delta, alpha=self.scaling[name])
         return result.to(dtype)
 

@@ -170,7 +170,7 @@ class TestFrozen:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("keys", [{}, {"alpha": 4.0}, {"alpha": 2.0}, {"alpha": 6.0}, {"type": "rslora"}])
+@pytest.mark.parametrize("keys", [{}, {"alpha": 4.0}, {"alpha": 2.0}, {"alpha": 6.0}, {"type": "rslora"}, {"type": "dora"}])
 def test_layers_that_add_at_once_give_the_bits_of_pefts_own(keys: dict[str, Any], autocast: bool) -> None:
     policy, weights = made(**keys)
     policy.autocast = policy.calls.autocast = torch.bfloat16 if autocast else None
