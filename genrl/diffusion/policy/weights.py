@@ -14,7 +14,6 @@ from torch import nn
 from genrl.config import LoRA
 from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with, encoders_of
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.diffusion.policy.lora_layers import add_at_once
 from genrl.runtime.sharding import Sharding, in_step, shard
 from genrl.runtime.weights import Weights
 
@@ -43,7 +42,6 @@ def trainable(
             assert pipe is not None
             trained |= encoders_of(pipe)
         _adapt(pipe, trained, lora, seed)
-        add_at_once(trained.values())
     for network in trained.values():
         if lora is None:
             network.requires_grad_(True)

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
 from genrl.config import LoRA
 from genrl.diffusion.policy.adapters import activate, load_lora
 from genrl.diffusion.policy.export import save_lora
-from genrl.diffusion.policy.lora_layers import AddedAtOnce
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
@@ -167,26 +165,3 @@ class TestFrozen:
         torch.testing.assert_close(drawn(plain), after, rtol=1e-5, atol=1e-5)
         activate(policy.denoiser)
         assert torch.equal(drawn(policy), after)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("keys", [{}, {"alpha": 4.0}, {"alpha": 2.0}, {"alpha": 6.0}, {"type": "rslora"}, {"type": "dora"}])
-def test_layers_that_add_at_once_give_the_bits_of_pefts_own(keys: dict[str, Any], autocast: bool) -> None:
-    policy, weights = made(**keys)
-    policy.autocast = policy.calls.autocast = torch.bfloat16 if autocast else None
-    move(weights)
-    layers = [layer for layer in policy.denoiser.modules() if type(layer) is AddedAtOnce]
-    state = policy.generate(BATCH)
-
-    def found() -> list[Tensor]:
-        policy.denoiser.zero_grad()
-        output = policy.velocity(BATCH, state, torch.tensor(0.5))
-        output.square().sum().backward()
-        return [output.detach(), *(p.grad.clone() for p in weights.parameters if p.grad is not None)]
-
-    at_once = found()
-    for layer in layers:
-        layer.__class__ = Linear
-    own = found()
-    assert layers and len(own) > len(layers)
-    assert all(torch.equal(a, b) for a, b in zip(at_once, own, strict=True))
