@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from genrl.vla.policies.policy import STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
 from tests.vla.published import LINES, PI_REAL, PI_TINY, pi_folder, pi_observation, pi_shapes, random_weights
 
+LEROBOT = Path(__file__).parents[2] / "fixtures" / "lerobot"
 BOTH = pytest.mark.parametrize("adaptive", [False, True], ids=["pi0", "pi05"])
 
 
@@ -328,6 +330,21 @@ def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_p
     assert numbers(load_policy(tmp_path / "again")) == [*own, *["128"] * 27]
     with pytest.raises(ValueError, match="policy.padded_state is of type pi05, and this is pi0"):
         load_policy(folders[False][0], adapt=Adapt(padded_state=True))
+
+
+@BOTH
+def test_they_act_as_lerobots_own(adaptive: bool, folders) -> None:
+    """As LeRobot 0.6.1 acts with the same folder (tests/fixtures/lerobot_reference.py): ten Euler steps from its noise,
+    its prompt and pictures being made by its own processors."""
+    policy = load_policy(folders[adaptive][0])
+    with np.load(LEROBOT / ("pi05.npz" if adaptive else "pi0.npz")) as arrays:
+        given = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    with torch.no_grad():
+        context, x = policy.encode(observation(policy)), given["x"]
+        for step in range(10):
+            x = x - policy.velocity(context, x, torch.full((3,), 1 - step / 10)) / 10
+    torch.testing.assert_close(x[..., :3], given["chunk"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy.actions(x), given["acts"], rtol=0, atol=1e-5)
 
 
 @BOTH

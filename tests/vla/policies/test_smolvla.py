@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from genrl.vla.policies import smolvla
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
+from tests.conftest import GOLDEN
 from tests.vla.published import LINES, SMOL_REAL, SMOL_TINY, pi_observation, random_weights, smol_folder, smol_shapes
 
 SIGMA = torch.tensor([1.0, 0.5, 0.1])
@@ -249,6 +251,24 @@ def test_a_tied_head_is_the_embedding(folder, tmp_path) -> None:
     ours, theirs = load_policy(tmp_path), load_policy(folder)
     seen = observation(ours)
     assert torch.equal(ours.encode(seen)["keys"], theirs.encode(seen)["keys"])
+
+
+def test_it_acts_as_lerobots_own() -> None:
+    """A folder that LeRobot 0.6.1 made, saved and acted with: ten Euler steps from its noise, to its robot's units."""
+    place = GOLDEN / "lerobot_smolvla"
+    if not place.is_dir():
+        pytest.skip(f"golden arrays not found at {place} (set GENRL_GOLDEN to their folder)")
+    with np.load(place / "ref.npz") as arrays:
+        given = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    policy = load_policy(place)
+    seen = {name: value for name, value in given.items() if name.startswith("observation")}
+    seen |= {STATE: given["state"], TOKENS: policy.tokenise(LINES)}
+    with torch.no_grad():
+        context, x = policy.encode(seen), given["x"]
+        for step in range(10):
+            x = x - policy.velocity(context, x, torch.full((3,), 1 - step / 10)) / 10
+    torch.testing.assert_close(x[..., :3], given["chunk"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy.actions(x), given["acts"], rtol=0, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
