@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +62,8 @@ class Simulator:
     with `proprioception` p: its first p numbers are, and all are "environment_state". Pictures that are asked for and
     not there are rendered: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
     pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or rendered by `picture(size,
-    camera)` of an environment whose `cameras` are so named.
+    camera)` of an environment whose `cameras` are so named. A picture of an observation is a square of any size; it is
+    made as small as the policy reads it by averages over areas.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
@@ -70,6 +72,12 @@ class Simulator:
         box = env.action_space
         if not isinstance(box, spaces.Box) or len(box.shape) != 1:
             raise Misuse(f"chunks need an action space of vectors, a Box of shape [D]; {env} has {box}")
+        takes = inspect.signature(env.unwrapped.reset).parameters.values()
+        if not any(p.name == "seed" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes):
+            raise Misuse(
+                f"{env.unwrapped} cannot be given a seed, so its episodes could not be repeated: gymnasium's reset is "
+                "reset(self, *, seed=None, options=None), and begins with super().reset(seed=seed)"
+            )
         self.env, self.box, self.reading, self.elapsed = env, box, reading, 0
 
     def begin(self, number: int) -> Outcome:
@@ -98,10 +106,13 @@ class Simulator:
 
     def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
+        return as_picture(self._rendered(size, camera), size, str(self.env.unwrapped))
+
+    def _rendered(self, size: int, camera: str) -> Any:
         bare: Any = self.env.unwrapped
         if camera:
-            return as_picture(bare.picture(size, camera), size, str(bare))
-        return as_picture(bare.picture(size) if isinstance(bare, Pictures) else self.env.render(), size, str(bare))
+            return bare.picture(size, camera)
+        return bare.picture(size) if isinstance(bare, Pictures) else self.env.render()
 
     def _outcome(self, raw: Any, rewards: NDArray[np.float32], count: int, *ends: bool) -> Outcome:
         """ends: terminated, truncated, success."""
@@ -139,8 +150,15 @@ class Simulator:
         return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
 
     def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
-        size = self.reading.image_size
-        return self.picture(size, camera) if shown is None else as_picture(shown, size, str(self.env.unwrapped))
+        size, who = self.reading.image_size, str(self.env.unwrapped)
+        picture = self._rendered(size, camera) if shown is None else shown
+        shape = np.shape(picture)
+        if len(shape) == 3 and shape[0] != shape[1]:
+            raise Misuse(
+                f"{who} shows pictures of {shape[0]} x {shape[1]} (height x width), and the policy reads squares of "
+                f"{size}: crop or pad them in the environment, as in the data that the policy was trained on"
+            )
+        return as_picture(picture, size, who)
 
 
 class SlotHost:

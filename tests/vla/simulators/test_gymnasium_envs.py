@@ -144,6 +144,37 @@ def test_pictures_that_cannot_be_rendered_are_told() -> None:
         Simulator(3, Reading(chunk=1))  # type: ignore[arg-type]
 
 
+class Unseeded(Blind):
+    def reset(self):  # type: ignore[override]
+        return np.zeros(2), {}
+
+
+class Wide(Blind):
+    def __init__(self, by_itself: bool) -> None:
+        self.by_itself = by_itself
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        shown = {"agent_pos": np.zeros(2)}
+        return shown | ({"pixels": self.render()} if self.by_itself else {}), {}
+
+    def render(self):
+        return np.zeros((48, 64, 3), np.uint8)
+
+
+def test_an_environment_without_a_seed_is_told_what_reset_takes() -> None:
+    with pytest.raises(Misuse, match=r"cannot be given a seed.*reset\(self, \*, seed=None, options=None\)"):
+        Simulator(Unseeded(), Reading(chunk=1))
+
+
+@pytest.mark.parametrize("by_itself", [True, False], ids=["observed", "rendered"])
+def test_a_policys_picture_is_not_squeezed(by_itself: bool) -> None:
+    """Films may be."""
+    simulator = Simulator(Wide(by_itself), Reading(chunk=1, image_size=32))
+    with pytest.raises(Misuse, match=r"shows pictures of 48 x 64 \(height x width\).*squares of 32"):
+        simulator.begin(0)
+    assert simulator.picture(32).shape == (32, 32, 3)
+
+
 def test_names() -> None:
     assert is_function("a/b.py:make") and is_function("minitable")
     assert not is_function("gym_pusht/PushT-v0") and not is_function("gym_pusht:gym_pusht/PushT-v0")
