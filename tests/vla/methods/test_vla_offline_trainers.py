@@ -130,6 +130,7 @@ def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_pa
         ("fisor", "policy.new.type=tiny_flow_vla", "diffusion_mlp"),
         ("rl_vlm_f", "policy.new.image_size=32", "states"),
         ("rl100", "sampler.selection=last", "write all"),
+        ("rl100", "policy.new.image_size=32", "a picture would never change; write 0"),
         ("diwa", "demonstrations=null", "expert"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -17,11 +19,13 @@ from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.methods.rl100.train import (
     decayed_clip,
     draw_at,
+    inputs_of,
     loss,
     online_batch,
     part,
     surrogate_steps,
 )
+from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act
@@ -201,3 +205,12 @@ def test_a_student_meets_its_teacher_in_one_step() -> None:
         assert (found - goal).square().mean() < 0.3 * (noise - goal).square().mean()
         sampled = act(student, LearnedNoise(steps=1), student.encode(shown), noise)  # how it is used afterwards
     torch.testing.assert_close(sampled, found)
+
+
+def test_a_policy_whose_worth_cannot_be_imagined_is_refused() -> None:
+    published = SimpleNamespace(config=SimpleNamespace())
+    with pytest.raises(ValueError, match="policy.path: rl100's critics .* a SimpleNamespace has inputs of its own"):
+        inputs_of(published)
+    sees = SimpleNamespace(config=SimpleNamespace(inputs=Inputs(3, ("put",), image=32)))
+    with pytest.raises(ValueError, match="policy.path: .* a picture would never change; take a policy of states"):
+        inputs_of(sees)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
 
 
+BLIND = "rl100 judges a policy in a model that imagines states, where a picture would never change"
+
+
 class RL100(VLAMethod):
     """RL-100: imitation, rounds of offline RL that offline evaluation gates, online RL, a one-step copy at the end."""
 
@@ -100,10 +103,13 @@ class RL100(VLAMethod):
     """Steps that make the one-step copy at the end; 0 = none."""
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
-        """A sampler that does not score every denoising step, a frozen encoder, a new policy without demonstrations."""
+        """A sampler that does not score every denoising step, a frozen encoder, a new policy without demonstrations, or
+        one that reads pictures."""
         sampler, policy = config.sampler, config.policy
         if policy.new is not None:
             yield from from_demonstrations(config, self.algorithm)
+            if policy.new.image_size:
+                yield ("policy.new.image_size",), f"{BLIND}; write 0"
         if sampler.kind in ("flow_noise", "reinflow"):
             text = f"rl100 needs a ratio for every denoising step, {sampler.kind} has one for the chain; write flow_cps"
             yield ("sampler.kind",), text

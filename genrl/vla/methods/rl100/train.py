@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge
 from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
-from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.methods.rl100.settings import BLIND, RL100
 from genrl.vla.methods.update import Figures
+from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
@@ -148,13 +149,27 @@ def part(batch: Drawn, index: Tensor) -> Drawn:
     return Drawn(rows(batch.observation, index), *(value[index] for value in batch[1:]))
 
 
+def inputs_of(policy: Any) -> Inputs:
+    """What the policy reads, and so its critics. Raises ValueError for a policy whose worth cannot be imagined."""
+    inputs: Inputs | None = getattr(policy.config, "inputs", None)
+    if inputs is None:
+        raise ValueError(
+            f"policy.path: rl100's critics and model read what an embedded policy reads, and a {type(policy).__name__} "
+            "has inputs of its own; write policy.new, or train it by ppo or grpo"
+        )
+    if inputs.image:
+        raise ValueError(f"policy.path: {BLIND}; take a policy of states")
+    return inputs
+
+
 def train(run: VLARun, settings: RL100) -> None:
     """Imitation of the frames (where the policy is new), rounds of offline RL, online RL, the one-step copy."""
     config, loop, policy = run.config, run.loop, run.policy
+    inputs = inputs_of(policy)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
-        critics = Critics(policy.config.inputs, stats, numbers)
+        critics = Critics(inputs, stats, numbers)
     store = Store(critics=critics.to(loop.process.accelerator.device))
     loop.keep("rl100", store)
     if not store.ready:
