@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.runtime import ray_cluster
+from genrl.runtime.devices import without_cudnn_attention
 from genrl.runtime.ray_cluster import connected
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, joined
@@ -55,6 +56,7 @@ class ActingHost:
     """The environment of some groups of slots, and a copy of the policy (and of DPPO's frozen one)."""
 
     def __init__(self, groups: int, *, policies: Any, simulation: Simulation) -> None:
+        without_cudnn_attention()  # as where the policy is trained
         policy, frozen = connected().get(policies)
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         self.policy, self.frozen = policy.to(device), None if frozen is None else frozen.to(device)
