@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 
-from benchmarks import full_size
+from benchmarks import full_size, kernels
 from benchmarks.full_size import MODELS, Published
-from genrl.config import AnyConfig, Config, ConfigError, load
+from genrl.config import AnyConfig, Config, load
 from genrl.config.estimate import read_components
 from genrl.config.memory_estimate import memory
+from genrl.kernels.machine import triton_problem
+from genrl.runtime.devices import without_cudnn_attention
 from genrl.runtime.frame import train
 from genrl.runtime.run import read_metrics, write_atomic
 
@@ -98,11 +100,25 @@ TRAINING = ("diffusion/policy", "diffusion/test_train.py", "diffusion/methods", 
 
 
 class Found:
-    """What a check finds, written as it goes."""
+    """What a check finds, written as it goes; it begins with what an earlier call found."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        self.failed = False
+
+    def knows(self, name: str) -> bool:
+        """Whether this was found before, and is no failure."""
+        value = self.values.get(name)
+        return value is not None and not (isinstance(value, dict) and "failed" in value)
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """Note what failed; the others go on, unless the card is lost to this process."""
+        traceback.print_exc()
+        self.failed = True
+        self.put(name, {"failed": problem_of(error)})
+        if "illegal memory" in str(error) or "device-side assert" in str(error):
+            raise SystemExit(1)
 
     def put(self, name: str, value: Any) -> None:
         self.values[name] = value
@@ -179,7 +195,8 @@ def suite(found: Found, dry: bool) -> None:
 
 def _pytest(found: Found, what: Sequence[str], dry: bool, *, workers: int) -> None:
     """Counts and failures, as they come; of a dry run what would be run."""
-    options = ["--collect-only"] if dry else ["-n", str(workers), "--dist", "worksteal", "--tb=short", "-rf"]
+    options = ["--collect-only"] if dry else ["-n", str(workers), "--dist", "worksteal", "--tb=short", "-rfE"]
+    found.values.pop("failed", None)  # of an earlier call
     command = [sys.executable, "-m", "pytest", *what, *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         assert run.stdout is not None
@@ -187,10 +204,10 @@ def _pytest(found: Found, what: Sequence[str], dry: bool, *, workers: int) -> No
         for line in run.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
+            if line.startswith(("FAILED", "ERROR")):
+                found.put("failed", [*found.values.get("failed", []), line.rstrip()])
     found.put("summary", lines[-1] if lines else "")
-    found.put("failed", [line for line in lines if line.startswith(("FAILED", "ERROR"))])
-    if run.returncode not in (0, 5) or found.values["failed"]:
-        raise SystemExit(1)
+    found.failed = run.returncode not in (0, 5)
 
 
 # --- ratios -----------------------------------------------------------------------------------------------------------
@@ -217,27 +234,29 @@ def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]
     with tempfile.TemporaryDirectory() as place:
         pipeline = _built(model, Path(place), dry, found)
         for way, changes in ways.items():
+            if found.knows(way):
+                continue
             backend = ("kernels.backend=triton",) if "fused" in way and not dry else ()
             rows, output = (*HALF, *ONE, *changes, *backend), Path(place) / f"run-{len(found.values)}"
-            found.put(way, _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows))
+            try:
+                row = _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows)
+            except Exception as error:  # noqa: BLE001 - it is what was found
+                found.fail(way, error)
+                continue
+            found.put(way, row)
+            found.failed = found.failed or row.get("max_abs_dev", 0) != 0
 
 
 def _ratio_of(
     model: Published, name: str, pipeline: Path, output: Path, size: int, changes: Sequence[str]
 ) -> dict[str, Any]:
+    """The deviation, or why a run refuses; whatever else it raises has failed."""
     torch.compiler.reset()
-    try:
-        config = full_size.configured(model, RECIPES[name], pipeline, output, size, changes)
-    except ConfigError as error:
-        return {"refused": str(error)[:600]}
     began = time.perf_counter()
     try:
-        rows = _trained(config)
+        rows = _trained(full_size.configured(model, RECIPES[name], pipeline, output, size, changes))
     except ValueError as error:  # what a model or a device cannot do is told before anything is drawn
         return {"refused": str(error)[:600]}
-    except Exception as error:  # noqa: BLE001 - it is what was found
-        traceback.print_exc()
-        return {"failed": problem_of(error), "seconds": time.perf_counter() - began}
     return {"max_abs_dev": rows[0]["ratio/max_abs_dev"], "seconds": time.perf_counter() - began}
 
 
@@ -278,12 +297,20 @@ def _trained(config: AnyConfig) -> list[dict[str, float]]:
 
 
 def kernel(found: Found, dry: bool, name: str) -> None:
-    """`benchmarks.kernels`. The checks of all kernels compile side by side, and time one after the other."""
-    with tempfile.TemporaryDirectory() as place:
-        options = ["--dry-run"] if dry else ["--rounds", "25", "--turns", f"{tempfile.gettempdir()}/turns"]
-        command = [sys.executable, "-m", "benchmarks.kernels", name, *options, "--out", place]
-        subprocess.run(command, check=True, cwd=ROOT)
-        found.put("rows", json.loads((Path(place) / "kernels.json").read_text())["found"])
+    """`benchmarks.kernels`, a shape at a time."""
+    without_cudnn_attention()  # of what torch chooses, as in every run
+    device = "cpu" if dry else "cuda"
+    backend: Any = "auto" if triton_problem(torch.device(device)) else "triton"
+    rows: list[dict[str, Any]] = found.values.get("rows", [])
+    for shape, case in kernels.cases(name, device, torch.bfloat16, tiny=dry, backend=backend).items():
+        if any(row["shape"] == shape for row in rows):
+            continue
+        try:
+            rows += kernels.measure(name, shape, case, 25, device)
+        except Exception as error:  # noqa: BLE001 - it is what was found
+            found.fail(f"failed: {shape}", error)
+            continue
+        found.put("rows", rows)
 
 
 def attention(found: Found, dry: bool) -> None:
@@ -312,6 +339,8 @@ def runs(found: Found, dry: bool) -> None:
     }
     with tempfile.TemporaryDirectory() as place:
         for file, changes in files.items():
+            if found.knows(file):
+                continue
             output = f"output={place}/{Path(file).parent.name}-{Path(file).stem}"
             with _told(found, file):
                 rows = _trained(load(ROOT / file, [*changes, "trackers=[]", output]))
@@ -325,7 +354,7 @@ def _told(found: Found, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001
-        found.put(name, {"failed": problem_of(error)})
+        found.fail(name, error)
 
 
 def group(found: Found, dry: bool) -> None:
@@ -354,7 +383,7 @@ def speed(found: Found, dry: bool, name: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         pipeline = _built(model, Path(place), dry, found)
         for k, (choice, (recipe, changes)) in enumerate(choices.items()):
-            if dry and choice not in ("as published", "flux1_dev_24gb"):
+            if found.knows(choice) or (dry and choice not in ("as published", "flux1_dev_24gb")):
                 continue
             output = Path(place) / f"run-{k}"
             with _told(found, choice):
@@ -419,7 +448,10 @@ def main() -> None:
     name, _, argument = given.name.partition(":")
     if name not in CHECKS:
         arguments.error(f"no check {name}; there are {', '.join(CHECKS)}")
-    CHECKS[name](Found(given.found), given.dry_run, *([argument] if argument else []))
+    found = Found(given.found)
+    CHECKS[name](found, given.dry_run, *([argument] if argument else []))
+    if found.failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ seconds. Fails where something is missing, and names it with the command that wo
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+IMPORTS = "pytest, xdist, hypothesis, genrl.cli, genrl.diffusion.train, genrl.vlm.train, genrl.vla.train"
+"""What imports nearly all that the checks need, with the needs of needs."""
 TESTS = ("pytest", "pytest-xdist", "hypothesis", "triton", "torchao", "scipy")
 
 
@@ -44,6 +47,12 @@ def main() -> None:
         tag = f"{sys.version_info.major}.{sys.version_info.minor}"
         sys.exit(f"missing: {', '.join(missing)}; where there is an index: pip download --no-deps --only-binary=:all: "
                  f"--python-version {tag} -d {wheels} {' '.join(missing)}")  # fmt: skip
+    imported = subprocess.run(
+        [sys.executable, "-c", f"import {IMPORTS}, benchmarks.gpu_checks"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{target}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    if imported.returncode:
+        sys.exit("a package that others need is missing: see above")
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU")
 

@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from benchmarks.common import parser, save
@@ -36,6 +34,7 @@ from genrl.kernels.machine import triton_problem
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_torch
 from genrl.kernels.sde_step import sde_step, sde_step_torch
+from genrl.runtime.devices import without_cudnn_attention
 
 PEAK = {"H100": (790e12, 3.0e12), "H200": (790e12, 4.3e12), "A100": (280e12, 1.7e12)}
 """Sustained bfloat16 FLOP/s and bytes/s of some cards; none for another card."""
@@ -115,7 +114,7 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: 
             )
         elif kernel == "sde_step":
             x, noise = torch.randn(2, 1, 64 * tokens, device=device)  # 16 channels, patches of 2 x 2
-            a, b, s = torch.tensor([[0.9], [-0.1], [0.3]])
+            a, b, s = torch.tensor([[0.9], [-0.1], [0.3]], device=device)
             found[name] = Case(
                 [torch.randn_like(x)],
                 lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step(x, v, a, b, s, noise=n, backend=backend)[1:],
@@ -174,7 +173,7 @@ def errors(case: Case, candidates: Mapping[str, Callable[..., Outputs]]) -> dict
 
 def recorded(call: Callable[[], object]) -> Callable[[], object]:
     """The call's launches as a CUDA graph, so that its time is the GPU's and not the host's, which takes longer to
-    launch a short kernel than it runs. Raises RuntimeError for a call that waits for the GPU."""
+    launch a short kernel than it runs. A call that waits for the GPU cannot be recorded and is timed as it is."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -182,8 +181,12 @@ def recorded(call: Callable[[], object]) -> Callable[[], object]:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call
     return graph.replay
 
 
@@ -194,9 +197,8 @@ def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
     cache = torch.empty(CACHE, dtype=torch.int8, device="cuda")
-    graphs = {name: recorded(call) for name, call in calls.items()}
     for number in range(rounds + 2):
-        for name, call in graphs.items():
+        for name, call in calls.items():
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             cache.zero_()
             began.record()
@@ -214,25 +216,13 @@ def candidates_of(case: Case, device: str) -> dict[str, Callable[..., Outputs]]:
     return {"ours": case.ours, "compiled": definition, **case.libraries}
 
 
-def measure(
-    kernel: str, shape: str, case: Case, rounds: int, device: str, turn: AbstractContextManager[Any] | None = None
-) -> list[dict[str, Any]]:
-    """A row for the forward, and one for forward and backward; on a CPU without times. turn: is held while it times.
+def measure(kernel: str, shape: str, case: Case, rounds: int, device: str) -> list[dict[str, Any]]:
+    """A row for the forward, and one for forward and backward; on a CPU without times.
 
     Raises RuntimeError where ours has more than twice the definition's error.
     """
     torch.compiler.reset()  # one function for many shapes: beyond a few it would run uncompiled
     candidates = candidates_of(case, device)
-    for call in candidates.values():  # compiled here, where other processes may use the card
-        with_backward(call, case.inputs)()
-        call(*case.inputs)
-    with turn or nullcontext():
-        return _measured(kernel, shape, case, candidates, rounds, device)
-
-
-def _measured(
-    kernel: str, shape: str, case: Case, candidates: dict[str, Callable[..., Outputs]], rounds: int, device: str
-) -> list[dict[str, Any]]:
     found = errors(case, candidates)
     if found["ours"] > 2:
         raise RuntimeError(f"{kernel}, {shape}: {found['ours']:.1f} times the error of its definition")
@@ -248,7 +238,9 @@ def _measured(
             name: with_backward(call, case.inputs) if phase == "both" else partial(call, *case.inputs)
             for name, call in candidates.items()
         }
-        row["raw"] = seconds(calls, rounds)
+        graphs = {name: recorded(call) for name, call in calls.items()}
+        row["as_launched"] = [name for name, call in calls.items() if graphs[name] is call]
+        row["raw"] = seconds(graphs, rounds)
         median = row["seconds"] = {name: statistics.median(times) for name, times in row["raw"].items()}
         row["ratio"] = min(t for name, t in median.items() if name != "ours") / median["ours"]
         card = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
@@ -272,13 +264,12 @@ def main() -> None:
     arguments.add_argument("kernels", nargs="*", default=[], help=f"of {', '.join(names)}; default: all")
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--dry-run", action="store_true", help="tiny shapes, no times; needs no GPU")
-    arguments.add_argument("--turns", help="a file: processes that name the same one time one after the other")
     given = arguments.parse_args()
-    turn = None if given.turns is None else FileLock(given.turns)
     unknown = set(given.kernels) - set(names)
     if unknown:
         arguments.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     device = "cpu" if given.dry_run else "cuda"
+    without_cudnn_attention()  # of what torch chooses, as in every run
     problem = triton_problem(torch.device(device)) if given.dry_run or torch.cuda.is_available() else "there is no GPU"
     if problem and not given.dry_run:
         arguments.error(f"no kernel can be timed: {problem}. --dry-run checks all but the times")
@@ -287,7 +278,7 @@ def main() -> None:
     table: list[dict[str, Any]] = []
     for kernel in given.kernels or names:
         found = cases(kernel, device, torch.bfloat16, tiny=given.dry_run, backend="auto" if problem else "triton")
-        rows = [row for one in found.items() for row in measure(kernel, *one, given.rounds, device, turn)]
+        rows = [row for one in found.items() for row in measure(kernel, *one, given.rounds, device)]
         for row in rows:
             times = "  ".join(f"{name} {1e3 * t:.3f}" for name, t in row.get("seconds", {}).items())
             extra = f"{times} ms  ratio {row['ratio']:.2f}" if times else "no times"

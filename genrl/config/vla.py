@@ -60,9 +60,9 @@ class Policy(Section):
     """A small policy with fresh weights; null = `path`."""
     rename: dict[Text, Text] = {}
     """Published policies: the environment's name -> the policy's (LeRobot's rename_map); other cameras stay empty."""
-    padded_state: Flag = False
+    padded_state: Flag | None = None
     """pi0.5: write the state into the prompt with the zeros that pad it, as LeRobot 0.4 did; false = the robot's own
-    numbers alone, as openpi and later releases write them. A folder does not say which it was trained with."""
+    numbers alone, as openpi and later releases write them; null = as a folder of ours says, else false."""
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True

@@ -42,6 +42,8 @@ def _policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.path", "policy.new"), text
     if policy.rename and policy.path is None:
         yield ("policy.rename", "policy.path"), "is of a published policy; a new one reads what the environment shows"
+    if policy.padded_state is not None and policy.path is None:
+        yield ("policy.padded_state", "policy.path"), "is of a published pi0.5; a new policy has no prompt; write null"
 
 
 def _new_policy(config: VLAConfig) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ def joint_attention(
 
 class _Contiguous(torch.autograd.Function):
     """Hands a contiguous gradient back. torch keeps cuDNN's plans by the layouts of query, key and value alone and runs
-    the backward plan of one gradient's layout on a gradient of another (torch 2.11 on an H200, in docs/gpu.md)."""
+    the backward plan of one gradient's layout on a gradient of another (torch 2.11 on an H200, docs/gpu.md)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

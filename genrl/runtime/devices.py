@@ -37,8 +37,8 @@ def default_device() -> str:
 
 def without_cudnn_attention() -> None:
     """Leave cuDNN's kernel out of what torch chooses from for attention: with two layouts of gradients for one shape,
-    as FLUX.1's two kinds of blocks have them, its gradients are wrong by a factor of hundreds or it ends the process
-    (torch 2.11 on an H200, in docs/gpu.md). `kernels.attention: cudnn` names it where it is safe."""
+    as FLUX.1's two kinds of blocks have them, its gradients had errors hundreds of times those of rounding, or it ended
+    the process (torch 2.11 on an H200, in docs/gpu.md). `kernels.attention: cudnn` names it where it is safe."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

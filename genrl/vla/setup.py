@@ -105,10 +105,13 @@ def load_trained(
 
     Raises ValueError for a run without such a checkpoint.
     """
+    folder = Path(path)
+    plain = not is_given(str(path)) and policy_folder(folder) == folder
+    if adapt is not None and adapt.padded_state is not None and not plain:
+        raise ValueError(f"policy.padded_state: {path} is no LeRobot folder, and says itself how it is; write null")
     if is_given(str(path)):
         return take(str(path))
-    folder = Path(path)
-    if policy_folder(folder) == folder:
+    if plain:
         return load_policy(folder, device=device, adapt=adapt)
     found = checkpoint.latest(folder / "checkpoints")
     if not (folder / "policy").is_dir() or found is None:
@@ -129,7 +132,7 @@ def load_trained(
 
 def adapted(policy: settings.Policy) -> Adapt | None:
     """What a configuration says of a LeRobot folder beside its path."""
-    if not (policy.rename or policy.padded_state):
+    if not policy.rename and policy.padded_state is None:
         return None
     return Adapt(rename=policy.rename, padded_state=policy.padded_state)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from benchmarks import gpu, gpu_checks, gpu_page
@@ -36,8 +38,8 @@ def test_a_check_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: p
 @pytest.mark.slow
 def test_checks_run_without_a_gpu(tmp_path: Path) -> None:
     checks = [check for check in PLAN if check.name in SHORT]
-    assert gpu.run(checks, tmp_path, budget=1.0, dry=True, side_by_side=2)
-    known = json.loads((tmp_path / "gpu.json").read_text())
+    assert gpu.run(checks, tmp_path, budget=1.0, dry=True)
+    known = gpu.results(tmp_path)["no GPU"]
     assert {name: row["status"] for name, row in known.items()} == dict.fromkeys(SHORT, "done")
     ways = known["ratio:flux1_dev"]["found"]
     assert all(ways[way]["max_abs_dev"] == 0 for way in ("bfloat16", "attention: flash", "fused", "keep_graph"))
@@ -54,35 +56,67 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeper(tmp_path, monkeypatch, "import sys, time\nopen(sys.argv[1], 'w').write('{\"a\": 1}')\ntime.sleep(60)\n")
-    assert not gpu.run([Check("slow", "", 2)], tmp_path, budget=60, dry=False, side_by_side=1)
-    row = json.loads((tmp_path / "gpu.json").read_text())["slow"]
+    child = "import subprocess, sys, time\nopen(sys.argv[1], 'w').write('{\"a\": 1}')\n"
+    child += "own = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(own.pid))\ntime.sleep(60)\n"
+    sleeper(tmp_path, monkeypatch, child)
+    assert not gpu.run([Check("slow", "", 2)], tmp_path, budget=60, dry=False, on="card")
+    row = gpu.results(tmp_path)["card"]["slow"]
     assert (row["status"], row["found"]) == ("out of time", {"a": 1})
+    own = int((tmp_path / "pid").read_text())  # in a session of its own, as torchrun starts its workers
+    assert not psutil.pid_exists(own) or psutil.Process(own).status() == psutil.STATUS_ZOMBIE
+    assert "Nothing was measured" in gpu_page.page(gpu.results(tmp_path)["card"])
 
 
 def test_one_that_fails_stops_no_other_and_one_that_does_not_fit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sleeper(tmp_path, monkeypatch, "import sys\nsys.exit('broken' if 'bad' in sys.argv[1] else 0)\n")
-    checks = [Check("bad", "", 9), Check("good", "", 9, alone=True), Check("long", "", 900)]
-    assert not gpu.run(checks, tmp_path, budget=60, dry=False, side_by_side=3)
-    known = json.loads((tmp_path / "gpu.json").read_text())
+    checks = [Check("bad", "", 9, gigabytes=1), Check("good", "", 9), Check("long", "", 900)]
+    assert not gpu.run(checks, tmp_path, budget=60, dry=False, on="card", gigabytes=2)
+    known = gpu.results(tmp_path)["card"]
     assert {name: row["status"] for name, row in known.items()} == {"bad": "failed", "good": "done"}
     assert "broken" in known["bad"]["tail"] and "broken" in (tmp_path / "gpu.log").read_text()
     assert "long" in capsys.readouterr().out
 
 
 def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "gpu.json"
-    rows = {"device": {"status": "done", "found": {"name": "card"}}, "peer": {"status": "failed"}}
-    file.write_text(json.dumps(rows))
-    monkeypatch.setattr(gpu_checks, "card", lambda: "card")
-    assert gpu._done(file) == {"device"}
-    monkeypatch.setattr(gpu_checks, "card", lambda: "another")
-    assert gpu._done(file) == set()
+    """On such a card, and with what an unfinished check had found."""
+    rows = {"device": {"status": "done"}, "peer": {"status": "failed", "found": {"a": 1}}}
+    (tmp_path / "gpu.json").write_text(json.dumps({"another": {"peer": {"status": "done"}}, "card": rows}))
+    assert gpu.is_done(tmp_path, "card", "device") and not gpu.is_done(tmp_path, "card", "peer")
+    assert not gpu.is_done(tmp_path, "another", "device")
+    sleeper(tmp_path, monkeypatch, "import json, sys\nassert json.load(open(sys.argv[1])) == {'a': 1}\n")
+    assert gpu.run([Check("peer", "", 9)], tmp_path, budget=60, dry=False, on="card")
+    assert gpu.is_done(tmp_path, "card", "peer") and list(gpu.results(tmp_path)) == ["another", "card"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "begins"), [(5, 4, True), (5, 6, False), (None, 1, False), (1, None, False)]
+)
+def test_what_fits_into_the_card_runs_side_by_side(first: int | None, second: int | None, begins: bool) -> None:
+    running = [SimpleNamespace(check=Check("a", "", 1, gigabytes=first))]
+    assert gpu._may_begin(Check("b", "", 1, gigabytes=second), running, 10) is begins  # type: ignore[arg-type]
+    assert gpu._may_begin(Check("b", "", 1, gigabytes=second), [], 0.5)
+
+
+def test_a_deviation_or_a_failure_is_not_done_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = gpu_checks.Found(tmp_path / "found.json")
+    found.put("fine", {"max_abs_dev": 0.0})
+    found.fail("broken", RuntimeError("no"))
+    assert found.failed and found.knows("fine") and not found.knows("broken")
+    assert gpu_checks.Found(tmp_path / "found.json").knows("fine")
+    with pytest.raises(SystemExit):
+        found.fail("lost", RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(gpu_checks, "_ratio_of", lambda *_: {"max_abs_dev": 0.3})
+    again = gpu_checks.Found(tmp_path / "again.json")
+    gpu_checks._ratios(again, True, "sd15", {"bfloat16": ()})
+    assert again.failed
 
 
 def test_the_page_is_that_of_the_results(root: Path) -> None:
-    known = json.loads((root / "benchmarks" / "results" / "gpu.json").read_text())
-    assert (root / "docs" / "gpu.md").read_text() == gpu_page.page(known)
+    newest = list(gpu.results(root / "benchmarks" / "results").values())[-1]
+    assert (root / "docs" / "gpu.md").read_text() == gpu_page.page(newest)
     assert "Nothing was measured on a GPU yet" in gpu_page.page({})

@@ -81,10 +81,12 @@ def pi_shapes(s: Sizes, *, adaptive: bool) -> Shapes:
 SMOL_TINY = Sizes(
     vocabulary=290, width=64, layers=4, mlp=96, queries=64, head=32, size=16, eye=32, eye_layers=2, eye_mlp=64,
     patch=16, patches=4, shuffled=128, expert=48, expert_mlp=256, padded=32,
+    heads=4, key_heads=2, eye_heads=4, picture=32, all_layers=8,
 )  # fmt: skip
 SMOL_REAL = Sizes(
     vocabulary=49280, width=960, layers=16, mlp=2560, queries=960, head=320, size=64, eye=768, eye_layers=12,
     eye_mlp=3072, patch=16, patches=1024, shuffled=12288, expert=720, expert_mlp=2048, padded=32,
+    heads=15, key_heads=5, eye_heads=12, picture=512, all_layers=32,
 )  # fmt: skip
 
 
@@ -297,9 +299,10 @@ def pi_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
     }
 
 
-def smol_folder(folder: Path, *, weights: dict[str, Tensor] | None = None, **settings) -> dict[str, Tensor]:
-    """A tiny SmolVLA with two cameras, its backbone's description in vlm/; the weights by published name."""
-    s = SMOL_TINY
+def smol_folder(
+    folder: Path, *, s: Sizes = SMOL_TINY, weights: dict[str, Tensor] | None = None, **settings
+) -> dict[str, Tensor]:
+    """A SmolVLA with two cameras, its backbone's description in vlm/; the weights by published name."""
     picture = {"type": "VISUAL", "shape": [3, 24, 32]}
     config = {
         "type": "smolvla",
@@ -314,11 +317,11 @@ def smol_folder(folder: Path, *, weights: dict[str, Tensor] | None = None, **set
         "n_action_steps": 4,
         "max_state_dim": 32,
         "max_action_dim": 32,
-        "resize_imgs_with_padding": [32, 32],
+        "resize_imgs_with_padding": [s.picture, s.picture],
         "tokenizer_max_length": 12,
         "num_steps": 10,
         "vlm_model_name": "vlm",
-        "num_vlm_layers": 4,
+        "num_vlm_layers": s.layers,
         "num_expert_layers": 0,
         "self_attn_every_n_layers": 2,
         "expert_width_multiplier": 0.75,
@@ -328,13 +331,14 @@ def smol_folder(folder: Path, *, weights: dict[str, Tensor] | None = None, **set
         "train_expert_only": True,
         "train_state_proj": True,
     } | settings
-    text = {"model_type": "llama", "hidden_size": s.width, "intermediate_size": s.mlp, "num_hidden_layers": 8,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": s.size, "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0, "vocab_size": s.vocabulary}  # fmt: skip
+    text = {"model_type": "llama", "hidden_size": s.width, "intermediate_size": s.mlp, "rope_theta": 100000.0,
+            "num_hidden_layers": s.all_layers, "num_attention_heads": s.heads, "num_key_value_heads": s.key_heads,
+            "head_dim": s.size, "rms_norm_eps": 1e-5, "vocab_size": s.vocabulary}  # fmt: skip
     vision = {"model_type": "smolvlm_vision", "hidden_size": s.eye, "intermediate_size": s.eye_mlp,
-              "num_hidden_layers": s.eye_layers, "num_attention_heads": 4, "patch_size": s.patch,
-              "image_size": 32}  # fmt: skip
-    vlm = {"model_type": "smolvlm", "text_config": text, "vision_config": vision, "scale_factor": 2}
+              "num_hidden_layers": s.eye_layers, "num_attention_heads": s.eye_heads, "patch_size": s.patch,
+              "image_size": s.picture}  # fmt: skip
+    scale = round((s.shuffled / s.eye) ** 0.5)
+    vlm = {"model_type": "smolvlm", "text_config": text, "vision_config": vision, "scale_factor": scale}
     (folder / "vlm").mkdir(parents=True, exist_ok=True)
     (folder / "vlm" / "config.json").write_text(json.dumps(vlm))
     tokenizer = {

@@ -53,7 +53,7 @@ class Adapt:
 
     rename: Mapping[str, str] = field(default_factory=dict)
     stats: Statistics | None = None
-    padded_state: bool = False
+    padded_state: bool | None = None
 
 
 PROMPT = "prompt.json"
@@ -110,10 +110,10 @@ def read_folder(path: Path, adapt: Adapt | None) -> Folder:
         _rename(folder, adapt.rename)
     if adapt is not None and adapt.stats is not None:
         _replace_statistics(folder, adapt.stats)
-    if adapt is not None and adapt.padded_state:
+    if adapt is not None and adapt.padded_state is not None:
         if config["type"] != "pi05":
             raise ValueError(f"{path}/config.json: policy.padded_state is of type pi05, and this is {config['type']}")
-        folder.beside[PROMPT] = {"padded_state": True}
+        folder.beside[PROMPT] = {"padded_state": adapt.padded_state}
     elif (path / PROMPT).is_file():
         folder.beside[PROMPT] = json.loads((path / PROMPT).read_text())
     return folder

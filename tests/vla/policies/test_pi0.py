@@ -328,6 +328,7 @@ def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_p
     assert len(own) == 5 and numbers(padded) == [*own, *["128"] * 27]
     padded.save(tmp_path / "again")
     assert numbers(load_policy(tmp_path / "again")) == [*own, *["128"] * 27]
+    assert numbers(load_policy(tmp_path / "again", adapt=Adapt(padded_state=False))) == own
     with pytest.raises(ValueError, match="policy.padded_state is of type pi05, and this is pi0"):
         load_policy(folders[False][0], adapt=Adapt(padded_state=True))
 
