@@ -108,9 +108,10 @@ class Found:
         self.failed = False
 
     def knows(self, name: str) -> bool:
-        """Whether this was found before, and is no failure."""
+        """Whether this was found before, and is neither a failure nor a deviation."""
         value = self.values.get(name)
-        return value is not None and not (isinstance(value, dict) and "failed" in value)
+        wrong = isinstance(value, dict) and ("failed" in value or value.get("max_abs_dev"))
+        return value is not None and not wrong
 
     def fail(self, name: str, error: BaseException) -> None:
         """Note what failed; the others go on, unless the card is lost to this process."""
@@ -233,11 +234,11 @@ def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]
     model = _model(name, REDUCED, dry)
     with tempfile.TemporaryDirectory() as place:
         pipeline = _built(model, Path(place), dry, found)
-        for way, changes in ways.items():
+        for number, (way, changes) in enumerate(ways.items()):
             if found.knows(way):
                 continue
             backend = ("kernels.backend=triton",) if "fused" in way and not dry else ()
-            rows, output = (*HALF, *ONE, *changes, *backend), Path(place) / f"run-{len(found.values)}"
+            rows, output = (*HALF, *ONE, *changes, *backend), Path(place) / f"run-{number}"
             try:
                 row = _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows)
             except Exception as error:  # noqa: BLE001 - it is what was found
