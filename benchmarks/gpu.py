@@ -68,6 +68,7 @@ PLAN: tuple[Check, ...] = (
     Check("speed:flux1_dev", "seconds and memory of an iteration of FLUX.1-dev at full size, by choice", 200),
     Check("speed:sd35_medium", "the same of SD3.5-medium", 200),
     Check("peer", "the usual loop against genrl on SD3.5-medium", 120),
+    Check("language", "answers per second and an update of Qwen2.5-VL-3B, by choice", 150),
     *(Check(f"kernel:{name}", "against compiled and library, over the sizes of published models", 120)
       for name in KERNELS),
     *(Check(f"compiled:{name}", "ratios again, compiled and with CUDA graphs", 280, gigabytes=20, dry=False)

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from benchmarks import full_size, kernels
 from benchmarks.full_size import MODELS, Published
@@ -34,6 +36,7 @@ from genrl.kernels.machine import triton_problem
 from genrl.runtime.devices import without_cudnn_attention
 from genrl.runtime.frame import train
 from genrl.runtime.run import read_metrics, write_atomic
+from tests.vlm import tiny_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 REDUCED = {"flux1_dev": {"num_layers": 4, "num_single_layers": 8}, "qwen_image": {"num_layers": 6}}
@@ -80,6 +83,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Of a run that is timed and weighed."""
 OF_A_GPU = ("float16", "attention: efficient", "attention: cudnn")
+LANGUAGE: dict[str, tuple[str, ...]] = {
+    "as it is": (),
+    "checkpointing": ("vlm.gradient_checkpointing=true",),
+    "prefix attention by triton": ("vlm.prefix_attention=triton",),
+    "packing": ("vlm.packing=true",),
+    "all weights, checkpointing": ("vlm.lora=null", "vlm.gradient_checkpointing=true"),
+}
+"""Of a vision-language model."""
 SMALLER = {"group_size": 6, "batch_size": 6, "height": 256, "width": 256}
 """Of the comparison with the usual loop."""
 FLUX: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -434,9 +445,66 @@ def peer(found: Found, dry: bool) -> None:
         found.put("rows", measure(2, names, changes))
 
 
+# --- language ---------------------------------------------------------------------------------------------------------
+
+
+def language(found: Found, dry: bool) -> None:
+    """Qwen2.5-VL-3B: answers per second and an update by LoRA, of 32 answers of 256 tokens to questions with pictures,
+    in ways that `genrl train` has. Its weights are random, so no answer is right: a reward of their letters."""
+    with tempfile.TemporaryDirectory() as place:
+        model, reward = Path(place) / "model", Path(place) / "letters.py"
+        reward.write_text(
+            "def letters(completions):\n    return [sum(c < 'P' for c in t) / 256 for t in completions]\n"
+        )
+        tiny_checkpoints.save("qwen2_5_vl", model)
+        if not dry:
+            found.put("weights", _published_language(model))
+            torch.cuda.empty_cache()
+        tokens, dtype = (8, "float32") if dry else (256, "bfloat16")
+        common = [
+            f"vlm.path={model}", f"vlm.dtype={dtype}", "vlm.lora={rank: 32}", "trainer.preset=grpo", "iterations=2",
+            f"rewards=[{{name: '{reward}:letters'}}]", "evaluation.every=0", "trackers=[]", "checkpoint.every=1000",
+            f"generation={{prompts_per_iteration: 4, group_size: 8, max_new_tokens: {tokens}, batch_size: 32}}",
+        ]  # fmt: skip
+        for number, (way, changes) in enumerate(LANGUAGE.items()):
+            if found.knows(way) or (dry and way != "as it is"):
+                continue
+            with _told(found, way):
+                output = f"output={place}/run-{number}"
+                rows = _trained(load(ROOT / "configs/vlm/quickstart.yaml", [*common, *changes, output]))
+                keep = ("timing/", "ratio/", "memory/", "tokens_per_s", "grad_norm")
+                found.put(way, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
+
+
+def _published_language(folder: Path) -> int:
+    """Qwen2.5-VL-3B-Instruct's sizes (its config.json) and random weights in the folder of a tiny one, whose tokenizer
+    stays; returns the number of weights."""
+    config = AutoConfig.from_pretrained(folder)
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]}
+    sizes = {
+        **{"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+        **{"num_key_value_heads": 2, "vocab_size": 151_936, "max_position_embeddings": 128_000},
+        **{"rope_parameters": rope, "layer_types": ["full_attention"] * 36},
+    }
+    for name, value in sizes.items():
+        setattr(config.text_config, name, value)
+    eye = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    for name, value in {**eye, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}.items():
+        setattr(config.vision_config, name, value)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = Qwen2_5_VLForConditionalGeneration(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
+    return sum(one.numel() for one in model.parameters())
+
+
 CHECKS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (device, tests, suite, ratio, compiled, kernel, attention, runs, group, speed, peer)
+    for function in (device, tests, suite, ratio, compiled, kernel, attention, runs, group, speed, peer, language)
 }
 
 

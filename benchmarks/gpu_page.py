@@ -150,6 +150,21 @@ def peer(known: Found) -> str:
     return "\n" + table(["loop", "calls per picture: sampling + training", "times faster"], body) + "\n"
 
 
+def language(known: Found) -> str:
+    found = known.get("language", {}).get("found", {})
+    rows = [
+        [
+            way,
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['timing/train_s']:.2f}",
+            f"{row['memory/peak_mb'] * 2**20 / 1e9:.1f}",
+        ]
+        for way, row in found.items()
+        if isinstance(row, dict) and "failed" not in row
+    ]
+    return "\n" + table(["", "tokens/s", "training, s", "peak, GB"], rows) + "\n" if rows else ""
+
+
 def plan() -> str:
     rows = [
         [f"`{c.name}`", c.what, f"{c.limit}", "all of it, alone" if c.gigabytes is None else f"{c.gigabytes} GB"]
@@ -161,7 +176,7 @@ def plan() -> str:
 def page(known: Found) -> str:
     return TEXT.format(
         head=head(known), tests=tests(known), ratios=ratios(known), attention=attention(known), kernels=kernels(known),
-        speed=speed(known), peer=peer(known), plan=plan(),
+        speed=speed(known), peer=peer(known), language=language(known), plan=plan(),
     )  # fmt: skip
 
 
@@ -217,6 +232,10 @@ One micro-batch of the published recipe at 512 px. The estimate is that of `genr
 [The stand-in of the usual loop](speed.md#the-choices-one-at-a-time) against genrl on SD3.5-medium at 256 px, both
 without cuDNN's attention.
 {peer}
+## Language
+
+Qwen2.5-VL-3B's architecture: 32 answers of 256 tokens to questions with pictures, sampled by transformers, and an update.
+{language}
 ## The plan
 
 {plan}
