@@ -453,9 +453,8 @@ def language(found: Found, dry: bool) -> None:
     in ways that `genrl train` has. Its weights are random, so no answer is right: a reward of their letters."""
     with tempfile.TemporaryDirectory() as place:
         model, reward = Path(place) / "model", Path(place) / "letters.py"
-        reward.write_text(
-            "def letters(completions):\n    return [sum(c < 'P' for c in t) / 256 for t in completions]\n"
-        )
+        lines = ["def letters(completions):", "    return [sum(c < 'P' for c in t) / 256 for t in completions]"]
+        reward.write_text("\n".join(lines))
         tiny_checkpoints.save("qwen2_5_vl", model)
         if not dry:
             found.put("weights", _published_language(model))
@@ -488,6 +487,7 @@ def _published_language(folder: Path) -> int:
     }
     for name, value in sizes.items():
         setattr(config.text_config, name, value)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
     eye = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
     for name, value in {**eye, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}.items():
         setattr(config.vision_config, name, value)

@@ -234,7 +234,8 @@ without cuDNN's attention.
 {peer}
 ## Language
 
-Qwen2.5-VL-3B's architecture: 32 answers of 256 tokens to questions with pictures, sampled by transformers, and an update.
+Qwen2.5-VL-3B's architecture: 32 answers of 256 tokens to questions with pictures, sampled by transformers, and an
+update.
 {language}
 ## The plan
 
