@@ -30,6 +30,25 @@ OTHERS = [
 EVERY = [FILES.get((kind, name), f"{kind}/{name}.yaml") for kind in KINDS for name in built_in(kind)] + OTHERS
 
 
+def smaller(tree: brief_runs.Tree) -> brief_runs.Overrides:
+    """On top of `brief_runs`, of pictures: half as many samples and steps. What a loss is made of, and in how many
+    micro-batches, is as before; trees and early exits need their steps and leaves."""
+    made, trained = tree.get("sampling") or {}, tree["trainer"]
+    if "model" not in tree or {"tree", "exit_step"} & trained.keys():
+        return {}
+    group = made.get("group_size", 8)
+    small: brief_runs.Overrides = {}
+    if group < 4:
+        small |= {"sampling.prompts_per_iteration": 6 // group, "sampling.batch_size": 6 // group // 2 * group}
+    elif group > 6:
+        whole = made["batch_size"] % group == 0
+        small |= {"sampling.group_size": 6, "sampling.batch_size": 6 if whole else 8}
+    if made["num_inference_steps"] > 5:
+        small["sampling.num_inference_steps"] = 5
+        small |= {"trainer.window.size": 2, "trainer.window.high": 4} if trained.get("window") else {}
+    return small
+
+
 def test_every_embedded_file_is_there() -> None:
     assert [name for name in EVERY if not (ROOT / "configs" / name).is_file()] == []
 
@@ -40,7 +59,8 @@ def test_every_embedded_file_is_there() -> None:
 def test_a_planted_nan_is_replayed_exactly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     file = ROOT / "configs" / name
-    small = brief_runs.overrides(brief_runs.load(file), 2)
+    tree = brief_runs.load(file)
+    small = brief_runs.overrides(tree, 2) | smaller(tree)
     if "evaluation.monitor.patience" not in small:  # which watches evaluations
         small["evaluation.every"] = 0
     config = load(file, [*(f"{key}={value}" for key, value in small.items()), f"output={tmp_path}", "trackers=[]"])
