@@ -92,10 +92,10 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 @cache
-def _forkserver(module: str) -> multiprocessing.context.ForkServerContext:
-    """There is one server in a process; the module of its first target has the imports that it does."""
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    """There is one server in a process, for children of all kinds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
+    context.set_forkserver_preload(["tests.conftest", "tests.forked"])  # in this order
     return context
 
 
@@ -104,7 +104,7 @@ def start(target: Callable[..., None], *arguments: Any, log: Path, environment: 
 
     What it prints goes into `log`. Its exit code is that of SystemExit, 1 after an exception.
     """
-    context = _forkserver(target.__module__)
+    context = _forkserver()
     process = context.Process(target=_child, args=(target, arguments, str(log), dict(environment)), daemon=True)
     process.start()
     return process
