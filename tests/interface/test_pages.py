@@ -40,7 +40,7 @@ def test_the_script_for_trl_and_ours_learn_from_the_same_data(
 
 
 def test_the_call_in_the_readme_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few, short samples: the defaults draw 64 pictures an iteration, in 10 guided steps with 256 tokens of text."""
+    """With few, short samples: the defaults draw 64 pictures an iteration, in 10 steps with 256 tokens."""
     code = next(block for block in blocks(root / "README.md") if "genrl.train" in block)
     assert code.count("    iterations=2,\n") == 1
     code = code.replace("    iterations=2,\n", f"    iterations=2,\n    sampling={FEW},\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from safetensors.torch import load_file
 
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.policy import Policy
-from tests.run_folders import differences, rows
+from genrl.vlm.train import train
+from tests.run_folders import assert_resumes, rows
 from tests.vlm import tiny_checkpoints, vlm_runs
 
 NEWER = ("llava_onevision", "internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25")
@@ -33,14 +33,13 @@ def test_train_evaluate_resume_export(family: str, adapted: bool, tmp_path: Path
         "optimizer": {"lr": 1e-3},
         "evaluation": {"every": 1, "questions": 4, "blind": False},
     }
-    configured = partial(vlm_runs.config, **changes)
-    run, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
-    assert differences(run, resumed) == []
+    config = vlm_runs.config(tmp_path, iterations=2, **changes)
+    assert_resumes(train, config, tmp_path)
+    run = Path(config.output)
     trained = [row for row in rows(run) if "grad_norm" in row]
     assert len(trained) == 2 and all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
 
     # exported whole, it is a model of transformers' with the names of the one that was trained, and answers alike
-    config = configured(tmp_path, iterations=2)
     policy = load_trained(config, run)
     question = policy.encode(vlm_runs.first_question(config))
     tokens, mask, group = torch.arange(65, 71)[None], torch.ones(1, 6), torch.tensor([0])

@@ -28,6 +28,8 @@ from tests.vlm import vlm_ranks, vlm_runs
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
 
+QUICK = ["grpo", "vppo", "tw_grpo", "q_hawkeye", "grpo_care", "reg_grpo", "dcpo"]
+
 
 def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
     """[B, T] from the logits of every answer by itself, as the model's own forward gives them."""
@@ -101,18 +103,8 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, monkeypatch: 
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "vppo", "tw_grpo", "q_hawkeye", "grpo_care", "reg_grpo", "dcpo"])
-def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
-    trains(preset, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", RUNS)
+@pytest.mark.parametrize("preset", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in RUNS])
 def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
-    trains(preset, tmp_path)
-
-
-def trains(preset: str, tmp_path: Path) -> None:
     """Two iterations of two updates: the first is on policy, weights move, all figures are numbers."""
     config = vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2}, iterations=2)
     train(config)

@@ -278,11 +278,12 @@ def mutations(seed: int) -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_malformed_requests() -> None:
+def test_two_thousand_malformed_requests() -> None:
+    """Each of the seven changes about 290 times; they are the same ones each time."""
     requests = mutations(0)
     statuses: dict[int, int] = {}
     with served(plain_rewards.mean, limits=SMALL) as client:
-        for _ in range(10_000):
+        for _ in range(2_000):
             method, path, body, headers = next(requests)
             reply = client.request(method, path, content=body, headers=headers)
             statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
@@ -292,4 +293,4 @@ def test_ten_thousand_malformed_requests() -> None:
             post(client, tensors()).json()["scores"]
             == rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS).values
         )
-    assert statuses[422] > 5_000, statuses
+    assert statuses[422] > 1_000, statuses
