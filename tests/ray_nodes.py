@@ -12,7 +12,8 @@ from typing import Any
 def started(nodes: int, cpus: int) -> Iterator[Any]:
     """A cluster (`ray.cluster_utils.Cluster`) of so many nodes, each of so many CPUs."""
     patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
-    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
+    # Ray's workers have niceness 15: beside the other half of the tests they would get hardly any time
+    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})

@@ -39,7 +39,7 @@ def smaller(tree: brief_runs.Tree) -> brief_runs.Overrides:
     group = made.get("group_size", 8)
     small: brief_runs.Overrides = {}
     if group < 4:
-        small |= {"sampling.prompts_per_iteration": 6 // group, "sampling.batch_size": 6 // group // 2 * group}
+        small |= {"sampling.prompts_per_iteration": 6 // group, "sampling.batch_size": (6 // group + 1) // 2 * group}
     elif group > 6:
         whole = made["batch_size"] % group == 0
         small |= {"sampling.group_size": 6, "sampling.batch_size": 6 if whole else 8}

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,8 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.forest import Drawn
-from genrl.diffusion.rollout.ray_rollouts import RayRollouts, packed, unpacked
-from genrl.diffusion.rollout.rollout import Sheet, Worker, jobs_of
-from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, packed, unpacked
+from genrl.diffusion.rollout.rollout import Job, Sheet, Worker, jobs_of
 from genrl.diffusion.train import check_processes, train
 from genrl.runtime import ray_cluster
 from genrl.runtime.ray_cluster import room_for
@@ -52,26 +52,31 @@ def changes(name: str) -> dict[str, Any]:
 def test_the_run_that_one_process_does_alone(
     cluster: Any, folder: Path, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metrics, weights, optimiser and snapshots; in flow_grpo's run one actor is killed in the middle of the first
-    iteration and another hangs in the second."""
+    """Metrics, weights, optimiser and snapshots; in flow_grpo's run two actors draw, one is killed in the first
+    iteration and another hangs in the second. How one is handed its work is the same for all methods."""
     here = train(runs.config(folder, model, output=str(folder / "here"), **changes(name)))
     struck: list[int] = []
-    advance = DiffusionRun.advance_together
+    hand_out = RayRollouts._hand_out
 
-    def strike(run: DiffusionRun, images: int) -> None:
-        advance(run, images)
-        far = run.far
-        assert far is not None
-        if name == "flow_grpo" and run.loop.process.progress.name == "sampling" and run.iteration == len(struck) < 2:
-            seat = far.seats[run.iteration]
-            if seat.job is not None:  # it draws
-                process = process_of(seat.actor)
-                os.kill(process, signal.SIGSTOP if struck else signal.SIGKILL)
-                seat.since -= 1e6 if struck else 0.0  # as if it had been silent for so long
-                struck.append(process)
+    def strike(far: RayRollouts, waiting: deque[Job], order: Order) -> None:
+        """The first that is free in an iteration: killed with work just begun; or stopped, so that it begins none."""
+        seat = next((seat for seat in far.seats if seat.awaited is None), None)
+        if seat is None or not waiting or order.version - 1 != len(struck) or len(struck) == 2:
+            return hand_out(far, waiting, order)
+        hangs = len(struck) == 1
+        struck.append(process_of(seat.actor))
+        if hangs:
+            os.kill(struck[-1], signal.SIGSTOP)
+        hand_out(far, waiting, order)
+        if hangs:
+            seat.since -= 1e6  # as if it had been silent for so long
+        else:
+            os.kill(struck[-1], signal.SIGKILL)
 
-    monkeypatch.setattr(DiffusionRun, "advance_together", strike)
-    there = train(runs.config(folder, model, output=str(folder / "there"), engine=WORKERS, **changes(name)))
+    engine = WORKERS if name == "flow_grpo" else {**WORKERS, "rollout_workers": 1}
+    if name == "flow_grpo":
+        monkeypatch.setattr(RayRollouts, "_hand_out", strike)
+    there = train(runs.config(folder, model, output=str(folder / "there"), engine=engine, **changes(name)))
     assert runs.differences(here, there) == []
     rows = read_metrics(Run(there).metrics)[1:]
     assert [row["workers/lost"] for row in rows][-1] == len(struck) == (2 if name == "flow_grpo" else 0)
@@ -147,9 +152,9 @@ def test_a_cluster_of_the_run_ends_with_it(folder: Path, model: Path) -> None:
     """Started by the run, ended with it by SIGTERM, and again by the resumed run at its end; to the bit."""
     common = changes("flow_grpo")
     train(runs.config(folder, model, output=str(folder / "here"), **common))
-    runs.config(folder, model, output=str(folder / "far"), engine=WORKERS, **common)
+    runs.config(folder, model, output=str(folder / "far"), engine={**WORKERS, "rollout_workers": 1}, **common)
     log, file, run = folder / "far.log", str(folder / "tiny.yaml"), Run(folder / "far")
-    where = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "300000"}
+    where = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "300000", "RAY_worker_niceness": "0"}
     process = runs.start(runs.train_file, file, log=log, environment=where)
     while process.is_alive() and not (run.metrics.exists() and len(read_metrics(run.metrics)) > 1):
         time.sleep(0.05)
