@@ -5,6 +5,7 @@ python -m benchmarks.gpu_page > docs/gpu.md
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -42,10 +43,14 @@ def head(known: Found) -> str:
         f"{found['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s in bfloat16"
     )
     missing = [check.name for check in PLAN if known.get(check.name, {}).get("status") != "done"]
-    text = f"Measured on one {found['name']} ({rates}), with {packages}.\n"
+    text = wrapped(f"Measured on one {found['name']} ({rates}), with {packages}.")
     if missing:
-        text += f"\nNot done yet, or not to the end: {', '.join(f'`{name}`' for name in missing)}.\n"
+        text += "\n" + wrapped(f"Not done yet, or not to the end: {', '.join(f'`{name}`' for name in missing)}.")
     return text
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def tests(known: Found) -> str:
@@ -174,10 +179,16 @@ def plan() -> str:
 
 
 def page(known: Found) -> str:
-    return TEXT.format(
-        head=head(known), tests=tests(known), ratios=ratios(known), attention=attention(known), kernels=kernels(known),
-        speed=speed(known), peer=peer(known), language=language(known), plan=plan(),
-    )  # fmt: skip
+    tables = {
+        "ratios": ratios(known),
+        "attention": attention(known),
+        "kernels": kernels(known),
+        "speed": speed(known),
+        "peer": peer(known),
+        "language": language(known),
+    }
+    measured = {name: text or "\nNot measured yet.\n" for name, text in tables.items()}
+    return TEXT.format(head=head(known), tests=tests(known), plan=plan(), **measured)
 
 
 TEXT = """\
