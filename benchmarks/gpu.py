@@ -1,7 +1,7 @@
 """All that has to be seen on a GPU, as one plan that loses no minute of it.
 
     python -m benchmarks.gpu --plan                      # what is checked, in which order, and how long it may take
-    python -m benchmarks.gpu --dry-run                   # every check with stand-in sizes, on a CPU
+    python -m benchmarks.gpu --dry-run --out FOLDER      # the checks with stand-in sizes, on a CPU
     python -m benchmarks.gpu [CHECK ...] [--budget 540] [--out benchmarks/results]
 
 Each check is a process of its own (`benchmarks.gpu_checks`) with a limit on its time. Those that only say whether
@@ -38,7 +38,7 @@ from genrl.runtime.run import write_atomic
 
 KERNELS = ("qk_norm_rope", "adaln", "sde_step", "prefix_attention", "joint_attention")
 FAMILIES = ("sd35_medium", "flux1_dev", "sdxl", "sd15", "qwen_image", "wan21_1_3b")
-COMPILED = Path(tempfile.gettempdir()) / "genrl-compiled"
+CACHE = Path(tempfile.gettempdir()) / "genrl-compiled"
 """What torch has compiled: it outlives a call."""
 TAIL = 3000
 """Characters of what a check printed that gpu.json keeps where it failed."""
@@ -95,7 +95,7 @@ def start(check: Check, folder: Path, earlier: Mapping[str, Any], dry: bool) -> 
     found, output = folder / f"{check.name.replace(':', '-')}.json", tempfile.TemporaryFile()
     found.write_text(json.dumps(earlier))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(CACHE), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     environment["TMPDIR"] = str(folder)
     command = command_of(check, found)
     if dry:

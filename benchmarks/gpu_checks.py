@@ -52,25 +52,26 @@ RECIPES = {
 }
 HALF = ("model.dtype=bfloat16", "model.gradient_checkpointing=false", "trainer.kl_weight=0")
 ONE = ("sampling.prompts_per_iteration=1", "trainer.updates_per_iteration=1")
+FUSED = ("kernels.fused=[qk_norm_rope,adaln,step]",)
 ATTENTION = ("auto", "math", "efficient", "flash", "cudnn")
 WAYS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),
     "float16": ("model.dtype=float16",),
     **{f"attention: {name}": (f"kernels.attention={name}",) for name in ATTENTION},
-    "fused": ("kernels.fused=[qk_norm_rope,adaln,step]",),
+    "fused": FUSED,
     "checkpointing": ("model.gradient_checkpointing=true",),
     "keep_graph": ("trainer.keep_graph=true",),
 }
 """Of a run whose first ratio must be 1."""
 COMPILED: dict[str, tuple[str, ...]] = {
     "compile": ("kernels.compile=true",),
-    "compile, fused": ("kernels.compile=true", *WAYS["fused"]),
+    "compile, fused": ("kernels.compile=true", *FUSED),
     "cuda_graphs": ("kernels.compile=cuda_graphs",),
 }
 """The same."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "as published": (),
-    "fused": ("kernels.fused=[qk_norm_rope,adaln,step]",),
+    "fused": FUSED,
     "attention: cudnn": ("kernels.attention=cudnn",),
     "attention: flash": ("kernels.attention=flash",),
     "keep_graph": ("trainer.keep_graph=true",),
@@ -98,7 +99,7 @@ FLUX: dict[str, tuple[str, tuple[str, ...]]] = {
     "flux1_dev_flow_grpo": ("flux1_dev_flow_grpo", ()),
     "flux1_dev_flow_grpo, fused, cudnn": (
         "flux1_dev_flow_grpo",
-        ("kernels.fused=[qk_norm_rope,adaln,step]", "kernels.attention=cudnn"),
+        (*FUSED, "kernels.attention=cudnn"),
     ),
     "flux1_dev_24gb, blocks offloaded": ("flux1_dev_24gb", ("model.quantize=null", "model.offload.denoiser=blocks")),
 }
@@ -385,7 +386,7 @@ def group(found: Found, dry: bool) -> None:
 
 def speed(found: Found, dry: bool, name: str) -> None:
     """Seconds of the parts of an iteration and the peak of memory beside its estimate, by choice."""
-    model = _model(name, WHOLE, dry)._replace(changes=full_size.NO_FROZEN if name == "sdxl" else ())
+    model = _model(name, WHOLE, dry)._replace(changes=())
     if name == "flux1_dev":
         model = model._replace(changes=("model.encodings=null",))
         choices = {k: (recipe, (*_few(3), *changes)) for k, (recipe, changes) in FLUX.items()}

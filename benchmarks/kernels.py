@@ -226,8 +226,6 @@ def measure(kernel: str, shape: str, case: Case, rounds: int, device: str) -> li
     found = errors(case, candidates)
     if found["ours"] > 2:
         raise RuntimeError(f"{kernel}, {shape}: {found['ours']:.1f} times the error of its definition")
-    if device == "cuda":
-        torch.cuda.empty_cache()  # of float64's numbers, for the checks beside
     rows: list[dict[str, Any]] = []
     for phase in ("forward", "both"):
         row: dict[str, Any] = {"kernel": kernel, "shape": shape, "phase": phase, "errors": found}
