@@ -92,6 +92,8 @@ LANGUAGE: dict[str, tuple[str, ...]] = {
     "all weights, checkpointing": ("vlm.lora=null", "vlm.gradient_checkpointing=true"),
 }
 """Of a vision-language model."""
+SHORTER = [f"sampling.{key}" for key in ("prompts_per_iteration=1", "batch_size=4")]
+"""Of a dry run of pictures: an iteration of three micro-batches."""
 SMALLER = {"group_size": 6, "batch_size": 6, "height": 256, "width": 256}
 """Of the comparison with the usual loop."""
 FLUX: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -238,8 +240,9 @@ def ratio(found: Found, dry: bool, name: str) -> None:
 
 
 def compiled(found: Found, dry: bool, name: str) -> None:
-    """The same by `COMPILED`."""
-    _ratios(found, dry, name, COMPILED)
+    """The same by `COMPILED`; a dry run comes through it without compiling anything."""
+    with torch.compiler.set_stance("force_eager" if dry else "default"):
+        _ratios(found, dry, name, COMPILED)
 
 
 def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]) -> None:
@@ -343,12 +346,13 @@ def attention(found: Found, dry: bool) -> None:
 
 def runs(found: Found, dry: bool) -> None:
     """A few iterations of the shipped main files of each kind."""
-    few = "iterations=2" if dry else "iterations=5"
+    few = ["evaluation.every=0", "trackers=[]", "iterations=1" if dry else "iterations=5"]
+    drawn, answered = (SHORTER, ["generation.prompts_per_iteration=1"]) if dry else ([], [])
     files = {
-        "configs/quickstart.yaml": [few, "evaluation.every=0"],
-        "configs/flow_grpo.yaml": [few, "evaluation.every=0"],
-        "configs/vlm/quickstart.yaml": [few, "evaluation.every=0"],
-        "configs/vla/flow_sde.yaml": [few, "environment.num_envs=32", "evaluation.every=0"],
+        "configs/quickstart.yaml": drawn,
+        "configs/flow_grpo.yaml": drawn,
+        "configs/vlm/quickstart.yaml": answered,
+        "configs/vla/flow_sde.yaml": ["environment.num_envs=32"],
     }
     with tempfile.TemporaryDirectory() as place:
         for file, changes in files.items():
@@ -356,7 +360,7 @@ def runs(found: Found, dry: bool) -> None:
                 continue
             output = f"output={place}/{Path(file).parent.name}-{Path(file).stem}"
             with _told(found, file):
-                rows = _trained(load(ROOT / file, [*changes, "trackers=[]", output]))
+                rows = _trained(load(ROOT / file, [*few, *changes, output]))
                 keep = ("timing/", "ratio/", "reward/", "memory/", "grad_norm")
                 found.put(file, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
 
@@ -375,6 +379,8 @@ def group(found: Found, dry: bool) -> None:
     NCCL."""
     with tempfile.TemporaryDirectory() as place:
         changes = ["iterations=2", "evaluation.every=0", "trackers=[]", f"output={place}/run"]
+        if dry:
+            changes += ["iterations=1", *SHORTER]
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "genrl", "train"]
         began = time.perf_counter()
         subprocess.run([sys.executable, *command, "configs/quickstart.yaml", *changes], cwd=ROOT, check=True)

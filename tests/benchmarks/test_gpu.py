@@ -13,8 +13,10 @@ import pytest
 from benchmarks import gpu, gpu_checks, gpu_page
 from benchmarks.gpu import PLAN, Check
 
-SHORT = ("ratio:flux1_dev", "speed:sd35_medium")
-"""Checks that a CPU runs in seconds; what the others run has tests of its own."""
+BY_PROCESSES = ("ratio:flux1_dev", "speed:sd35_medium")
+"""Checks that the tests run as the plan does; the others are called."""
+TESTS = ("tests", "suite")
+"""Checks that run tests: to collect them takes longer than any other dry run."""
 
 
 def test_every_check_has_its_function() -> None:
@@ -37,14 +39,33 @@ def test_a_check_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 @pytest.mark.slow
 def test_checks_run_without_a_gpu(tmp_path: Path) -> None:
-    checks = [check for check in PLAN if check.name in SHORT]
+    checks = [check for check in PLAN if check.name in BY_PROCESSES]
     assert gpu.run(checks, tmp_path, budget=1.0, dry=True)
     known = gpu.results(tmp_path)["no GPU"]
-    assert {name: row["status"] for name, row in known.items()} == dict.fromkeys(SHORT, "done")
+    assert {name: row["status"] for name, row in known.items()} == dict.fromkeys(BY_PROCESSES, "done")
     ways = known["ratio:flux1_dev"]["found"]
     assert all(ways[way]["max_abs_dev"] == 0 for way in ("bfloat16", "attention: flash", "fused", "keep_graph"))
     assert known["speed:sd35_medium"]["found"]["as published"]["estimate_mb"] > 0
     assert "| bfloat16 |  | 0 |" in gpu_page.page(known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [check.name for check in PLAN if check.name not in (*BY_PROCESSES, *TESTS)])
+def test_a_dry_run_of_every_check(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(root)
+    found, (check, _, argument) = gpu_checks.Found(tmp_path / "found.json"), name.partition(":")
+    gpu_checks.CHECKS[check](found, True, *([argument] if argument else []))
+    assert found.values and not found.failed
+    assert all(row.get("max_abs_dev", 0) == 0 for row in found.values.values() if isinstance(row, dict))
+
+
+def test_the_tests_that_checks_run_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+    monkeypatch.setattr(gpu_checks, "_pytest", lambda found, what, dry, workers: named.extend(what))
+    for name in TESTS:
+        gpu_checks.CHECKS[name](None, True)
+    folders = [name for name in named if name.startswith("tests/")]
+    assert len(folders) > len(gpu_checks.TRAINING) and all((root / name).exists() for name in folders)
 
 
 def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
