@@ -106,6 +106,9 @@ class Environment(Section):
     while the policy is trained. PPO, GRPO (docs/ray.md)."""
     timeout_s: Positive = 60.0
     """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
+    worker_gb: Positive | None = None
+    """Memory of a worker, in GB, above which it is started anew before the next rollout, for simulators that leak;
+    null = no limit."""
     reward: Literal["success", "environment"] = "success"
     """1 at success, or what the environment pays."""
     goals: Whole = 0

@@ -119,5 +119,8 @@ def _staleness(config: VLAConfig) -> Iterator[Finding]:
 def _rest(config: VLAConfig) -> Iterator[Finding]:
     if config.environment.num_envs % config.environment.group_size:
         yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
+    if config.environment.worker_gb is not None and config.environment.workers in (0, "ray", "ray_simulators"):
+        text = "is of processes on this machine; write environment.workers: 1 or more, or leave it out"
+        yield ("environment.worker_gb", "environment.workers"), text
     if config.distributed.context > 1:
         yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"

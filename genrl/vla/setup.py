@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -309,6 +310,7 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         tasks=env.tasks or (),
         group_size=group_size,
         timeout_s=env.timeout_s,
+        worker_gb=math.inf if env.worker_gb is None else env.worker_gb,
         image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
         cameras=cameras,
         max_steps=env.max_steps,

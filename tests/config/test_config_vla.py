@@ -366,6 +366,13 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "write ray_simulators",
     ),
     (
+        "memory of workers that are none",
+        TRAINED,
+        {"environment": {"name": "minitable", "worker_gb": 4}},
+        "environment.worker_gb, environment.workers (default)",
+        "write environment.workers: 1 or more",
+    ),
+    (
         "shards of nothing",
         TRAINED,
         {"distributed": {"shard": "node"}},

@@ -10,6 +10,7 @@ Episode e is of task `e mod tasks`, and begins from a start that is a function o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -76,6 +77,8 @@ class Simulation(Reading):
     """The longest that one environment may take for a chunk."""
     start_timeout_s: float = 120.0
     """The longest for beginning an episode, for which it may have to be made."""
+    worker_gb: float = math.inf
+    """Gigabytes of memory above which a process is started anew when all episodes begin."""
     render_size: int = 128
     """Pixels of the pictures of `render`."""
 

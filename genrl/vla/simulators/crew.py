@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -10,6 +11,8 @@ from typing import Any
 
 from genrl.vla.simulators.contract import Description, Run
 from genrl.vla.simulators.workers import Work, Worker, WorkerLost, report
+
+logger = logging.getLogger(__name__)
 
 
 class Link:
@@ -76,7 +79,7 @@ class Crew:
         self.parts = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False) if pair[0] < pair[1]]
         self.workers = [worker(description, len(part)) for part in self.parts]
         self.links: list[Link] = []
-        self.restarts = 0
+        self.restarts = self.renewed = 0
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self._inbox: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
 
@@ -84,6 +87,20 @@ class Crew:
         if not self.links:
             pairs = zip(self.workers, self.parts, strict=True)
             self.links = [Link(worker, part, self._inbox) for worker, part in pairs]
+
+    def renew(self, most: float) -> None:
+        """Start those workers anew that hold more than so many bytes; they must have nothing to do."""
+        for number, link in enumerate(self.links):
+            held = link.worker.memory()
+            if held > most:
+                logger.warning(
+                    "simulators: worker %d holds %.1f GB, more than environment.worker_gb: it is started anew",
+                    number,
+                    held / 1e9,
+                )
+                link.end(kill=False)
+                self.links[number] = Link(link.worker, link.slots, self._inbox)
+                self.renewed += 1
 
     def send(self, link: Link, work: Work, slots: list[int]) -> None:
         """Give a worker something to do, of which it is to report these slots."""

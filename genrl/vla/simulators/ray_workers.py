@@ -76,6 +76,10 @@ class Actor:
         except ray.exceptions.RayError as error:
             raise WorkerLost(f"its Ray actor failed: {error}") from error
 
+    def memory(self) -> int:
+        """See `workers.Worker`: it may be on another node, where Ray watches its memory."""
+        return 0
+
     def kill(self) -> None:
         """At once."""
         connected().kill(self.actor)

@@ -57,6 +57,7 @@ class Simulators:
         self.waited_s, self.dropped, self.first_slot = 0.0, 0, 0
         times = {"timeout_s": simulation.timeout_s, "start_timeout_s": simulation.start_timeout_s}
         self.crew = Crew(description, worker, workers, self.num_envs, **times)
+        self._most_bytes = 1e9 * simulation.worker_gb
         self._seed: int | None = None
         self._count = np.zeros(self.num_envs, dtype=np.int64)
         self._running = np.zeros(self.num_envs, dtype=np.bool_)
@@ -101,6 +102,7 @@ class Simulators:
             if numbers.shape != (self.num_envs,):
                 raise ValueError(f"episodes must be [{self.num_envs}], got {list(numbers.shape)}")
         self._running[:] = self._vanished[:] = False
+        self.crew.renew(self._most_bytes)
         observation, _, _, _, info = self._round({slot: int(number) for slot, number in enumerate(numbers)}, {})
         return observation, info
 

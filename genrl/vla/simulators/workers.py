@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,8 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
+
+import psutil
 
 from genrl.vla.simulators.contract import Description, Fault, Host, Message, Misuse, Render
 
@@ -30,6 +33,10 @@ class Worker(Protocol):
 
     def do(self, work: Work) -> Iterator[Message]:
         """Messages as they come. Raises WorkerLost."""
+        ...
+
+    def memory(self) -> int:
+        """Bytes that the process of the host and its children hold; 0 if it has none of its own on this machine."""
         ...
 
     def kill(self) -> None:
@@ -58,6 +65,10 @@ class Inline:
         """See `Worker`."""
         assert self.host is not None
         return messages(self.host, work)
+
+    def memory(self) -> int:
+        """See `Worker`."""
+        return 0
 
     def kill(self) -> None:
         """Let go of the environments."""
@@ -103,6 +114,16 @@ class Process:
             pass  # it has ended
         process.join(5.0)
         raise WorkerLost(f"its process {process.pid} ended with exit code {process.exitcode}")
+
+    def memory(self) -> int:
+        """See `Worker`. A process that has just ended holds nothing; the next round finds that out."""
+        held = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mine = psutil.Process(self.process.pid)
+            for process in [mine, *mine.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    held += process.memory_info().rss
+        return held
 
     def kill(self) -> None:
         """SIGKILL."""

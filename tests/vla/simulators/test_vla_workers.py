@@ -25,7 +25,7 @@ from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla import frail
-from tests.vla.frail import FINE, HANG, KILL, NAN, RAISE
+from tests.vla.frail import FINE, HANG, KILL, LEAK, NAN, RAISE
 from tests.vla.tiny_policies import SEES, flow
 
 FRAIL = f"{Path(frail.__file__)}:make"
@@ -187,6 +187,17 @@ def test_a_process_that_is_killed_between_two_steps() -> None:
         assert (env.render([0, 3])[0] == 0).all()
         _, _, _, _, info = env.step(actions(*[FINE] * 4))
         assert info["dropped"].tolist() == [True, True, False, False] and info["n_executed"][2:].tolist() == [0, 0]
+
+
+def test_a_worker_that_holds_too_much_is_started_anew_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    failing = {1: (FINE, LEAK, FINE, FINE)}
+    with opened(workers=2, worker_gb=0.4) as env, opened(workers=2) as other:
+        assert same(walk(env, 3, failing=failing), walk(other, 3, failing=failing)), "not within a rollout"
+        assert "started anew" not in caplog.text
+        assert same(walk(env, 6, seed=4), walk(other, 6, seed=4))
+        walk(env, 1, seed=5)
+        assert env.crew.renewed == 1 and (env.restarts, env.dropped) == (0, 0)  # type: ignore[attr-defined]
+    assert "worker 0 holds" in caplog.text and "environment.worker_gb" in caplog.text
 
 
 def test_a_worker_imports_no_torch() -> None:
