@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
 
 
+RIGHT = "share of the paid frames in which the table fulfils the instruction"
+FOUND = "share of the frames that fulfil an instruction which are paid"
+HELD_OUT = "over frames of play that nobody trained on, for all instructions"
+DREAMED = ", dreamed once more with its own actions, without looking"
+PAID = "Far below 1: dreams pay for the wrong things, and training in them teaches these."
+MISSED = "Near 0 where `classifier/accuracy` is high: the classifier knows ends of demonstrations alone."
+
+
 class World(Section):
     """A recurrent world model, trained once on play."""
 
@@ -63,6 +71,10 @@ class DiWA(PPO):
             "Below about 0.95: dreams pay for the wrong things.",
             "share 0..1",
         ),
+        "calibration/seen_precision": MetricDoc(f"{RIGHT}, {HELD_OUT}", PAID, "share 0..1"),
+        "calibration/seen_recall": MetricDoc(f"{FOUND}, {HELD_OUT}", MISSED, "share 0..1"),
+        "calibration/dreamed_precision": MetricDoc(f"{RIGHT}, {HELD_OUT}{DREAMED}", PAID, "share 0..1"),
+        "calibration/dreamed_recall": MetricDoc(f"{FOUND}, {HELD_OUT}{DREAMED}", MISSED, "share 0..1"),
     }
 
     algorithm: Literal["diwa"] = "diwa"  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import frame_statistics
+from genrl.vla.methods.diwa.calibration import calibration
 from genrl.vla.methods.diwa.dream import (
     Dream,
     Encoded,
@@ -47,6 +48,8 @@ from genrl.vla.simulators.minitable.task import task_numbers
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
 
+HELD_OUT = 300
+"""Tables of play that ask whether dreams pay for the right thing."""
 STILL = 3
 """Steps after the success of a demonstration that count as fulfilled, too."""
 
@@ -94,6 +97,9 @@ def train(run: VLARun, settings: DiWA) -> None:
         store.data["figures"] |= teach(
             run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
         )
+        limit = config.environment.max_steps or task.MAX_STEPS
+        held_out = play(HELD_OUT, limit, seed=derive_seed(config.seed, "held-out play") % 2**32)
+        store.data["figures"] |= calibration(world, judge, held_out, tasks, limit, config.seed)
         run.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
