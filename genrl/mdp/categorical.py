@@ -12,13 +12,13 @@ def log_probs(logits: Tensor, temperature: float) -> Tensor:
 
 
 def draw(log_prob: Tensor, noise: Tensor) -> Tensor:
-    """One of the K tokens for each row, int64 [...]: where its cumulative probability passes Phi(noise).
+    """One of the K tokens for each row, int64 [...]: where its cumulative probability reaches Phi(noise).
 
     log_prob [..., K] is normalised, noise standard normal [...]: it alone decides, so that a draw can be made again.
     """
     cumulative = log_prob.double().exp().cumsum(-1)
-    share = torch.special.ndtr(noise.double())[..., None] * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, share, right=True)[..., 0].clamp(max=log_prob.shape[-1] - 1)
+    share = torch.special.ndtr(noise.double()).clamp(min=torch.finfo(torch.float64).tiny)  # 0 is of no token
+    return torch.searchsorted(cumulative, share[..., None] * cumulative[..., -1:])[..., 0]
 
 
 def chosen(log_prob: Tensor, tokens: Tensor) -> Tensor:

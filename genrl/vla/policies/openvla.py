@@ -218,7 +218,9 @@ class OpenVLARegression(OpenVLA):
     def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
         """Raises ValueError for any head."""
         if critic or noise_head != "none":
-            text = f"policy.path: {self.source.path} has OFT's continuous head, whose actions have no likelihood that could"
+            text = (
+                f"policy.path: {self.source.path} has OFT's continuous head: its actions have no likelihood that could"
+            )
             raise ValueError(f"{text} be reinforced: take sft, or a folder without action_head--*.pt (action tokens)")
         return self
 
