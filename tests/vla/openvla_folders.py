@@ -162,6 +162,8 @@ def write(
     for name in weights:
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "layernorm.weight", "scale_factor")):
             weights[name] = 1.0 + weights[name]
+        if name.endswith("pos_embed"):
+            weights[name] = weights[name] / weights[name].std().clamp(min=1e-6)  # else a place says nothing
     names = sorted(weights)
     index = {}
     for n in range(shards):
