@@ -11,7 +11,8 @@ over these 256 tokens (SimpleVLA-RL, arXiv 2509.09674; RLinf); OFT's own cross-e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +26,7 @@ from genrl.vla.policies import heads, lerobot, openvla_folder
 from genrl.vla.policies.adapters import merged_state
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla_folder import Robot, Source, own_name
-from genrl.vla.policies.policy import TOKENS, Batch, NoiseHead
+from genrl.vla.policies.policy import STATE, TOKENS, Batch, NoiseHead
 from genrl.vla.policies.published import PublishedPolicy
 from genrl.vla.policies.robot import tokens_of
 from genrl.vla.policies.timm_vit import VITS, Featurizer
@@ -80,7 +81,7 @@ class OpenVLA(PublishedPolicy):
             )
             self.language_model = nn.ModuleDict({"model": _llama(text)})
             if source.part("proprio_projector"):
-                state = nn.Linear(len(robot.stats["observation.state"]["mask"]), width)
+                state = nn.Linear(len(robot.stats[STATE]["mask"]), width)
                 self.proprio_projector = nn.ModuleDict({"fc1": state, "fc2": nn.Linear(width, width)})
             self.add_reading(text)
         self.reads = width
@@ -153,7 +154,7 @@ class OpenVLA(PublishedPolicy):
         tokens, there = tokens[:, :longest], there[:, :longest]
         words = functional.embedding(tokens, table)
         seen = [self._seen(observation, table.device).to(table.dtype)]
-        if self.robot.stats.keys() > {"action"}:
+        if "proprio_projector" in self._modules:
             part: Any = self.proprio_projector
             state = self.robot.state(observation, table.device).to(part["fc1"].weight.dtype)
             seen.append(part["fc2"](functional.gelu(part["fc1"](state)))[:, None].to(table.dtype))
@@ -289,8 +290,6 @@ class Prompts:
 
 def _vision_sizes(source: Source) -> list[tuple[Any, int]]:
     """(sizes, side of the picture) of the two vision transformers."""
-    import difflib
-
     config, where = source.config, f"{source.path}/config.json"
     names, sides = config.get("timm_model_ids") or [], config.get("image_sizes") or []
     for name in names:
@@ -318,11 +317,11 @@ def _text_config(source: Source) -> Any:
 def _llama(text: Any) -> nn.ModuleDict:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-    make: Callable[[int], nn.Module] = lambda number: Layer(LlamaDecoderLayer(text, number))  # noqa: E731
+    layers: list[Any] = [LlamaDecoderLayer(text, number) for number in range(text.num_hidden_layers)]
     return nn.ModuleDict(
         {
             "embed_tokens": nn.Embedding(text.vocab_size, text.hidden_size),
-            "layers": nn.ModuleList(map(make, range(text.num_hidden_layers))),
+            "layers": nn.ModuleList(Layer(layer) for layer in layers),
             "norm": LlamaRMSNorm(text.hidden_size, eps=text.rms_norm_eps),
         }
     )
