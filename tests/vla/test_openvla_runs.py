@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from genrl.cli.folders import is_policy
 from genrl.config import ConfigError, VLAConfig, check_files, load
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
@@ -48,8 +49,8 @@ def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(tmp_path: P
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "sft": SFT,
-    "sft of the continuous head": {**SFT, "head": True},
+    "sft": {**SFT, "evaluation": {"every": 2}},
+    "sft of the continuous head": {**SFT, "head": True, "evaluation": {"every": 2}},
     "ppo": {"trainer": {**PPO, "values": "action", "level": "action", "discount": "smdp", "entropy_weight": 0.01}},
     "ppo of adapters": {"policy": {"lora": {"rank": 2}, "gradient_checkpointing": True, "dtype": "bfloat16"}},
 }
@@ -59,6 +60,8 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_a_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert_resumes(train, config(tmp_path, **RUNS[kind], iterations=2), tmp_path)
     rows = vla_runs.rows(tmp_path / "run")
+    if kind.startswith("sft"):
+        assert len([row for row in rows if "eval/success_mean" in row]) == 2
     if kind.startswith("ppo"):
         assert [row["rollout/log_prob_off"] for row in rows] == [0.0, 0.0] and rows[0]["rollout/action_std"] > 0.1
 
@@ -116,6 +119,7 @@ def test_the_check_reads_the_folder(tmp_path: Path) -> None:
     """Without weights: the data set, the sort of head, the chunk."""
     run = config(tmp_path)
     check_files(run)
+    assert is_policy(tmp_path / "base")
     (tmp_path / "base" / "action_head--5_checkpoint.pt").touch()
     assert "tokens does not fit" in found(run) and "which predicts actions; write regression" in found(run)
     (tmp_path / "base" / "action_head--5_checkpoint.pt").unlink()
