@@ -7,7 +7,8 @@ action_head--N_checkpoint.pt, proprio_projector--N_checkpoint.pt    optional: OF
 oft.json                                                   ours: what no published file says (`policy.oft`)
 genrl_heads.safetensors                                    ours: the critic
 
-All other files, the remote code too, which is never executed, are kept as they are and written back.
+All other files, the remote code too, which is never executed, are kept as they are and written back; not weights in
+other formats (.bin).
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ def read(path: Path, adapt: Adapt | None) -> Source:
     shards = ["model.safetensors"]
     if (path / INDEX).is_file():
         shards = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+    for file in sorted(path.glob("*--*.pt")):
+        if file.name.partition("--")[0] not in PARTS:
+            text = f"is not known here, and leaving it out would change the policy; known are {', '.join(PARTS)}"
+            raise ValueError(f"{file} {text} (no FiLM, no diffusion head)")
     weights: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
     metadata: dict[str, str] = {}
@@ -97,7 +102,8 @@ def read(path: Path, adapt: Adapt | None) -> Source:
             weights |= {f"{file.name}:{key}": value for key, value in held.items()}
             file_of |= {f"{file.name}:{key}": file.name for key in held}
     read_here = {"config.json", INDEX, OWN, "genrl_heads.safetensors", *file_of.values()}
-    others = {f.name: f.read_bytes() for f in sorted(path.iterdir()) if f.is_file() and f.name not in read_here}
+    rest = (f for f in sorted(path.iterdir()) if f.is_file() and f.name not in read_here and f.suffix != ".bin")
+    others = {file.name: file.read_bytes() for file in rest}
     return Source(path, config, oft, weights, file_of, metadata, others)
 
 

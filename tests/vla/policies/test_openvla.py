@@ -423,6 +423,10 @@ def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 2 files action_head--\*.pt: leave the one that belongs to the weights"):
         load_policy(tmp_path, adapt=oft())
     (tmp_path / "action_head--300_checkpoint.pt").unlink()
+    (tmp_path / "vision_backbone--150_checkpoint.pt").touch()
+    with pytest.raises(ValueError, match=r"vision_backbone--150_checkpoint.pt is not known here.*\(no FiLM, no diff"):
+        load_policy(tmp_path, adapt=oft())
+    (tmp_path / "vision_backbone--150_checkpoint.pt").unlink()
     (tmp_path / "oft.json").write_text('{"chunks": 8}')
     with pytest.raises(ValueError, match=r"oft.json: unknown keys \['chunks'\]"):
         load_policy(tmp_path)
