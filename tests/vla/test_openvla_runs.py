@@ -10,6 +10,7 @@ import torch
 
 from genrl.cli.folders import is_policy
 from genrl.config import ConfigError, VLAConfig, check_files, load
+from genrl.runtime.progress import Progress
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import TOKENS
@@ -18,7 +19,7 @@ from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Tokens, replay
 from genrl.vla.setup import export, load_trained
 from genrl.vla.simulators.minitable import MiniTable, task_numbers
-from genrl.vla.train import open_policy, train
+from genrl.vla.train import judge_policy, open_policy, train
 from tests.run_folders import assert_resumes
 from tests.vla import vla_runs
 from tests.vla.openvla_folders import observation
@@ -89,6 +90,10 @@ def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
     assert written.horizon == 4 and original.horizon == 8  # the chunk is written with the policy
     files = {f.name for f in (tmp_path / "base").iterdir()} | {"oft.json", "genrl_heads.safetensors"}
     assert {f.name for f in out.iterdir()} == files
+    with Progress(
+        1, unit="episodes"
+    ) as progress:  # as `genrl eval` does with a run, whose configuration has policy.oft
+        assert len(judge_policy(config(tmp_path, **changes), run, progress).success) == 8
 
 
 @pytest.mark.parametrize(
