@@ -40,7 +40,8 @@ def trained(place: Path, name: str, tree: dict[str, Any]) -> dict[str, Any]:
     rows = read_metrics(place / name / "metrics.jsonl")
     success = [[row["step"], row["eval/success_mean"]] for row in rows if "eval/success_mean" in row]
     seconds = {"cpu_s": time.process_time() - spent, "wall_s": time.perf_counter() - begun}
-    return {"success": success, **seconds, "config": tree}
+    told = {section: value for section, value in tree.items() if section not in ("policy", "output")}  # no paths
+    return {"success": success, **seconds, "config": told}
 
 
 def main() -> None:
