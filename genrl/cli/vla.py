@@ -33,6 +33,8 @@ def _horizon(config: VLAConfig) -> int | None:
 
     if config.policy.new is not None:
         return config.policy.new.horizon
+    if config.policy.oft is not None:
+        return config.policy.oft.chunk
     path = Path(config.policy.path or "")
     settings = read_json(path / "config.json") or read_json(path / "policy" / "config.json")
     return settings.get("chunk_size") or settings.get("horizon")

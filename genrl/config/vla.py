@@ -51,11 +51,27 @@ class PolicyLoRA(Section):
     """Last parts of the names of the layers to adapt; null = the attention projections."""
 
 
+class OFT(Section):
+    """OpenVLA-OFT: what the published folders do not say."""
+
+    unnorm_key: Text | None = None
+    """Data set whose statistics map actions to the robot's units (libero_10_no_noops), which the folder names; null =
+    its only one."""
+    chunk: Count = 8
+    """Actions of a chunk (LIBERO: 8)."""
+    cameras: Annotated[tuple[Text, ...], Field(min_length=1)] = ("observation.image",)
+    """Pictures that it reads, in this order, by the environment's names (LIBERO: observation.images.image, and
+    observation.images.image2 at the hand)."""
+    centre_crop: Flag = True
+    """Show it the central 0.9 of a picture, as it was trained with augmented ones."""
+
+
 class Policy(Section):
     """Which policy is trained, and what of it."""
 
     path: Text | None = None
-    """Folder of a policy as LeRobot saves it (config.json, model.safetensors), or of a run; null = `new`."""
+    """Folder of a policy as LeRobot saves it (config.json, model.safetensors), of an OpenVLA-OFT, or of a run; null =
+    `new`."""
     new: NewPolicy | None = None
     """A small policy with fresh weights; null = `path`."""
     rename: dict[Text, Text] = {}
@@ -63,19 +79,22 @@ class Policy(Section):
     padded_state: Flag | None = None
     """pi0.5: write the state into the prompt with the zeros that pad it, as LeRobot 0.4 did; false = the robot's own
     numbers alone, as openpi and later releases write them; null = as a folder of ours says, else false."""
+    oft: OFT | None = None
+    """OpenVLA-OFT: what its folder does not say; null = as a folder of ours says, else the defaults."""
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True
     """With a frozen encoder: train on the features that it computed in the rollout (pi0 and SmolVLA compute them again,
     since they are too big to keep)."""
     lora: PolicyLoRA | None = None
-    """pi0, pi0.5, SmolVLA: low-rank adapters in the layers that would be trained; null = their weights are trained."""
+    """pi0, pi0.5, SmolVLA, OpenVLA: low-rank adapters in the layers that would be trained; null = their weights
+    are trained."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """pi0, pi0.5, SmolVLA: numbers of the weights that are not trained, and of what these compute; null = float32, and
-    as in the file what the folder itself freezes. What is trained is float32."""
+    """pi0, pi0.5, SmolVLA, OpenVLA: numbers of the weights that are not trained, and of what these compute; null =
+    float32, and as in the file what the folder itself freezes. What is trained is float32."""
     gradient_checkpointing: Flag = False
-    """pi0, pi0.5, SmolVLA: compute the activations of the layers again in the backward pass instead of keeping them:
-    less memory, a third more training time."""
+    """pi0, pi0.5, SmolVLA, OpenVLA: compute the activations of the layers again in the backward pass instead of keeping
+    them: less memory, a third more training time."""
 
     @property
     def frozen(self) -> bool:
@@ -137,7 +156,7 @@ class Demonstrations(Section):
 class Sampler(Section):
     """What the samplers share: the facts that methods ask."""
 
-    predicts: ClassVar[Literal["velocity", "noise"]] = "velocity"
+    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "velocity"
     """What the policy has to predict."""
     noise_head: ClassVar[Literal["none", "expert", "context"]] = "none"
     """Where the policy has a head that sets the noise: on its action expert, beside it, or nowhere. With one, the whole
@@ -237,7 +256,7 @@ class ReinFlow(FlowNoise):
 class Diffusion(Sampler):
     """DPPO: a DDPM or DDIM chain whose last steps are trained, each a decision; a frozen copy does the first ones."""
 
-    predicts: ClassVar[Literal["velocity", "noise"]] = "noise"
+    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "noise"
 
     kind: Literal["diffusion"] = "diffusion"
     """Which sampler."""
@@ -253,6 +272,28 @@ class Diffusion(Sampler):
         if self.ft_denoising_steps > self.steps:
             text = f"{self.ft_denoising_steps} of {self.steps} steps cannot be trained"
             yield ("sampler.ft_denoising_steps", "sampler.steps"), text
+
+
+class Tokens(Sampler):
+    """Action tokens of OpenVLA-OFT: every number of a chunk is drawn, all at once; evaluation takes the likeliest."""
+
+    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "tokens"
+    steps: ClassVar[int] = 1
+
+    kind: Literal["tokens"] = "tokens"
+    """Which sampler."""
+    temperature: Positive = 1.0
+    """Of the logits, in drawing and in scoring (SimpleVLA-RL, RLinf: 1.6)."""
+
+
+class Regression(Sampler):
+    """The continuous head of OpenVLA-OFT: nothing is drawn, so it is for supervised training and evaluation."""
+
+    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "actions"
+    steps: ClassVar[int] = 1
+
+    kind: Literal["regression"] = "regression"
+    """Which sampler."""
 
 
 class PolicyOptimizer(Optimizer):
@@ -295,10 +336,10 @@ class VLAConfig(Section):
     demonstrations: Demonstrations | None = None
     """What supervised training imitates."""
     sampler: Annotated[
-        FlowSDE | FlowCPS | FlowNoise | ReinFlow | Diffusion,
+        FlowSDE | FlowCPS | FlowNoise | ReinFlow | Diffusion | Tokens | Regression,
         Field(discriminator="kind"),
     ] = FlowSDE()
-    """How chunks are sampled: which steps of the denoising are random, and how much."""
+    """How chunks are sampled: which steps of the denoising are random, and how much; or action tokens."""
     trainer: Trainer
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()

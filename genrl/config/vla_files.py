@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from genrl.config.openvla import data_set, data_sets, is_openvla
 from genrl.config.plugins import names
 from genrl.config.vla import VLAConfig
 from genrl.config.vla_names import EMBEDDED, SIMULATORS
@@ -54,7 +55,9 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
         yield key, f"there is no folder {path}{hint}"
     elif file is None:
         yield key, f"{path} has no config.json: it is neither a policy's folder nor the run of one"
-    elif "output_features" not in (told := _json(file)):
+    elif is_openvla(told := _json(file)):
+        yield from _openvla(config, file.parent)
+    elif "output_features" not in told:
         yield key, f"{file} does not describe a policy: it has no output_features"
     else:
         kind = str(told.get("type"))
@@ -64,6 +67,23 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
         executed, held = config.environment.chunk, told.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
+
+
+def _openvla(config: VLAConfig, folder: Path) -> Iterator[Wrong]:
+    """What an OpenVLA-OFT needs to be told. A folder of ours says it itself."""
+    oft, sampler = config.policy.oft, config.sampler
+    own = _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
+    wanted = "actions" if any(folder.glob("action_head--*.pt")) else "tokens"
+    if sampler.predicts != wanted:
+        kind = "tokens" if wanted == "tokens" else "regression"
+        yield ("sampler", "kind"), f"{sampler.kind} does not fit {folder}, which predicts {wanted}; write {kind}"
+    try:
+        data_set(data_sets(folder), oft.unnorm_key if oft else own.get("unnorm_key"), folder)
+    except ValueError as error:
+        yield ("policy", "oft", "unnorm_key"), str(error).removeprefix("policy.oft.unnorm_key: ")
+    executed, held = config.environment.chunk, oft.chunk if oft else own.get("chunk", 8)
+    if executed is not None and executed > held:
+        yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 
 
 def _demonstrations(config: VLAConfig) -> Iterator[Wrong]:

@@ -32,6 +32,8 @@ class VLAMethod(Method):
     whole_chain: ClassVar[bool] = False
     """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
     first steps of DPPO's chain."""
+    denoises: ClassVar[bool] = True
+    """It works with the denoising steps of a chunk, so that it cannot train a policy of tokens."""
 
     @property
     def retries(self) -> bool:

@@ -14,10 +14,12 @@ PUBLISHED = {
     "pi05": "genrl.vla.policies.pi0:PI0",
     "smolvla": "genrl.vla.policies.smolvla:SmolVLA",
     "diffusion": "genrl.vla.policies.diffusion_policy:DiffusionPolicy",
+    "openvla": "genrl.vla.policies.openvla:OpenVLA",
 }
 """Policies that come from a folder alone."""
 POLICIES = Group("policy", EMBEDDED | PUBLISHED, "genrl.policies")
-"""Classes, as `genrl.vla.policies.policy` says; a policy's name is the `type` of its config.json."""
+"""Classes, as `genrl.vla.policies.policy` says; a policy's name is the `type` of its config.json, an OpenVLA's the
+`model_type`."""
 SIMULATORS = Group(
     "simulator",
     {

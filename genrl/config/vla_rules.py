@@ -21,6 +21,7 @@ def refuse_impossible(config: VLAConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     found = [
         *_policy(config),
+        *_tokens(config),
         *_new_policy(config),
         *_layers(config),
         *_shards(config),
@@ -46,6 +47,21 @@ def _policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.padded_state", "policy.path"), "is of a published pi0.5; a new policy has no prompt; write null"
 
 
+def _tokens(config: VLAConfig) -> Iterator[Finding]:
+    """Policies without denoising steps."""
+    policy, sampler, trainer = config.policy, config.sampler, config.trainer
+    if policy.oft is not None and policy.path is None:
+        yield ("policy.oft", "policy.path"), "is of an OpenVLA's folder; a new policy needs none; write null"
+    if sampler.predicts not in ("tokens", "actions"):
+        return
+    if policy.new is not None and policy.new.type in EMBEDDED:
+        text = f"{policy.new.type} denoises its actions; write flow_sde, or diffusion for diffusion_mlp"
+        yield ("sampler.kind", "policy.new.type"), text
+    if trainer.denoises:
+        text = f"{trainer.algorithm} works on denoising steps, {sampler.kind} has none; take sft, grpo or ppo"
+        yield ("trainer.algorithm", "sampler.kind"), text
+
+
 def _new_policy(config: VLAConfig) -> Iterator[Finding]:
     new, sampler = config.policy.new, config.sampler
     if new is None:
@@ -60,7 +76,8 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.new.type",), text
     if new.args and new.type in EMBEDDED:
         yield ("policy.new.args", "policy.new.type"), f"are of a policy of your own; {new.type} has none"
-    if new.type in EMBEDDED and (new.type == "diffusion_mlp") != (sampler.predicts == "noise"):
+    denoises = sampler.predicts in ("velocity", "noise")
+    if new.type in EMBEDDED and denoises and (new.type == "diffusion_mlp") != (sampler.predicts == "noise"):
         predicts, kind = ("noise", "diffusion") if new.type == "diffusion_mlp" else ("velocity", "flow_sde")
         yield ("policy.new.type", "sampler.kind"), f"{new.type} predicts {predicts}; write sampler.kind: {kind}"
     if sampler.predicts == "noise" and sampler.steps > new.train_steps:
@@ -82,7 +99,7 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
     """What is done to the layers of large policies."""
     for key in of_layers(config):
         if config.policy.new is not None:
-            yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
+            yield (key, "policy.new"), "is for pi0, pi0.5, SmolVLA and OpenVLA; a new policy is small: leave it out"
         elif config.sampler.predicts == "noise":
             yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
     policy = config.policy

@@ -333,7 +333,7 @@ class VLARun:
             with self.loop.averaged():
                 folder = self.save_policy()
         rows = read_metrics(self.process.run.metrics)
-        result = f"the policy, in LeRobot's layout: {folder}"
+        result = f"the policy's folder: {folder}"
         say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
 
 

@@ -40,14 +40,16 @@ from genrl.vla.policies.policy import (
     Batch,
     NoiseHead,
     Policy,
+    PredictsActions,
     PredictsNoise,
+    PredictsTokens,
     PredictsVelocity,
     Statistics,
     tokenise,
     vocabulary,
 )
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Regression, Sampler, Tokens
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.metaworld import expert as metaworld_expert
@@ -55,13 +57,20 @@ from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
 from rewards.given import is_given, take
 
+PREDICTS = {
+    "flow_sde": ("velocity", PredictsVelocity),
+    "diffusion": ("noise", PredictsNoise),
+    "tokens": ("tokens", PredictsTokens),
+    "regression": ("actions", PredictsActions),
+}
+"""Of each sort of policies the first kind of sampler, what the policy predicts, and by what that is seen."""
+
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
     """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
-    noise = isinstance(config.sampler, settings.Diffusion)
-    if not isinstance(policy, PredictsNoise if noise else PredictsVelocity):
-        kind, near = config.sampler.kind, "flow_sde" if noise else "diffusion"
-        wanted = "noise" if noise else "velocity"
+    fitting = {kind: what for kind, (what, protocol) in PREDICTS.items() if isinstance(policy, protocol)}
+    if config.sampler.predicts not in fitting.values():
+        kind, wanted, near = config.sampler.kind, config.sampler.predicts, " or ".join(fitting)
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
     match config.sampler:
         case settings.FlowSDE() as given:
@@ -82,6 +91,10 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
             trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
             return Diffusion(levels, given.steps, trained, given.floor)
+        case settings.Tokens() as given:
+            return Tokens(given.temperature)
+        case settings.Regression():
+            return Regression()
 
 
 def noise_head_of(config: VLAConfig) -> NoiseHead:
@@ -108,8 +121,9 @@ def load_trained(
     """
     folder = Path(path)
     plain = not is_given(str(path)) and policy_folder(folder) == folder
-    if adapt is not None and adapt.padded_state is not None and not plain:
-        raise ValueError(f"policy.padded_state: {path} is no LeRobot folder, and says itself how it is; write null")
+    for key in ("padded_state", "oft"):
+        if not plain and getattr(adapt, key, None) is not None:
+            raise ValueError(f"policy.{key}: {path} is no published folder, and says itself how it is; write null")
     if is_given(str(path)):
         return take(str(path))
     if plain:
@@ -133,9 +147,10 @@ def load_trained(
 
 def adapted(policy: settings.Policy) -> Adapt | None:
     """What a configuration says of a LeRobot folder beside its path."""
-    if not policy.rename and policy.padded_state is None:
+    if not policy.rename and policy.padded_state is None and policy.oft is None:
         return None
-    return Adapt(rename=policy.rename, padded_state=policy.padded_state)
+    oft = None if policy.oft is None else policy.oft.model_dump()
+    return Adapt(rename=policy.rename, padded_state=policy.padded_state, oft=oft)
 
 
 def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor]) -> Any:

@@ -177,7 +177,8 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
 
 
 def _on_device(config: VLAConfig, model: Path) -> Any:
-    return load_trained(model, adapt=adapted(config.policy)).to(default_device())
+    adapt = adapted(config.policy) if policy_folder(model) == model else None  # a run's policy says itself how it is
+    return load_trained(model, adapt=adapt).to(default_device())
 
 
 def _first_steps(config: VLAConfig, model: Path) -> Any:

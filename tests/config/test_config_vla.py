@@ -490,7 +490,11 @@ SPELLING: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
         "wrong kind",
         {"sampler": {"kind": "flow_sed"}},
         "sampler.kind",
-        ("found 'flow_sed' (text)", "diffusion, flow_cps, flow_noise, flow_sde, reinflow", "did you mean flow_sde?"),
+        (
+            "found 'flow_sed' (text)",
+            "diffusion, flow_cps, flow_noise, flow_sde, regression, reinflow, tokens",
+            "did you mean flow_sde?",
+        ),
     ),
     ("no kind", {"sampler": {"steps": 4}}, "sampler.kind", ("missing", "flow_sde")),
     (

@@ -13,7 +13,15 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.policies.policy import ACTION, Batch, Policy, PredictsNoise, PredictsVelocity, rows
+from genrl.vla.policies.policy import (
+    ACTION,
+    Batch,
+    ComparesActions,
+    Policy,
+    PredictsNoise,
+    PredictsVelocity,
+    rows,
+)
 
 
 def flow_times(count: int, rng: torch.Generator) -> Tensor:
@@ -29,7 +37,7 @@ def flow_matching_loss(
     actions (normalised) and noise [B, H, A], sigma [B]; valid bool [B, H]: which actions were demonstrated.
     """
     x = forward.flow_sample(actions, noise, sigma)
-    return _mean_square(policy.velocity(context, x, sigma) - forward.flow_target(actions, noise), valid)
+    return _mean((policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)) ** 2, valid)
 
 
 def noise_matching_loss(
@@ -43,7 +51,7 @@ def noise_matching_loss(
 ) -> Tensor:
     """Mean of `(e(x_t) - noise)^2`: DDPM's simple loss (arXiv 2006.11239, eq. 14), []. timestep int64 [B]."""
     x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
-    return _mean_square(policy.noise(context, x, timestep) - noise, valid)
+    return _mean((policy.noise(context, x, timestep) - noise) ** 2, valid)
 
 
 def recorded_frames(
@@ -52,7 +60,7 @@ def recorded_frames(
     """All that `imitation_loss` reads of the frames `index[mine]`, whose share of the mean over all of index it is.
 
     Noise and times are drawn by rng for all of index, so they do not depend on how a batch is shared out. What
-    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that predicts neither velocity nor noise.
+    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that cannot imitate.
     """
     here = index[mine]
     actions = policy.normalised(frames[ACTION][here])
@@ -63,8 +71,10 @@ def recorded_frames(
         level = flow_times(len(index), rng)[mine]
     elif isinstance(policy, PredictsNoise):
         level = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
+    elif isinstance(policy, ComparesActions):
+        level = torch.zeros(len(here))  # it has none
     else:
-        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and compares no actions")
     tensors = {
         f"observation/{name}": value for name, value in rows({n: frames[n] for n in policy.inputs}, here).items()
     }
@@ -76,13 +86,16 @@ def recorded_frames(
 
 
 def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
-    """Flow matching, or noise matching: the part [] that these frames have in the mean loss of all of a batch."""
+    """Flow matching, noise matching, or the policy's own error: the part [] that these frames have in the mean loss of
+    all of a batch."""
     context = policy.encode(observation_of(given))
     device = next(iter(context.values())).device
     actions, noise, level = given["actions"].to(device), given["noise"].to(device), given["level"]
     valid, share = given["valid"].to(device) if "valid" in given else None, float(given["share"])
     if isinstance(policy, PredictsVelocity):
         return flow_matching_loss(policy, context, actions, noise, level.to(device), valid) * share
+    if isinstance(policy, ComparesActions):
+        return _mean(policy.demonstration_error(context, actions), valid) * share
     assert isinstance(policy, PredictsNoise)
     return noise_matching_loss(policy, context, actions, noise, level, given["alpha_bars"], valid) * share
 
@@ -134,9 +147,9 @@ def mean_of_last(losses: Iterator[float], count: int = 50) -> float:
     return sum(last) / len(last)
 
 
-def _mean_square(error: Tensor, valid: Tensor | None) -> Tensor:
-    square = error**2
+def _mean(error: Tensor, valid: Tensor | None) -> Tensor:
+    """Of [B, H, A], or of those actions [B, H] of it that are valid."""
     if valid is None:
-        return square.mean()
-    kept = valid[..., None].expand(square.shape)
-    return torch.where(kept, square, 0.0).sum() / kept.sum().clamp(min=1)
+        return error.mean()
+    kept = valid[..., None].expand(error.shape)
+    return torch.where(kept, error, 0.0).sum() / kept.sum().clamp(min=1)

@@ -33,7 +33,7 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Acting, Sampler, transition
+from genrl.vla.rollout.sampling import Acting, Denoising, Sampler, transition
 from genrl.vla.simulators.contract import Tables
 
 if TYPE_CHECKING:
@@ -178,6 +178,7 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
     A last denoising step that was not drawn is done again (`FlowSteps` with skip_last). Raises ValueError where more of
     the chain is missing (one random step): nobody knows the chunk then; draw all, or use `play`.
     """
+    assert isinstance(rollout.sampler, Denoising)  # others are refused (`vla_rules`)
     kept, last = rollout.valid, rollout.sampler.steps - 1
     now = {name: value[:-1][kept] for name, value in rollout.observations.items()}
     following = {name: value[1:][kept] for name, value in rollout.observations.items()}

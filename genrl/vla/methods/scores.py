@@ -116,8 +116,8 @@ def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
     if settings.level != "chunk":
         there = executed_mask(executed, size).to(now.device)
         counted = there if settings.level == "action" else there[..., None].expand(now.shape)
-    reaching = chains.executed(again.stds, size, action_dim)
-    return Scored(now, then, counted, context, chains.entropy(reaching).flatten(1).mean(1))
+    reaching = chains.executed(again.entropy, size, action_dim)
+    return Scored(now, then, counted, context, reaching.flatten(1).mean(1))
 
 
 def _named(given: Recorded, prefix: str) -> Batch:

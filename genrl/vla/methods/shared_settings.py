@@ -20,6 +20,7 @@ class Update(VLAMethod):
 
     acts_on_actors: ClassVar[bool] = True
     takes_older_samples: ClassVar[bool] = True
+    denoises: ClassVar[bool] = False
 
     level: Literal["chunk", "action", "element"] = "chunk"
     """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
@@ -42,7 +43,7 @@ class Update(VLAMethod):
     kl_stop: Positive | None = 0.3
     """Leave an iteration's updates when the divergence of a minibatch exceeds this; null = never (DPPO: 1)."""
     entropy_weight: NonNegative = 0.0
-    """Bonus for a learned noise (pi_RL with Flow-Noise: 0.005; ReinFlow: 0.01 to 0.03)."""
+    """Bonus for a learned noise (pi_RL with Flow-Noise: 0.005; ReinFlow: 0.01 to 0.03), or for that of tokens."""
     element_clip: Range | None = None
     """Log-density of one number is kept within [low, high] (DPPO: -5 and 2); null = free."""
     log_prob_clip: Range | None = None
@@ -79,7 +80,10 @@ class Update(VLAMethod):
                 yield (f"trainer.{key}",), f"must rise from low to high, found {list(bounds)}"
         if self.success_filter is not None and config.environment.group_size < 2:
             yield ("trainer.success_filter", "environment.group_size"), "the filter is one of groups; write 2 or more"
-        if self.entropy_weight and sampler.kind not in ("flow_noise", "reinflow"):
+        if sampler.predicts == "actions":
+            text = f"actions that are computed have no likelihood, so {self.algorithm} cannot reinforce them"
+            yield ("sampler.kind", "trainer.algorithm"), f"{text}; write algorithm: sft, or a policy of tokens"
+        if self.entropy_weight and sampler.kind not in ("flow_noise", "reinflow", "tokens"):
             text = f"the noise of {sampler.kind} is not learned, its entropy has no gradient; write 0"
             yield ("trainer.entropy_weight", "sampler.kind"), text
         if self.microbatch is not None and self.microbatch > self.minibatch:
@@ -94,7 +98,8 @@ class Update(VLAMethod):
             decisions = -(-env.max_steps // chunk)
             number = f"{decisions * env.num_envs:,} at most"
             rows.append(("decisions", number, f"{decisions} of each environment"))
-        rows.append(("denoising steps", f"{config.sampler.steps:,}", f"of a decision, {config.sampler.kind}"))
+        if config.sampler.predicts in ("velocity", "noise"):
+            rows.append(("denoising steps", f"{config.sampler.steps:,}", f"of a decision, {config.sampler.kind}"))
         return [*rows, ("epochs", f"{self.epochs:,}", f"in minibatches of {self.minibatch:,} decisions")]
 
 

@@ -73,6 +73,8 @@ class DiffusionPolicy(PublishedPolicy):
     middle, in training too, so that a replay sees what was acted on.
     """
 
+    robot: Robot
+
     def __init__(self, config: DiffusionPolicyConfig, robot: Robot, picture: tuple[int, int]) -> None:
         """picture: height and width of a camera's picture, before resizing and cropping."""
         super().__init__(robot, config.horizon, robot.action_dim)

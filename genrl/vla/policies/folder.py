@@ -1,4 +1,5 @@
-"""Policies on disk, in LeRobot's layout: its published ones, and others in the same files.
+"""Policies on disk, in LeRobot's layout: its published ones, and others in the same files. An OpenVLA has its own
+(`openvla_folder`).
 
 config.json                      "type", by which the policy's class is found; its features and settings
 model.safetensors                the weights
@@ -45,7 +46,8 @@ def load_policy(folder: Path, *, device: torch.device | str = "cpu", adapt: Adap
     Raises FileNotFoundError for a file that is missing, and ValueError for another type of policy, another
     normalisation, or weights of other names or shapes.
     """
-    name = json.loads(existing(folder, "config.json").read_text()).get("type")
+    config = json.loads(existing(folder, "config.json").read_text())
+    name = config.get("type", config.get("model_type"))
     try:
         kind = policy_class(str(name))
     except ValueError as error:

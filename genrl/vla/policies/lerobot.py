@@ -48,12 +48,14 @@ class Adapt:
 
     rename: LeRobot's rename_map, name in the environment -> name in the policy; where it names pictures, those it does
     not name are empty cameras. stats: those of another data set, which a base model needs. padded_state: pi0.5 reads
-    its state padded to the width of the model, as LeRobot 0.4 wrote it. All are written with the policy.
+    its state padded to the width of the model, as LeRobot 0.4 wrote it. oft: of an OpenVLA, what `policy.oft` says. All
+    are written with the policy.
     """
 
     rename: Mapping[str, str] = field(default_factory=dict)
     stats: Statistics | None = None
     padded_state: bool | None = None
+    oft: Mapping[str, Any] | None = None
 
 
 PROMPT = "prompt.json"
@@ -89,6 +91,8 @@ class Layout:
 def read_folder(path: Path, adapt: Adapt | None) -> Folder:
     """Raises FileNotFoundError for a missing file, ValueError for a step of a processor that is not known here."""
     config = json.loads(existing(path, "config.json").read_text())
+    if adapt is not None and adapt.oft is not None:
+        raise ValueError(f"{path}/config.json: policy.oft is of an OpenVLA, and this is {config['type']}; leave it out")
     processors = {name: json.loads(existing(path, f"{name}.json").read_text()) for name in PROCESSORS}
     states: dict[str, dict[str, Tensor]] = {}
     for name, description in processors.items():
@@ -170,17 +174,8 @@ def save_folder(path: Path, folder: Folder, layout: Layout, state: Mapping[str, 
     changes no number of it."""
     path.mkdir(parents=True, exist_ok=True)
     own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    weights: dict[str, Tensor] = {}
-    written: set[str] = set()
-    for key, name in layout.keys.items():
-        value = _stored(own[name], layout.dtypes[key])
-        weights[key] = value.clone() if name in written else value  # safetensors writes no memory twice
-        written.add(name)
-    write(path / "model.safetensors", weights | layout.unused, layout.metadata)
-    heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
-    (path / "genrl_heads.safetensors").unlink(missing_ok=True)
-    if heads:
-        write(path / "genrl_heads.safetensors", heads)
+    write(path / "model.safetensors", stored(layout, own) | layout.unused, layout.metadata)
+    write_heads(path, own)
     if tokenizer is not None:
         tokenizer.save_pretrained(path / "tokenizer")
     for name, tensors in folder.states.items():
@@ -191,6 +186,25 @@ def save_folder(path: Path, folder: Folder, layout: Layout, state: Mapping[str, 
     for name, description in folder.processors.items():
         write(path / f"{name}.json", description)
     write(path / "config.json", folder.config)
+
+
+def stored(layout: Layout, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights by the keys of their file, each in the dtype that it has there where that changes no number of it."""
+    weights: dict[str, Tensor] = {}
+    written: set[str] = set()
+    for key, name in layout.keys.items():
+        value = _stored(own[name], layout.dtypes[key])
+        weights[key] = value.clone() if name in written else value  # safetensors writes no memory twice
+        written.add(name)
+    return weights
+
+
+def write_heads(path: Path, own: Mapping[str, Tensor]) -> None:
+    """genrl_heads.safetensors of a folder; none where there is no head."""
+    heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+    (path / "genrl_heads.safetensors").unlink(missing_ok=True)
+    if heads:
+        write(path / "genrl_heads.safetensors", heads)
 
 
 def existing(folder: Path, name: str) -> Path:

@@ -155,6 +155,38 @@ class LearnsNoise(Protocol):
 
 
 @runtime_checkable
+class PredictsTokens(Protocol):
+    """A policy that chooses each number of a chunk among K tokens, all at once."""
+
+    @property
+    def centres(self) -> Tensor:
+        """The normalised action that each token means, float32 [K]."""
+        ...
+
+    def logits(self, context: Batch) -> Tensor:
+        """Of the tokens, float32 [B, H, A, K]."""
+        ...
+
+
+@runtime_checkable
+class PredictsActions(Protocol):
+    """A policy whose chunk is a function of the observation: it can imitate and act, and has no likelihood."""
+
+    def regressed(self, context: Batch) -> Tensor:
+        """The chunk, normalised, float32 [B, H, A]."""
+        ...
+
+
+@runtime_checkable
+class ComparesActions(Protocol):
+    """A policy that says itself how far it is from a demonstration: one without denoising."""
+
+    def demonstration_error(self, context: Batch, actions: Tensor) -> Tensor:
+        """What supervised training lowers the mean of, for normalised actions [B, H, A], in that shape."""
+        ...
+
+
+@runtime_checkable
 class PredictsNoise(Protocol):
     """A diffusion policy with so many noise levels, `train_steps`."""
 
@@ -170,7 +202,8 @@ def missing(kind: type[Any]) -> list[str]:
     """What a class lacks to be a policy's."""
     needed = ["tokenise", "encode", "normalised", "actions", "with_heads", "save", "load"]
     lacks = [name for name in needed if name not in dir(kind)]
-    return lacks if {"velocity", "noise"} & set(dir(kind)) else [*lacks, "velocity or noise"]
+    predicts = {"velocity", "noise", "logits", "regressed"} & set(dir(kind))
+    return lacks if predicts else [*lacks, "velocity or noise"]
 
 
 def rows(batch: Batch, index: Tensor) -> Batch:

@@ -16,7 +16,7 @@ from genrl.vla.policies import heads, lerobot
 from genrl.vla.policies.adapters import merged_state
 from genrl.vla.policies.lerobot import HEADS, Folder, Layout
 from genrl.vla.policies.policy import TOKENS, Batch, NoiseHead, Statistics
-from genrl.vla.policies.robot import Prompts, Robot
+from genrl.vla.policies.robot import Prompts, Robot, Units
 
 
 class PublishedPolicy(nn.Module):
@@ -28,8 +28,9 @@ class PublishedPolicy(nn.Module):
     folder: Folder
     layout: Layout
     value_head: nn.Sequential
+    robot: Units
 
-    def __init__(self, robot: Robot, horizon: int, action_dim: int) -> None:
+    def __init__(self, robot: Units, horizon: int, action_dim: int) -> None:
         super().__init__()
         self.robot, self.horizon, self.action_dim = robot, horizon, action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
@@ -116,6 +117,7 @@ class PublishedFlow(PublishedPolicy):
 
     noise_head: nn.Sequential
     action_out_proj: nn.Linear
+    robot: Robot
 
     def __init__(self, robot: Robot, prompts: Prompts, horizon: int, action_dim: int) -> None:
         super().__init__(robot, horizon, action_dim)

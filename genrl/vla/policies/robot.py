@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from torch.nn import functional
 from genrl.vla.policies.lerobot import NORMALISERS, PROCESSORS, Folder
 from genrl.vla.policies.normalise import Mode, normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, STATE, TOKENS, Batch, Statistics
+
+
+class Units(Protocol):
+    """What every folder says of a robot; see `Robot`."""
+
+    image_size: int
+    action_dim: int
+    stats: Statistics
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    def normalised(self, actions: Tensor, width: int) -> Tensor: ...
+    def actions(self, chunk: Tensor) -> Tensor: ...
 
 
 class Robot:
@@ -62,17 +75,15 @@ class Robot:
 
     def vector(self, observation: Batch, name: str, device: torch.device) -> Tensor:
         """The normalised numbers of a feature, by the environment's name, float32 [B, D] or [B, n, D]."""
-        value, width = _entry(observation, name).to(device), self.widths[self.vectors[name]]
+        value, width = entry(observation, name).to(device), self.widths[self.vectors[name]]
         if value.shape[-1] != width:
             raise ValueError(f"{name} has {value.shape[-1]} numbers, the policy of {self.path} reads {width}")
         return self.normalise(value.float(), self.vectors[name])
 
     def picture(self, observation: Batch, name: str, device: torch.device) -> Tensor:
         """A picture as LeRobot hands it to a policy, float32 [..., 3, H, W], [0, 1] unless it is normalised."""
-        value = _entry(observation, name)
-        if value.dtype != torch.uint8 or value.shape[-1] != 3:
-            raise ValueError(f"{name} must be uint8 [..., H, W, 3], got {value.dtype} {list(value.shape)}")
-        return self.normalise(value.to(device).float() / 255.0, self.pictures[name]).movedim(-1, -3).contiguous()
+        shown = picture(entry(observation, name), name, device)
+        return self.normalise(shown, self.pictures[name]).movedim(-1, -3).contiguous()
 
     def normalise(self, value: Tensor, name: str) -> Tensor:
         """[..., D] by the folder's mode for the policy's feature `name`."""
@@ -171,7 +182,7 @@ def with_newline(texts: Sequence[str]) -> list[str]:
 
 def tokens_of(observation: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """`TOKENS` and which of them are there, int64 and bool [B, L]."""
-    tokens = _entry(observation, TOKENS).to(device)
+    tokens = entry(observation, TOKENS).to(device)
     return tokens, tokens > 0
 
 
@@ -182,7 +193,15 @@ def padded(value: Tensor, width: int, what: str) -> Tensor:
     return functional.pad(value, (0, width - value.shape[-1]))
 
 
-def _entry(observation: Batch, name: str) -> Tensor:
+def picture(value: Tensor, name: str, device: torch.device) -> Tensor:
+    """uint8 [..., H, W, 3] -> float32 in [0, 1]. Raises ValueError for another shape or dtype."""
+    if value.dtype != torch.uint8 or value.shape[-1] != 3:
+        raise ValueError(f"{name} must be uint8 [..., H, W, 3], got {value.dtype} {list(value.shape)}")
+    return value.to(device).float() / 255.0
+
+
+def entry(observation: Batch, name: str) -> Tensor:
+    """Raises KeyError naming what there is."""
     if name not in observation:
         raise KeyError(f"the policy needs {name!r}; the observation has {sorted(observation)}")
     return observation[name]

@@ -17,7 +17,7 @@ from genrl.runtime.sharding import Sharding, reshard_layers, shard
 from genrl.vla.policies.layers import layers_of
 
 PASSES = ("encode", "velocity", "velocity_and_noise", "value")
-"""Methods that a policy is called by; none of them calls another."""
+"""Methods that a policy is called by, as far as it has them; none of them calls another."""
 
 
 def hold(policy: Any, sharding: Sharding, *, adapters: bool) -> None:
@@ -28,7 +28,7 @@ def hold(policy: Any, sharding: Sharding, *, adapters: bool) -> None:
     whole = [parameter for parameter in policy.parameters() if parameter.requires_grad and adapters]
     shard(policy, [layer for stack in stacks for layer in stack], sharding, whole=whole)
     reshard_layers(policy, after_forward=True)
-    for name in PASSES:
+    for name in (name for name in PASSES if hasattr(policy, name)):
         register_fsdp_forward_method(policy, name)
     # by default the backward pass goes by the last passes, which may have been some process's own
     for stack in stacks:

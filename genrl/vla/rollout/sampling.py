@@ -6,6 +6,9 @@ Log-probabilities are per element, [B, M, H, A]: M = N where every step is a dec
 `Diffusion`), M = 1 where the chain is one (`LearnedNoise`). `chains.executed` and `chains.aggregate` make ratios of
 them.
 
+A policy without denoising makes its chunk in one step: `Tokens` draws each number, N = M = 1, and what followed is the
+tokens, int64; `Regression` draws nothing, and only `act` takes it.
+
 On the rows it was sampled with, `replay` computes what `sample` did, bit for bit; on other batches a matrix product may
 round differently.
 """
@@ -14,16 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from genrl.mdp import chains, ddpm, kernels, schedules
+from genrl.mdp import categorical, chains, ddpm, kernels, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.gaussian import Reduction
 from genrl.mdp.kernels import Transition
-from genrl.vla.policies.policy import Batch, LearnsNoise, Policy, PredictsNoise, PredictsVelocity
+from genrl.vla.policies.policy import (
+    Batch,
+    LearnsNoise,
+    Policy,
+    PredictsActions,
+    PredictsNoise,
+    PredictsTokens,
+    PredictsVelocity,
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,24 @@ class Diffusion:
         return ddpm.ddpm_grid(bars) if self.steps == self.train_steps else ddpm.ddim_grid(bars, self.steps)
 
 
-Sampler = FlowSteps | LearnedNoise | Diffusion
+@dataclass(frozen=True)
+class Tokens:
+    """Every number of a chunk is a token, drawn from `softmax(logits / temperature)` (SimpleVLA-RL, arXiv 2509.09674:
+    1.6). Scored at the same temperature; evaluation takes the likeliest."""
+
+    temperature: float = 1.0
+    steps: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Regression:
+    """The chunk that the policy computes: evaluation alone, since nothing is drawn."""
+
+    steps: ClassVar[int] = 1
+
+
+Denoising = FlowSteps | LearnedNoise | Diffusion
+Sampler = Denoising | Tokens | Regression
 
 
 class ChunkNoise(NamedTuple):
@@ -107,7 +135,8 @@ class ChunkNoise(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """chunk [B, H, A], normalised; states, next_states [B, N, H, A]; step_index [B, N]; log_prob [B, M, H, A]."""
+    """chunk [B, H, A], normalised; states, next_states [B, N, H, A]; step_index [B, N]; log_prob [B, M, H, A]. Of
+    `Tokens`, states are 0."""
 
     chunk: Tensor
     states: Tensor
@@ -117,11 +146,13 @@ class Sample(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """log_prob [B, M, H, A], means and stds [B, N, H, A] of the scored steps, all with gradients."""
+    """log_prob [B, M, H, A], entropy [B, N, H, A] in nats; of denoising, means and stds [B, N, H, A] of the scored
+    steps. All with gradients."""
 
     log_prob: Tensor
-    means: Tensor
-    stds: Tensor
+    entropy: Tensor
+    means: Tensor | None = None
+    stds: Tensor | None = None
 
 
 class Acting(NamedTuple):
@@ -145,7 +176,7 @@ def chunk_noise(
     """What chunk i needs, from generator i alone; `shared` chooses the step of "random_per_batch"."""
     shape = (sampler.steps + 1, policy.horizon, policy.action_dim)
     noise = torch.stack([torch.randn(shape, generator=own) for own in generators])
-    if isinstance(sampler, LearnedNoise):
+    if isinstance(sampler, LearnedNoise | Tokens | Regression):
         return ChunkNoise(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
     if isinstance(sampler, Diffusion):
         place = torch.arange(sampler.steps)
@@ -163,7 +194,7 @@ def chunk_noise(
 
 
 def transition(
-    policy: Policy, sampler: Sampler, context: Batch, x: Tensor, index: Tensor, noisy: Tensor | None = None
+    policy: Policy, sampler: Denoising, context: Batch, x: Tensor, index: Tensor, noisy: Tensor | None = None
 ) -> Transition:
     """The step `index` [B] of each row from x [B, H, A]: mean [B, H, A], std broadcastable to it (0: the ODE).
 
@@ -203,6 +234,8 @@ def sample(
     Raises ValueError where a `Diffusion` sampler trains only its last steps and nobody is there for the first.
     """
     start = random.noise.to(next(iter(context.values())).device)
+    if isinstance(sampler, Tokens | Regression):
+        return _drawn(policy, sampler, context, start[:, -1])
     batch = len(random.noisy)
     first = _first_steps(sampler, frozen)
 
@@ -225,19 +258,32 @@ def replay(
     """The record of a `Sample` (any rows of it) under the policy as it is now; the context was encoded once."""
     device = next(iter(context.values())).device
     states, next_states = states.to(device), next_states.to(device)
+    if isinstance(sampler, Tokens | Regression):
+        every = _log_probs(_chooser(policy), sampler, context)
+        return Replay(categorical.chosen(every, next_states[:, 0])[:, None], categorical.entropy(every)[:, None])
     places = step_index.cpu().unbind(1)
     steps = [transition(policy, sampler, context, states[:, n], at) for n, at in enumerate(places)]
     means, stds = torch.stack([s.mean for s in steps], 1), torch.stack([s.std for s in steps], 1)
-    return Replay(_score(sampler, states, next_states, means, stds), means, stds.expand(means.shape))
+    stds = stds.expand(means.shape)
+    return Replay(_score(sampler, states, next_states, means, stds), chains.entropy(stds), means, stds)
 
 
 @torch.no_grad()
 def act(policy: Policy, sampler: Sampler, context: Batch, noise: Tensor, *, frozen: Frozen | None = None) -> Tensor:
     """The chunk [B, H, A] without exploration, from noise [B, H, A], which stays random: for evaluation.
 
-    A flow policy follows its ODE, a diffusion policy its chain with eta = 0 (DPPO evaluates DDIM so, and DDPM with a
-    std of 1e-3 at least), in the sampler's steps, with its clips. frozen as in `sample`.
+    Of tokens the likeliest are taken. A flow policy follows its ODE, a diffusion policy its chain with eta = 0 (DPPO
+    evaluates DDIM so, and DDPM with a std of 1e-3 at least), in the sampler's steps, with its clips. frozen as in
+    `sample`.
     """
+    if isinstance(sampler, Tokens):
+        chooser = _chooser(policy)
+        logits = chooser.logits(context)
+        return chooser.centres.to(logits)[logits.argmax(-1)]
+    if isinstance(sampler, Regression):
+        if not isinstance(policy, PredictsActions):
+            raise TypeError(f"Regression needs a policy that computes its actions, {type(policy).__name__} does not")
+        return policy.regressed(context)
     x = noise.to(next(iter(context.values())).device)
     first = _first_steps(sampler, frozen)
     sigmas = schedules.linspace_grid(sampler.steps)
@@ -257,6 +303,30 @@ def act(policy: Policy, sampler: Sampler, context: Batch, noise: Tensor, *, froz
             x = x.clamp(-sampler.mean_clip, sampler.mean_clip)
     last_clip = None if isinstance(sampler, FlowSteps) else sampler.last_clip
     return x if last_clip is None else x.clamp(-last_clip, last_clip)
+
+
+def _chooser(policy: Policy) -> PredictsTokens:
+    if not isinstance(policy, PredictsTokens):
+        raise TypeError(f"Tokens needs a policy that predicts tokens, {type(policy).__name__} does not")
+    return policy
+
+
+def _log_probs(chooser: PredictsTokens, sampler: Tokens | Regression, context: Batch) -> Tensor:
+    """Of all tokens, [B, H, A, K]."""
+    if isinstance(sampler, Regression):
+        raise TypeError("Regression draws nothing, so there is nothing to record or to score: use Tokens")
+    return categorical.log_probs(chooser.logits(context), sampler.temperature)
+
+
+def _drawn(policy: Policy, sampler: Tokens | Regression, context: Batch, noise: Tensor) -> Sample:
+    """A chunk that noise [B, H, A] decides."""
+    chooser = _chooser(policy)
+    every = _log_probs(chooser, sampler, context)
+    tokens = categorical.draw(every, noise)
+    log_prob = categorical.chosen(every, tokens)[:, None]
+    index = torch.zeros(len(noise), 1, dtype=torch.int64)
+    chunk = chooser.centres.to(noise)[tokens]
+    return Sample(chunk, torch.zeros_like(log_prob), tokens[:, None], index, log_prob)
 
 
 def _first_steps(sampler: Sampler, frozen: Frozen | None) -> int:

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class SFT(VLAMethod):
-    """Supervised training on demonstrations: flow matching, or noise prediction."""
+    """Supervised training on demonstrations: flow matching, noise prediction, action tokens, or OFT's L1."""
 
     title: ClassVar[str] = "Supervised training of policies in simulation"
     imitates: ClassVar[Literal["never", "new", "always"]] = "always"
     whole_chain: ClassVar[bool] = True
+    denoises: ClassVar[bool] = False
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""

@@ -1,0 +1,212 @@
+"""Tiny OpenVLA-OFT folders in the published layout, written from a list of the published names.
+
+The list is the check that ours is that layout: names as in openvla/openvla-7b, with the shapes of its architecture as
+functions of a few sizes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace as Sizes
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.vla.published import Shapes, random_weights
+
+WORDS = (
+    "in what action should the robot take to put the red green blue block in left right far zone touch ? : out".split()
+)
+
+TINY = Sizes(
+    vocabulary=256 + 64, padded=64, width=48, layers=2, mlp=96, heads=4,
+    dino=Sizes(name="dummy_dinov2", width=48, depth=3, mlp=96, patch=8, registers=4),
+    siglip=Sizes(name="dummy_siglip", width=32, depth=3, mlp=64, patch=8, registers=None), side=32,
+)  # fmt: skip
+REAL = Sizes(
+    vocabulary=32000, padded=64, width=4096, layers=32, mlp=11008, heads=32,
+    dino=Sizes(name="vit_large_patch14_reg4_dinov2.lvd142m", width=1024, depth=24, mlp=4096, patch=14, registers=4),
+    siglip=Sizes(name="vit_so400m_patch14_siglip_224", width=1152, depth=27, mlp=4304, patch=14, registers=None),
+    side=224,
+)  # fmt: skip
+
+
+def vit_shapes(s: Sizes, side: int) -> Shapes:
+    """Names and shapes of timm's model; its layer scales are called scale_factor, as prismatic saves them."""
+    width = s.width
+    found: Shapes = {
+        "pos_embed": (1, (side // s.patch) ** 2, width),
+        "patch_embed.proj.weight": (width, 3, s.patch, s.patch),
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+    }
+    for n in range(s.depth):
+        block = f"blocks.{n}."
+        for norm in ("norm1", "norm2"):
+            found |= {f"{block}{norm}.weight": (width,), f"{block}{norm}.bias": (width,)}
+        for name, rows, columns in (
+            ("attn.qkv", 3 * width, width),
+            ("attn.proj", width, width),
+            ("mlp.fc1", s.mlp, width),
+            ("mlp.fc2", width, s.mlp),
+        ):
+            found |= {f"{block}{name}.weight": (rows, columns), f"{block}{name}.bias": (rows,)}
+        if s.registers is not None:
+            found |= {f"{block}ls1.scale_factor": (width,), f"{block}ls2.scale_factor": (width,)}
+    if s.registers is not None:
+        return found | {"cls_token": (1, 1, width), "reg_token": (1, s.registers, width)}
+    pool: Shapes = {"latent": (1, 1, width)}
+    for name, rows, columns in (
+        ("q", width, width),
+        ("kv", 2 * width, width),
+        ("proj", width, width),
+        ("mlp.fc1", s.mlp, width),
+        ("mlp.fc2", width, s.mlp),
+    ):
+        pool |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    pool |= {"norm.weight": (width,), "norm.bias": (width,)}
+    return found | {f"attn_pool.{name}": shape for name, shape in pool.items()}
+
+
+def shapes(s: Sizes) -> Shapes:
+    """Names and shapes of openvla/openvla-7b."""
+    found: Shapes = {}
+    for tower, size in (("featurizer", s.dino), ("fused_featurizer", s.siglip)):
+        found |= {f"vision_backbone.{tower}.{name}": shape for name, shape in vit_shapes(size, s.side).items()}
+    seen = s.dino.width + s.siglip.width
+    for name, rows, columns in (("fc1", 4 * seen, seen), ("fc2", s.width, 4 * seen), ("fc3", s.width, s.width)):
+        found |= {f"projector.{name}.weight": (rows, columns), f"projector.{name}.bias": (rows,)}
+    model, words = "language_model.model.", s.vocabulary + s.padded
+    found |= {f"{model}embed_tokens.weight": (words, s.width), "language_model.lm_head.weight": (words, s.width)}
+    found[f"{model}norm.weight"] = (s.width,)
+    for n in range(s.layers):
+        layer = f"{model}layers.{n}."
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            found[f"{layer}self_attn.{projection}.weight"] = (s.width, s.width)
+        found |= {f"{layer}mlp.gate_proj.weight": (s.mlp, s.width), f"{layer}mlp.up_proj.weight": (s.mlp, s.width)}
+        found[f"{layer}mlp.down_proj.weight"] = (s.width, s.mlp)
+        found |= {f"{layer}input_layernorm.weight": (s.width,), f"{layer}post_attention_layernorm.weight": (s.width,)}
+    return found
+
+
+def head_shapes(width: int, numbers: int) -> Shapes:
+    """action_head--*_checkpoint.pt of OFT, whose keys distributed training has put module. before."""
+    model = "module.model."
+    found: Shapes = {f"{model}layer_norm1.weight": (numbers * width,), f"{model}layer_norm1.bias": (numbers * width,)}
+    found |= {f"{model}fc1.weight": (width, numbers * width), f"{model}fc1.bias": (width,)}
+    for n in range(2):
+        ffn = f"{model}mlp_resnet_blocks.{n}.ffn."
+        found |= {f"{ffn}0.weight": (width,), f"{ffn}0.bias": (width,)}
+        found |= {f"{ffn}1.weight": (width, width), f"{ffn}1.bias": (width,)}
+    found |= {f"{model}layer_norm2.weight": (width,), f"{model}layer_norm2.bias": (width,)}
+    return found | {f"{model}fc2.weight": (numbers, width), f"{model}fc2.bias": (numbers,)}
+
+
+def proprio_shapes(width: int, numbers: int) -> Shapes:
+    """proprio_projector--*_checkpoint.pt of OFT."""
+    found: Shapes = {"module.fc1.weight": (width, numbers), "module.fc1.bias": (width,)}
+    return found | {"module.fc2.weight": (width, width), "module.fc2.bias": (width,)}
+
+
+def config(s: Sizes, stats: dict[str, Any] | None) -> dict[str, Any]:
+    """config.json as OpenVLA's classes save it, what is read and some that is not."""
+    text = {"model_type": "llama", "pad_token_id": s.vocabulary, "vocab_size": s.vocabulary + s.padded}
+    if s.width != 4096:  # the published one leaves its sizes to transformers' defaults
+        text |= {"hidden_size": s.width, "num_hidden_layers": s.layers, "intermediate_size": s.mlp}
+        text |= {"num_attention_heads": s.heads, "num_key_value_heads": s.heads}
+    return {
+        "architectures": ["OpenVLAForActionPrediction"],
+        "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"},
+        "model_type": "openvla",
+        "image_resize_strategy": "resize-naive",
+        "image_sizes": [s.side, s.side],
+        "n_action_bins": 256,
+        "norm_stats": stats,
+        "pad_to_multiple_of": s.padded,
+        "text_config": text,
+        "timm_model_ids": [s.dino.name, s.siglip.name],
+        "torch_dtype": "bfloat16",
+        "use_fused_vision_backbone": True,
+    }
+
+
+def bounds(low: list[float], high: list[float], mask: list[bool] | None = None) -> dict[str, Any]:
+    """Statistics of actions or states."""
+    found = {"q01": low, "q99": high, "min": low, "max": high, "mean": [0.0] * len(low), "std": [1.0] * len(low)}
+    return found | ({"mask": mask} if mask else {})
+
+
+TABLE = {"action": bounds([-1.0] * 3, [1.0] * 3), "proprio": bounds([-1.0, -1.0, 0.0], [1.0] * 3)}
+"""Of MiniTable: moves of x and y, and the grip, which holds where it is positive."""
+
+
+def write(
+    folder: Path,
+    *,
+    sizes: Sizes = TINY,
+    stats: dict[str, Any] | None = None,
+    shards: int = 2,
+    dtype: torch.dtype = torch.float32,
+    head: bool = False,
+    proprio: bool = False,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """A tiny folder with random weights, which it returns; stats: of the data sets, MiniTable's by default."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stats = {"minitable": TABLE} if stats is None else stats
+    weights = random_weights(shapes(sizes), seed, dtype)
+    for name in weights:
+        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "layernorm.weight", "scale_factor")):
+            weights[name] = 1.0 + weights[name]
+        if name.endswith("pos_embed"):
+            weights[name] = weights[name] / weights[name].std().clamp(min=1e-6)  # else a place says nothing
+    names = sorted(weights)
+    index = {}
+    for n in range(shards):
+        file = f"model-{n + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
+        held = {name: weights[name] for name in names[n::shards]}
+        save_file(held, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(held, file)
+    if shards > 1:
+        size = sum(value.numel() * value.element_size() for value in weights.values())
+        told = {"metadata": {"total_size": size}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(config(sizes, stats), indent=2))
+    colours = [{"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}]
+    colours += [{"mean": [0.5] * 3, "std": [0.5] * 3}]
+    pictures = {"means": [[0.485, 0.456, 0.406], [0.5] * 3], "stds": [[0.229, 0.224, 0.225], [0.5] * 3]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(pictures | {"tvf_normalize_params": colours}))
+    (folder / "configuration_prismatic.py").write_text("raise SystemExit('remote code was executed')\n")
+    tokenizer(folder)
+    width = len(next(iter(stats.values()))["action"]["q01"])
+    if head:
+        torch.save(random_weights(head_shapes(sizes.width, width), 1, dtype), folder / "action_head--150_checkpoint.pt")
+    if proprio:
+        numbers = len(next(iter(stats.values()))["proprio"]["q01"])
+        own = random_weights(proprio_shapes(sizes.width, numbers), 2, dtype)
+        torch.save(own, folder / "proprio_projector--150_checkpoint.pt")
+    return weights
+
+
+def tokenizer(folder: Path) -> None:
+    """Words in the place of Llama's pieces; the first numbers are Llama's: unknown, begin, end, then the empty one."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    names = ["<unk>", "<s>", "</s>", "\u2581", *dict.fromkeys(WORDS)]
+    inner = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    inner.save(str(folder / "tokenizer.json"))
+
+
+def observation(
+    batch: int = 3, side: int = 32, cameras: tuple[str, ...] = ("observation.image",), state: int = 0
+) -> Any:
+    """Random pictures, and a state of so many numbers."""
+    rng = torch.Generator().manual_seed(0)
+    seen = {name: torch.randint(256, (batch, side, side, 3), generator=rng, dtype=torch.uint8) for name in cameras}
+    return seen | ({"observation.state": torch.randn(batch, state, generator=rng)} if state else {})

@@ -1,0 +1,436 @@
+"""OpenVLA-OFT: the published layout, timm's and transformers' own modules, bins, units, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from genrl.vla.policies import openvla, openvla_folder
+from genrl.vla.policies.folder import load_policy, save_policy
+from genrl.vla.policies.layers import compute_again
+from genrl.vla.policies.lerobot import Adapt
+from genrl.vla.policies.openvla import action_tokens, token_actions
+from genrl.vla.policies.policy import TOKENS, Statistics, rows
+from genrl.vla.policies.timm_vit import VITS, Featurizer
+from genrl.vla.rollout.sampling import Regression, Tokens, act, chunk_noise, replay, sample
+from tests.vla import openvla_folders
+from tests.vla.openvla_folders import REAL, TINY, bounds, observation
+from tests.vla.published import pi_folder
+
+LINES = ["put the red block in the far zone", "touch the blue block", "touch the green block"]
+LIBERO = {"action": bounds([-0.5] * 7, [1.5] * 7, [True] * 6 + [False]), "proprio": bounds([-1.0] * 8, [1.0] * 8)}
+
+
+def oft(**settings: Any) -> Adapt:
+    return Adapt(oft={"chunk": 4, **settings})
+
+
+def seen(policy: Any, batch: int = 3, **settings: Any) -> dict[str, Tensor]:
+    lines = [LINES[n % 3] for n in range(batch)]
+    return observation(batch, **settings) | {TOKENS: policy.tokenise(lines)}
+
+
+# --- the layout ---
+
+
+def test_the_layout_is_the_published_one(tmp_path: Path) -> None:
+    """The real sizes, on no device: openvla-7b has 7,541,237,184 parameters. What no action depends on is in the file
+    alone: the last blocks of the vision transformers, their norms, SigLIP's pooling."""
+    published = openvla_folders.shapes(REAL)
+    assert sum(map(math.prod, published.values())) == 7_541_237_184
+    openvla_folders.write(tmp_path)
+    folder = openvla_folder.read(tmp_path, None)
+    folder.config = openvla_folders.config(REAL, {"libero_10_no_noops": LIBERO})
+    (tmp_path / "config.json").write_text(json.dumps(folder.config))
+    policy = openvla.OpenVLA(folder, openvla_folder.Robot(folder))
+    own = {name: tuple(value.shape) for name, value in policy.state_dict().items()}
+    unused = published.keys() - own.keys()
+    assert own == {name: shape for name, shape in published.items() if name not in unused}
+    towers = {"featurizer": 23, "fused_featurizer": 26}
+    parts = [f"vision_backbone.{tower}.{p}" for tower, n in towers.items() for p in (f"blocks.{n}.", "norm.")]
+    assert all(name.startswith((*parts, "vision_backbone.fused_featurizer.attn_pool.")) for name in unused)
+    assert (policy.words - 256, policy.end, policy.prompts.begin, policy.horizon) == (31744, 2, 1, 8)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("featurizer", REAL.dino), ("fused_featurizer", REAL.siglip)])
+def test_the_list_has_timms_own_names(name: str, sizes: Any) -> None:
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        theirs = timm.create_model(sizes.name, pretrained=False, num_classes=0, img_size=224)
+    found = {key.replace(".gamma", ".scale_factor"): tuple(v.shape) for key, v in theirs.state_dict().items()}
+    assert found == openvla_folders.vit_shapes(sizes, 224)
+
+
+@pytest.mark.parametrize("sizes", [TINY.dino, TINY.siglip], ids=["dinov2", "siglip"])
+def test_patches_are_those_of_timm(sizes: Any) -> None:
+    vits = pytest.importorskip("timm.models.vision_transformer")
+    own = {"init_values": 1e-5, "reg_tokens": 4} if sizes.registers else {"global_pool": "map"}
+    theirs = vits.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=sizes.width, depth=3, num_heads=4, mlp_ratio=2, num_classes=0,
+        class_token=sizes.registers is not None, no_embed_class=True, **own,
+    ).eval()  # fmt: skip
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.2)
+    ours = Featurizer(VITS[sizes.name], 32)
+    named = {key.replace(".gamma", ".scale_factor"): value for key, value in theirs.state_dict().items()}
+    assert not ours.load_state_dict(named, strict=False).missing_keys
+    pictures = torch.randn(2, 3, 32, 32, generator=rng)
+    (wanted,) = theirs.get_intermediate_layers(pictures, n={1})
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(ours(pictures), wanted)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("head", [False, True], ids=["tokens", "l1"])
+def test_a_folder_comes_back_as_it_was(head: bool, shards: int, tmp_path: Path) -> None:
+    """Same files, keys, tensors, dtypes, also of what is not used; the remote code is written back, never executed."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    openvla_folders.write(a, shards=shards, dtype=torch.bfloat16, head=head, proprio=True)
+    policy = load_policy(a, adapt=oft())
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    save_policy(policy, b)
+    assert {f.name for f in b.iterdir()} == {f.name for f in a.iterdir()} | {"oft.json"}
+    for file in a.iterdir():
+        if file.suffix in (".safetensors", ".pt"):
+            read = load_file if file.suffix == ".safetensors" else lambda f: torch.load(f, weights_only=True)
+            before, after = read(file), read(b / file.name)
+            assert list(before) == list(after) and all(after[key].dtype == torch.bfloat16 for key in before)
+            assert all(torch.equal(value, after[key]) for key, value in before.items())
+        elif file.suffix == ".json":
+            assert json.loads(file.read_text()) == json.loads((b / file.name).read_text())
+        else:
+            assert file.read_bytes() == (b / file.name).read_bytes()
+    again, given = load_policy(b), seen(policy, state=3)
+    assert again.horizon == 4
+    for name, value in policy.encode(given).items():
+        assert torch.equal(again.encode(given)[name], value)
+
+
+def test_a_critic_is_kept_beside_the_weights(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path / "a")
+    policy = load_policy(tmp_path / "a", adapt=oft()).with_heads(critic=4, noise_head="none", seed=0)
+    save_policy(policy, tmp_path / "b")
+    again, given = load_policy(tmp_path / "b"), seen(policy)
+    assert again.critic == 4
+    assert torch.equal(again.value(again.encode(given)), policy.value(policy.encode(given)))
+    assert policy.value(policy.encode(given)).std() > 0
+
+
+# --- one pass for all actions ---
+
+
+@pytest.mark.parametrize("cameras", [1, 2])
+def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp_path: Path) -> None:
+    """With a mask that hides nothing, which is what makes parallel decoding comparable: no action token enters the
+    pass, so there is no order of tokens; each is the likeliest after its own place, and a row alone, unpadded, is
+    enough."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = tuple(f"observation.images.{n}" for n in range(cameras))
+    weights = openvla_folders.write(tmp_path, proprio=True)
+    policy = load_policy(tmp_path, adapt=oft(cameras=names))
+    text = openvla_folders.config(TINY, None)["text_config"]
+    theirs = LlamaForCausalLM(LlamaConfig(**text, attn_implementation="eager")).eval()
+    theirs.load_state_dict(
+        {name.removeprefix("language_model."): v for name, v in weights.items() if name.startswith("language_model.")}
+    )
+    given = seen(policy, cameras=names, state=3)
+    assert len({int((line > 0).sum()) for line in given[TOKENS]}) == 2  # one line is longer than the others
+    ours = policy.encode(given)["logits"]
+    table, count = theirs.get_input_embeddings().weight, policy.horizon * policy.action_dim
+    for row in range(3):
+        one = rows(given, torch.tensor([row]))
+        line = one[TOKENS][0][one[TOKENS][0] > 0]
+        patches = policy._seen(one, torch.device("cpu"))
+        assert patches.shape == (1, cameras * 16, TINY.width)
+        projector = policy.proprio_projector
+        state = policy.robot.state(one, torch.device("cpu"))
+        state = projector["fc2"](torch.nn.functional.gelu(projector["fc1"](state)))[:, None]
+        empty = torch.zeros(1, count, TINY.width)
+        parts = [table[line[:1]][None], patches, state, table[line[1:]][None], empty, table[2][None, None]]
+        x = torch.cat(parts, 1)
+        whole = torch.zeros(1, 1, x.shape[1], x.shape[1])
+        found = theirs(inputs_embeds=x, attention_mask=whole).logits[0]
+        first = x.shape[1] - 1 - count  # of the empty places; each is predicted by the place before it
+        wanted = found[first - 1 : first - 1 + count, TINY.vocabulary - 256 : TINY.vocabulary]
+        torch.testing.assert_close(ours[row].flatten(0, 1), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_every_action_sees_every_part_and_padding_is_not_seen(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path, proprio=True)
+    policy = load_policy(tmp_path, adapt=oft())
+    given = seen(policy, state=3)
+    logits = policy.encode(given)["logits"]
+    longer = given | {TOKENS: torch.nn.functional.pad(given[TOKENS], (0, 5))}
+    assert torch.equal(policy.encode(longer)["logits"], logits)
+    alone = policy.encode(rows(given, torch.tensor([1])))["logits"]  # without the padding that the first row asks for
+    torch.testing.assert_close(alone, logits[1:2], rtol=1e-4, atol=1e-5)
+    for name, change in (("observation.image", 255), ("observation.state", 0), (TOKENS, 0)):
+        other = {key: value.clone() for key, value in given.items()}
+        if name == TOKENS:
+            other[TOKENS][0, 12] = int(given[TOKENS][1, 12])
+        else:
+            other[name][0] = change
+        moved = (policy.encode(other)["logits"] - logits).abs().amax(-1)
+        assert (moved[0] > 1e-6).all() and torch.equal(moved[1:], torch.zeros_like(moved[1:])), name
+
+
+def test_computing_again_gives_the_same_bits(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path)
+    found = []
+    for again in (False, True):
+        policy = load_policy(tmp_path, adapt=oft())
+        if again:
+            compute_again(policy)
+        logits = policy.encode(seen(policy))["logits"]
+        logits.square().mean().backward()
+        found.append([logits, *(p.grad for p in policy.parameters() if p.grad is not None)])
+    assert len(found[0]) > 60 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# --- bins ---
+
+
+def test_bins_of_known_actions() -> None:
+    """-1 is digit 1, token 31999; 0 lies in the middle bin, digit 128; 1 is digit 256, token 31744."""
+    places = action_tokens(torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0]))
+    assert (31744 + places).tolist() == [31999, 31999, 31872, 31744, 31744]
+    meant = token_actions()
+    assert meant.shape == (256,) and meant.unique().numel() == 255
+    assert meant[[0, 1, 128, 255]].tolist() == pytest.approx([254 / 255, 254 / 255, 0.0, -254 / 255])
+
+
+def test_bins_are_those_of_numpy() -> None:
+    """OpenVLA's formulas: token = vocabulary - digitize(a); centre of digit - 1, the last one for digit 256."""
+    actions = np.random.default_rng(0).uniform(-1.2, 1.2, (2000,)).astype(np.float32)
+    bins = np.linspace(-1, 1, 256)
+    tokens = 32000 - np.digitize(np.clip(actions, -1.0, 1.0), bins)
+    places = action_tokens(torch.from_numpy(actions))
+    assert (31744 + places).tolist() == tokens.tolist()
+    centres = (bins[:-1] + bins[1:]) / 2
+    wanted = centres[np.clip(32000 - tokens - 1, 0, 254)]
+    np.testing.assert_allclose(token_actions()[places], wanted, atol=1e-7)
+
+
+# --- acting ---
+
+
+def test_a_replay_is_what_was_sampled_and_evaluation_takes_the_likeliest(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path)
+    policy = load_policy(tmp_path, adapt=oft())
+    given = seen(policy)
+    context = policy.encode(given)
+    for sampler in (Tokens(), Tokens(temperature=1.6)):
+        rngs = [torch.Generator().manual_seed(n) for n in range(3)]
+        drawn = sample(policy, sampler, context, chunk_noise(sampler, policy, rngs))
+        again = replay(policy, sampler, policy.encode(given), *drawn[1:4])
+        assert torch.equal(again.log_prob, drawn.log_prob) and drawn.log_prob.shape == (3, 1, 4, 3)
+        assert torch.equal(drawn.chunk, policy.centres[drawn.next_states[:, 0]])
+        exact = torch.log_softmax(context["logits"].double() / sampler.temperature, -1)
+        exact = exact.gather(-1, drawn.next_states[:, 0][..., None])[..., 0]
+        torch.testing.assert_close(drawn.log_prob[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
+        best = act(policy, sampler, context, torch.zeros(3, 4, 3))
+        assert torch.equal(best, policy.centres[context["logits"].argmax(-1)])
+    with pytest.raises(TypeError, match="Regression draws nothing"):
+        sample(policy, Regression(), context, chunk_noise(Regression(), policy, rngs))
+
+
+def test_cross_entropy_is_of_the_demonstrated_tokens(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path)
+    policy = load_policy(tmp_path, adapt=oft())
+    context, actions = policy.encode(seen(policy)), torch.linspace(-1, 1, 36).view(3, 4, 3)
+    wanted = torch.nn.functional.cross_entropy(
+        context["logits"].flatten(0, 2), action_tokens(actions).flatten(), reduction="none"
+    )
+    torch.testing.assert_close(policy.demonstration_error(context, actions).flatten(), wanted)
+
+
+def test_the_continuous_head_is_a_function_of_the_hidden_states(tmp_path: Path) -> None:
+    """Plain formulas on the file's numbers."""
+    openvla_folders.write(tmp_path, head=True)
+    policy = load_policy(tmp_path, adapt=oft())
+    file = torch.load(tmp_path / "action_head--150_checkpoint.pt", weights_only=True)
+    given = seen(policy)
+    x = policy._hidden(given).view(3, 4, 3 * TINY.width)
+    w = {name.removeprefix("module.model."): value for name, value in file.items()}
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    x = (normed(x, "layer_norm1") @ w["fc1.weight"].T + w["fc1.bias"]).relu()
+    for n in range(2):
+        ffn = f"mlp_resnet_blocks.{n}.ffn."
+        x = x + (normed(x, f"{ffn}0") @ w[f"{ffn}1.weight"].T + w[f"{ffn}1.bias"]).relu()
+    x = normed(x, "layer_norm2") @ w["fc2.weight"].T + w["fc2.bias"]
+    context = policy.encode(given)
+    torch.testing.assert_close(policy.regressed(context), x, rtol=1e-4, atol=1e-5)
+    assert torch.equal(act(policy, Regression(), context, torch.zeros(3, 4, 3)), policy.regressed(context))
+    demonstrated = torch.zeros(3, 4, 3)
+    assert torch.equal(policy.demonstration_error(context, demonstrated), policy.regressed(context).abs())
+    with pytest.raises(ValueError, match="no likelihood that could be reinforced: take sft"):
+        policy.with_heads(critic=1, noise_head="none", seed=0)
+
+
+# --- units ---
+
+
+def robot(folder: Path, stats: dict[str, Any], **settings: Any) -> openvla_folder.Robot:
+    openvla_folders.write(folder, stats=stats)
+    return openvla_folder.Robot(openvla_folder.read(folder, oft(**settings)))
+
+
+def test_actions_are_mapped_by_the_quantiles_and_the_mask(tmp_path: Path) -> None:
+    units = robot(tmp_path, {"bridge": {"action": bounds([-0.5, 0.0, 0.0], [1.5, 2.0, 9.0], [True, True, False])}})
+    chunk = torch.tensor([[-1.0, 0.0, 0.25], [1.0, 1.0, 1.0]])
+    torch.testing.assert_close(units.actions(chunk), torch.tensor([[-0.5, 1.0, 0.25], [1.5, 2.0, 1.0]]))
+    torch.testing.assert_close(units.normalised(units.actions(chunk), 3), chunk)
+    beyond = units.normalised(torch.tensor([[9.0, -9.0, 0.5]]), 3)
+    torch.testing.assert_close(beyond, torch.tensor([[1.0, -1.0, 0.5]]))
+
+
+def test_the_gripper_of_libero_opens_at_minus_one(tmp_path: Path) -> None:
+    """Its data sets have 1 for open, 0 for closed; robosuite's action is -1 and 1."""
+    units = robot(tmp_path, {"libero_10_no_noops": LIBERO}, unnorm_key="libero_10")
+    chunk = torch.zeros(4, 7)
+    chunk[:, 6] = torch.tensor([0.0, 0.49, 0.51, 1.0])
+    assert units.actions(chunk)[:, 6].tolist() == [1.0, 1.0, -1.0, -1.0]
+    assert units.actions(chunk)[:, 0].tolist() == pytest.approx([0.5] * 4)
+    shown = torch.zeros(2, 7)
+    shown[:, 6] = torch.tensor([-1.0, 1.0])
+    assert units.normalised(shown, 7)[:, 6].tolist() == [1.0, 0.0]
+
+
+def test_a_state_is_clipped_to_its_range(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path, proprio=True)
+    units = openvla_folder.Robot(openvla_folder.read(tmp_path, oft()))
+    found = units.state({"observation.state": torch.tensor([[0.5, -7.0, 0.75]])}, torch.device("cpu"))
+    assert found.tolist() == [[0.5, -1.0, 0.5]]
+    stats: Statistics = units.stats
+    assert stats.keys() == {"action", "observation.state"} and units.inputs == (
+        "observation.state",
+        "observation.image",
+    )
+
+
+def test_the_central_crop_is_tensorflows() -> None:
+    """crop_and_resize by its definition: sample i of n lies at y1 (n - 1) + i (y2 - y1), bilinear; then 255.5 steps."""
+    pictures = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    low, high = (1 - math.sqrt(0.9)) / 2, (1 + math.sqrt(0.9)) / 2
+    at = np.array([low * 7 + i * (high - low) for i in range(8)])
+    below, share = np.floor(at).astype(int), at - np.floor(at)
+    plane = pictures[0].double().numpy()
+    along = plane[:, :, below] * (1 - share) + plane[:, :, below + 1] * share
+    both = along[:, below] * (1 - share)[:, None] + along[:, below + 1] * share[:, None]
+    steps = np.floor(both * 255.5) / 255
+    found = openvla_folder.central(pictures)[0].numpy()
+    assert np.abs(found - steps).max() < 1e-6 or (np.abs(found - steps) > 1e-6).mean() < 0.01
+    assert np.abs(found - both).max() < 1 / 255 + 1e-6
+
+
+def test_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
+    units = robot(tmp_path, {"a": openvla_folders.TABLE}, centre_crop=False)
+    given = {"observation.image": torch.full((2, 64, 64, 3), 51, dtype=torch.uint8)}
+    found = units.pictures(given, torch.device("cpu"))
+    assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
+
+
+# --- what is refused ---
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_data_sets_are_chosen_by_name(tmp_path: Path) -> None:
+    every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
+    assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
+    text = (
+        r"policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
+    )
+    with pytest.raises(ValueError, match=text):
+        robot(tmp_path, every, unnorm_key="libero_gaol")
+    with pytest.raises(
+        ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_goal"
+    ):
+        robot(tmp_path, every)
+    (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
+    assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"
+    del every["bridge_orig"]["action"]["q99"]
+    try:
+        with pytest.raises(ValueError, match="of 'bridge_orig' in .* have no action.q99"):
+            robot(tmp_path, every, unnorm_key="bridge_orig")
+    finally:
+        LIBERO["action"]["q99"] = [1.5] * 7
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path, proprio=True)
+    with pytest.raises(ValueError, match="holds an OpenVLA: write policy.oft, not policy.rename"):
+        load_policy(tmp_path, adapt=Adapt(rename={"observation.image": "observation.images.top"}))
+    policy = load_policy(tmp_path, adapt=oft())
+    with pytest.raises(ValueError, match=r"observation.state has 4 numbers, the policy of .* reads 3"):
+        policy.encode(seen(policy, state=4))
+    with pytest.raises(KeyError, match="the policy needs 'observation.image'"):
+        policy.encode({TOKENS: policy.tokenise(LINES)})
+    with pytest.raises(ValueError, match="row 1 has no instruction"):
+        policy.tokenise(["touch the red block", " "])
+    with pytest.raises(ValueError, match="'touch the purple block' has token 0, which stands for padding"):
+        policy.tokenise(["touch the purple block"])
+    with pytest.raises(ValueError, match="has no noise head; write tokens"):
+        policy.with_heads(critic=0, noise_head="expert", seed=0)
+    pi_folder(tmp_path / "pi")
+    with pytest.raises(ValueError, match="policy.oft is of an OpenVLA, and this is pi0"):
+        load_policy(tmp_path / "pi", adapt=oft())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"timm_model_ids": ["dummy_dinov", "dummy_siglip"]},
+            "'dummy_dinov' is not known.*nearest one is 'dummy_dinov2'",
+        ),
+        ({"timm_model_ids": ["dummy_siglip"], "image_sizes": [32]}, "must name two vision transformers"),
+        ({"n_action_bins": 128}, "n_action_bins must be 256, found 128"),
+        ({"text_config": {"model_type": "phi"}}, "text_config must be a llama's with a rope_theta of 10000"),
+        ({"image_sizes": [64, 64]}, r"pos_embed has shape \[1, 16, 48\], it needs \[1, 64, 48\]"),
+    ],
+)
+def test_another_architecture_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path)
+    changed(tmp_path, **change)
+    with pytest.raises(ValueError, match=text):
+        load_policy(tmp_path, adapt=oft())
+
+
+def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
+    openvla_folders.write(tmp_path, head=True)
+    (tmp_path / "action_head--300_checkpoint.pt").write_bytes(
+        (tmp_path / "action_head--150_checkpoint.pt").read_bytes()
+    )
+    with pytest.raises(ValueError, match=r"has 2 files action_head--\*.pt: leave the one that belongs to the weights"):
+        load_policy(tmp_path, adapt=oft())
+    (tmp_path / "action_head--300_checkpoint.pt").unlink()
+    (tmp_path / "vision_backbone--150_checkpoint.pt").touch()
+    with pytest.raises(ValueError, match=r"vision_backbone--150_checkpoint.pt is not known here.*\(no FiLM, no diff"):
+        load_policy(tmp_path, adapt=oft())
+    (tmp_path / "vision_backbone--150_checkpoint.pt").unlink()
+    (tmp_path / "oft.json").write_text('{"chunks": 8}')
+    with pytest.raises(ValueError, match=r"oft.json: unknown keys \['chunks'\]"):
+        load_policy(tmp_path)
+    (tmp_path / "oft.json").unlink()
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="has no model-00002-of-00002.safetensors"):
+        load_policy(tmp_path)
