@@ -28,8 +28,8 @@ class NewPolicy(Section):
     """A small policy with fresh weights, for supervised training."""
 
     type: Text = "tiny_flow_vla"
-    """tiny_flow_vla, a flow policy of half a million parameters; diffusion_mlp, DPPO's diffusion MLP; an installed
-    policy; or path/file.py:Name."""
+    """tiny_flow_vla, a flow policy of half a million parameters; diffusion_mlp, DPPO's diffusion MLP; act, LeRobot's
+    ACT; an installed policy; or path/file.py:Name."""
     horizon: Count = 4
     """Actions in a chunk."""
     image_size: Whole = 32
@@ -37,7 +37,7 @@ class NewPolicy(Section):
     train_steps: Ways = 20
     """Noise levels of a diffusion policy (DPPO: 20 from states, 100 from pictures)."""
     args: dict[str, Any] = {}
-    """Settings of a policy of your own, by name."""
+    """Settings of a policy of your own, by name; of act, by LeRobot's names: {dim_model: 128, dropout: 0}."""
 
 
 class PolicyLoRA(Section):
@@ -134,7 +134,7 @@ class Demonstrations(Section):
 class Sampler(Section):
     """What the samplers share: the facts that methods ask."""
 
-    predicts: ClassVar[Literal["velocity", "noise"]] = "velocity"
+    predicts: ClassVar[Literal["velocity", "noise", "chunk"]] = "velocity"
     """What the policy has to predict."""
     noise_head: ClassVar[Literal["none", "expert", "context"]] = "none"
     """Where the policy has a head that sets the noise: on its action expert, beside it, or nowhere. With one, the whole
@@ -234,7 +234,7 @@ class ReinFlow(FlowNoise):
 class Diffusion(Sampler):
     """DPPO: a DDPM or DDIM chain whose last steps are trained, each a decision; a frozen copy does the first ones."""
 
-    predicts: ClassVar[Literal["velocity", "noise"]] = "noise"
+    predicts: ClassVar[Literal["velocity", "noise", "chunk"]] = "noise"
 
     kind: Literal["diffusion"] = "diffusion"
     """Which sampler."""
@@ -250,6 +250,16 @@ class Diffusion(Sampler):
         if self.ft_denoising_steps > self.steps:
             text = f"{self.ft_denoising_steps} of {self.steps} steps cannot be trained"
             yield ("sampler.ft_denoising_steps", "sampler.steps"), text
+
+
+class Direct(Sampler):
+    """Nothing is sampled: the policy says its chunk outright (ACT). Without likelihood there is no reinforcement."""
+
+    predicts: ClassVar[Literal["velocity", "noise", "chunk"]] = "chunk"
+    steps: ClassVar[int] = 1
+
+    kind: Literal["direct"] = "direct"
+    """Which sampler."""
 
 
 class PolicyOptimizer(Optimizer):
@@ -292,7 +302,7 @@ class VLAConfig(Section):
     demonstrations: Demonstrations | None = None
     """What supervised training imitates."""
     sampler: Annotated[
-        FlowSDE | FlowCPS | FlowNoise | ReinFlow | Diffusion,
+        FlowSDE | FlowCPS | FlowNoise | ReinFlow | Diffusion | Direct,
         Field(discriminator="kind"),
     ] = FlowSDE()
     """How chunks are sampled: which steps of the denoising are random, and how much."""

@@ -33,6 +33,9 @@ class VLAMethod(Method):
     """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
     first steps of DPPO's chain."""
 
+    needs_likelihood: ClassVar[bool] = True
+    """Whether the policy has to say how likely a chunk is: one that says its chunk outright (ACT) cannot."""
+
     @property
     def retries(self) -> bool:
         """Whether an iteration in which memory runs out is done again in smaller passes of the policy."""

@@ -16,7 +16,13 @@ PUBLISHED = {
     "diffusion": "genrl.vla.policies.diffusion_policy:DiffusionPolicy",
 }
 """Policies that come from a folder alone."""
-POLICIES = Group("policy", EMBEDDED | PUBLISHED, "genrl.policies")
+BOTH = {"act": "genrl.vla.policies.act:ACT"}
+"""Published policies that `policy.new` makes, too; `policy.new.args` are their settings by LeRobot's names."""
+PREDICTS = {"tiny_flow_vla": "velocity", "diffusion_mlp": "noise", "act": "chunk"}
+"""Of policies that `policy.new` makes."""
+SAMPLERS = {"velocity": "flow_sde", "noise": "diffusion", "chunk": "direct"}
+"""The sampler to name for a policy that predicts so."""
+POLICIES = Group("policy", EMBEDDED | PUBLISHED | BOTH, "genrl.policies")
 """Classes, as `genrl.vla.policies.policy` says; a policy's name is the `type` of its config.json."""
 SIMULATORS = Group(
     "simulator",

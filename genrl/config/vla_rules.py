@@ -11,7 +11,7 @@ from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import names
 from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
-from genrl.config.vla_names import EMBEDDED, POLICIES, PUBLISHED
+from genrl.config.vla_names import EMBEDDED, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
@@ -22,6 +22,7 @@ def refuse_impossible(config: VLAConfig) -> None:
     found = [
         *_policy(config),
         *_new_policy(config),
+        *_likelihood(config),
         *_layers(config),
         *_shards(config),
         *_rest(config),
@@ -60,11 +61,22 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.new.type",), text
     if new.args and new.type in EMBEDDED:
         yield ("policy.new.args", "policy.new.type"), f"are of a policy of your own; {new.type} has none"
-    if new.type in EMBEDDED and (new.type == "diffusion_mlp") != (sampler.predicts == "noise"):
-        predicts, kind = ("noise", "diffusion") if new.type == "diffusion_mlp" else ("velocity", "flow_sde")
-        yield ("policy.new.type", "sampler.kind"), f"{new.type} predicts {predicts}; write sampler.kind: {kind}"
+    predicts = PREDICTS.get(new.type, sampler.predicts)
+    if predicts != sampler.predicts:
+        text = f"{new.type} predicts {predicts}; write sampler.kind: {SAMPLERS[predicts]}"
+        yield ("policy.new.type", "sampler.kind"), text
     if sampler.predicts == "noise" and sampler.steps > new.train_steps:
         yield ("sampler.steps", "policy.new.train_steps"), f"there are {new.train_steps} noise levels only"
+
+
+def _likelihood(config: VLAConfig) -> Iterator[Finding]:
+    trainer = config.trainer
+    if config.sampler.predicts == "chunk" and trainer.needs_likelihood:
+        text = (
+            f"{trainer.algorithm} needs to know how likely a chunk is, and a policy that says it outright has no "
+            "likelihood: write sft, or take a flow or diffusion policy"
+        )
+        yield ("trainer.algorithm", "sampler.kind"), text
 
 
 def of_layers(config: VLAConfig) -> list[str]:
@@ -83,7 +95,7 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
     for key in of_layers(config):
         if config.policy.new is not None:
             yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
-        elif config.sampler.predicts == "noise":
+        elif config.sampler.predicts != "velocity":
             yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
     policy = config.policy
     if policy.dtype == "bfloat16" and policy.lora is None and not policy.frozen:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from genrl.config import load
 from genrl.config import vla as settings
 from genrl.config.vla import VLAConfig
+from genrl.config.vla_names import SAMPLERS
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
@@ -39,6 +40,7 @@ from genrl.vla.policies.policy import (
     Batch,
     NoiseHead,
     Policy,
+    PredictsChunk,
     PredictsNoise,
     PredictsVelocity,
     Statistics,
@@ -46,7 +48,7 @@ from genrl.vla.policies.policy import (
     vocabulary,
 )
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
+from genrl.vla.rollout.sampling import Diffusion, Direct, FlowSteps, LearnedNoise, Sampler
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.metaworld import expert as metaworld_expert
@@ -54,13 +56,16 @@ from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
 from rewards.given import is_given, take
 
+PREDICTIONS: dict[str, type[Any]] = {"velocity": PredictsVelocity, "noise": PredictsNoise, "chunk": PredictsChunk}
+"""What a policy predicts, by the name that samplers have for it."""
 
-def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
+
+def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler | Direct:
     """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
-    noise = isinstance(config.sampler, settings.Diffusion)
-    if not isinstance(policy, PredictsNoise if noise else PredictsVelocity):
-        kind, near = config.sampler.kind, "flow_sde" if noise else "diffusion"
-        wanted = "noise" if noise else "velocity"
+    wanted = config.sampler.predicts
+    if not isinstance(policy, PREDICTIONS[wanted]):
+        near = next((SAMPLERS[name] for name, kind in PREDICTIONS.items() if isinstance(policy, kind)), "another one")
+        kind = config.sampler.kind
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
     match config.sampler:
         case settings.FlowSDE() as given:
@@ -81,6 +86,15 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
             trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
             return Diffusion(levels, given.steps, trained, given.floor)
+        case settings.Direct():
+            return Direct()
+
+
+def denoising_of(config: VLAConfig, policy: Policy, iteration: int) -> Sampler:
+    """`sampler_of`, for methods that need likelihoods: their configurations have none without."""
+    sampler = sampler_of(config, policy, iteration)
+    assert not isinstance(sampler, Direct)
+    return sampler
 
 
 def noise_head_of(config: VLAConfig) -> NoiseHead:

@@ -194,8 +194,11 @@ def write_folder(
     steps: list[dict],
     stats: dict[str, Tensor],
     metadata: dict[str, str] | None = None,
+    *,
+    normal_first: bool = False,
 ) -> None:
-    """config.json, model.safetensors, both processors with statistics, as LeRobot saves them."""
+    """config.json, model.safetensors, both processors with statistics, as LeRobot saves them; normal_first: numbers are
+    normalised before `steps`, as the prompt of pi0.5 needs them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=4))
     save_file(weights, folder / "model.safetensors", metadata=metadata)
@@ -206,8 +209,8 @@ def write_folder(
         {"registry_name": "to_batch_processor", "config": {}},
         *steps,
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
-        {"registry_name": "normalizer_processor", "config": how},
     ]
+    before.insert(2 if normal_first else len(before), {"registry_name": "normalizer_processor", "config": how})
     after = [
         {"registry_name": "unnormalizer_processor", "config": how},
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
@@ -284,7 +287,8 @@ def pi_folder(
     tied = "paligemma_with_expert.paligemma."
     metadata = {"format": "pt", f"{tied}model.language_model.embed_tokens.weight": f"{tied}lm_head.weight"}
     stats = statistics_of({"observation.state": 5, "action": 3})
-    write_folder(folder, config, {prefix + key: value for key, value in weights.items()}, steps, stats, metadata)
+    named = {prefix + key: value for key, value in weights.items()}
+    write_folder(folder, config, named, steps, stats, metadata, normal_first=adaptive)
     write_tokenizer(folder)
     return weights
 
@@ -595,6 +599,8 @@ def act_folder(
             weights[key] = weights[key].abs() + 0.5
         if key.endswith((".bn1.weight", ".bn2.weight", "downsample.1.weight")) or re.search(r"norm\d?\.weight$", key):
             weights[key] = weights[key] + 1.0
+        if key.endswith("pos_embed.weight"):
+            weights[key] = weights[key] * s.size**0.5  # places and queries are as far apart as in a new ACT
         if key.endswith("vae_encoder_pos_enc"):
             place = torch.arange(2 + s.chunk, dtype=torch.float64)[:, None]
             angle = place * 10_000.0 ** -(torch.arange(s.size, dtype=torch.float64) // 2 * 2 / s.size)

@@ -13,7 +13,7 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.policies.policy import ACTION, Batch, Policy, PredictsNoise, PredictsVelocity, rows
+from genrl.vla.policies.policy import ACTION, Batch, Policy, PredictsChunk, PredictsNoise, PredictsVelocity, rows
 
 
 def flow_times(count: int, rng: torch.Generator) -> Tensor:
@@ -46,40 +46,61 @@ def noise_matching_loss(
     return _mean_square(policy.noise(context, x, timestep) - noise, valid)
 
 
+def own_loss(policy: PredictsChunk, context: Batch, actions: Tensor, given: Recorded) -> Tensor:
+    """The part [] of a policy's own loss that these frames have: of all actions, and of all frames."""
+    whole = actions.new_ones(actions.shape[:2], dtype=torch.bool)
+    valid = given["valid"].to(actions.device) if "valid" in given else whole
+    found = policy.errors(context, actions, valid, _named(given, "noise/"))
+    mean = torch.where(valid, found.actions, 0.0).sum() / valid.sum().clamp(min=1)
+    return mean * float(given["share"]) + found.frames.mean() * float(given["share_of_frames"])
+
+
 def recorded_frames(
     policy: Policy, frames: Batch, index: Tensor, rng: torch.Generator, alpha_bars: Tensor, mine: slice = slice(None)
 ) -> Recorded:
     """All that `imitation_loss` reads of the frames `index[mine]`, whose share of the mean over all of index it is.
 
     Noise and times are drawn by rng for all of index, so they do not depend on how a batch is shared out. What
-    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that predicts neither velocity nor noise.
+    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that predicts neither velocity, noise nor chunk.
     """
     here = index[mine]
     actions = policy.normalised(frames[ACTION][here])
-    noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine]
     padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
     share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
-    if isinstance(policy, PredictsVelocity):
-        level = flow_times(len(index), rng)[mine]
-    elif isinstance(policy, PredictsNoise):
-        level = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
-    else:
-        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
     tensors = {
         f"observation/{name}": value for name, value in rows({n: frames[n] for n in policy.inputs}, here).items()
     }
-    tensors |= {"actions": actions, "noise": noise, "level": level, "alpha_bars": alpha_bars}
-    tensors |= {"share": torch.tensor(share, dtype=torch.float64)}
+    tensors |= {"actions": actions, "share": torch.tensor(share, dtype=torch.float64)}
+    if isinstance(policy, PredictsChunk):
+        drawn = policy.loss_noise(len(index), rng)
+        tensors |= {f"noise/{name}": value[mine] for name, value in drawn.items()}
+        tensors["share_of_frames"] = torch.tensor(len(here) / len(index), dtype=torch.float64)
+    else:
+        tensors["noise"] = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine]
+        tensors |= {"level": _levels(policy, len(index), rng, alpha_bars)[mine], "alpha_bars": alpha_bars}
     if ACTION_IS_PAD in frames or not len(here):
         tensors["valid"] = ~padded[mine]
     return Recorded(None, tensors)
 
 
+def _levels(policy: Policy, count: int, rng: torch.Generator, alpha_bars: Tensor) -> Tensor:
+    """Times of a flow, or timesteps of a diffusion [count]."""
+    if isinstance(policy, PredictsVelocity):
+        return flow_times(count, rng)
+    if isinstance(policy, PredictsNoise):
+        return torch.randint(len(alpha_bars), (count,), generator=rng)
+    raise TypeError(f"{type(policy).__name__} predicts neither velocity, noise nor chunk")
+
+
 def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
-    """Flow matching, or noise matching: the part [] that these frames have in the mean loss of all of a batch."""
+    """Flow matching, noise matching or the policy's own: the part [] that these frames have in the mean loss of all of
+    a batch."""
     context = policy.encode(observation_of(given))
     device = next(iter(context.values())).device
-    actions, noise, level = given["actions"].to(device), given["noise"].to(device), given["level"]
+    actions = given["actions"].to(device)
+    if isinstance(policy, PredictsChunk):
+        return own_loss(policy, context, actions, given)
+    noise, level = given["noise"].to(device), given["level"]
     valid, share = given["valid"].to(device) if "valid" in given else None, float(given["share"])
     if isinstance(policy, PredictsVelocity):
         return flow_matching_loss(policy, context, actions, noise, level.to(device), valid) * share
@@ -89,7 +110,10 @@ def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
 
 def observation_of(given: Recorded) -> Batch:
     """The observation that was recorded, by the policy's names."""
-    prefix = "observation/"
+    return _named(given, "observation/")
+
+
+def _named(given: Recorded, prefix: str) -> Batch:
     return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
 
 

@@ -23,7 +23,7 @@ from genrl.mdp import chains, ddpm, kernels, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.gaussian import Reduction
 from genrl.mdp.kernels import Transition
-from genrl.vla.policies.policy import Batch, LearnsNoise, Policy, PredictsNoise, PredictsVelocity
+from genrl.vla.policies.policy import Batch, LearnsNoise, Policy, PredictsChunk, PredictsNoise, PredictsVelocity
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class Diffusion:
     def grid(self) -> ddpm.DenoisingGrid:
         bars = (ddpm.vp_alpha_bars if self.schedule == "vp" else ddpm.cosine_alpha_bars)(self.train_steps)
         return ddpm.ddpm_grid(bars) if self.steps == self.train_steps else ddpm.ddim_grid(bars, self.steps)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The policy says its chunk outright: there is nothing to sample or to score, `act` alone knows it."""
 
 
 Sampler = FlowSteps | LearnedNoise | Diffusion
@@ -232,12 +237,19 @@ def replay(
 
 
 @torch.no_grad()
-def act(policy: Policy, sampler: Sampler, context: Batch, noise: Tensor, *, frozen: Frozen | None = None) -> Tensor:
+def act(
+    policy: Policy, sampler: Sampler | Direct, context: Batch, noise: Tensor, *, frozen: Frozen | None = None
+) -> Tensor:
     """The chunk [B, H, A] without exploration, from noise [B, H, A], which stays random: for evaluation.
 
     A flow policy follows its ODE, a diffusion policy its chain with eta = 0 (DPPO evaluates DDIM so, and DDPM with a
-    std of 1e-3 at least), in the sampler's steps, with its clips. frozen as in `sample`.
+    std of 1e-3 at least), in the sampler's steps, with its clips; a policy that says its chunk outright needs no noise.
+    frozen as in `sample`.
     """
+    if isinstance(sampler, Direct):
+        if not isinstance(policy, PredictsChunk):
+            raise TypeError(f"Direct needs a policy that predicts a chunk, {type(policy).__name__} does not")
+        return policy.chunk(context)
     x = noise.to(next(iter(context.values())).device)
     first = _first_steps(sampler, frozen)
     sigmas = schedules.linspace_grid(sampler.steps)

@@ -16,7 +16,7 @@ from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act
-from genrl.vla.setup import open_tables, sampler_of, side_by_side
+from genrl.vla.setup import denoising_of, open_tables, side_by_side
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -71,7 +71,7 @@ def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, fl
         student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
     student = student.to(loop.process.accelerator.device)
     loop.phase("distilling")
-    sampler = sampler_of(config, policy, config.iterations)
+    sampler = denoising_of(config, policy, config.iterations)
     how = {"steps": settings.distil_steps, "batch_size": settings.batch_size, "seed": config.seed}
     error = mean_of_last(distil(student, policy, sampler, observations, learning_rate=LEARNING_RATE, **how))
     save_policy(student, loop.process.run.folder / "one_step")

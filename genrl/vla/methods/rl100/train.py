@@ -33,7 +33,7 @@ from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
-from genrl.vla.setup import sampler_of
+from genrl.vla.setup import denoising_of
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -198,7 +198,7 @@ def offline_round(
 ) -> dict[str, float]:
     """Collect with the policy and merge, learn critics and model, improve under the gate, imitate the union."""
     config, loop, policy = run.config, run.loop, run.policy
-    sampler, seed = sampler_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
+    sampler, seed = denoising_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
     with loop.timed("rollout"):
         new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
@@ -243,7 +243,7 @@ def improve(
 ) -> dict[str, float]:
     """The gated updates of one round; the policy is the accepted one at the end."""
     loop, policy = run.loop, run.policy
-    sampler, figures = sampler_of(run.config, policy, iteration), Figures()
+    sampler, figures = denoising_of(run.config, policy, iteration), Figures()
     chosen = torch.randint(len(data.reward), (GATE_STARTS,), generator=generator(seed, "starts"))
     start = rows(data.observation, chosen)
 
@@ -272,7 +272,7 @@ def improve(
 def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step, iteration: int) -> dict[str, float]:
     """PPO on episodes of the policy, with V of the offline phase, which learns on."""
     config, loop, policy = run.config, run.loop, run.policy
-    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), run.env.chunk
+    sampler, figures, executed = denoising_of(config, policy, iteration), Figures(), run.env.chunk
     with loop.timed("rollout"):
         rollout = acted(run, sampler, iteration, 0)
     loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())

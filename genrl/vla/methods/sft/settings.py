@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class SFT(VLAMethod):
-    """Supervised training on demonstrations: flow matching, or noise prediction."""
+    """Supervised training on demonstrations: flow matching, noise prediction, or the policy's own loss (ACT)."""
 
     title: ClassVar[str] = "Supervised training of policies in simulation"
     imitates: ClassVar[Literal["never", "new", "always"]] = "always"
     whole_chain: ClassVar[bool] = True
+    needs_likelihood: ClassVar[bool] = False
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""
