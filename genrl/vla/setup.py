@@ -306,7 +306,13 @@ def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
     wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
     timeout = config.environment.timeout_s
-    return RayRollouts(wanted, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
+    return RayRollouts(
+        wanted,
+        cuda=next(policy.parameters()).is_cuda,
+        timeout_s=timeout,
+        start_timeout_s=2.0 * timeout,
+        tf32=config.tf32,
+    )
 
 
 def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> Simulation:
