@@ -18,6 +18,7 @@ from genrl.config import ConfigError, load
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.runtime.progress import Progress
+from genrl.vla.data.demonstrations import expert_demonstrations, write_minitable
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies.act import ACT, ACTConfig
@@ -25,6 +26,7 @@ from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import ACTION, STATE, PredictsChunk, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Direct, act
 from genrl.vla.setup import export, load_trained, sampler_of
+from genrl.vla.simulators.minitable.task import task_numbers
 from genrl.vla.train import judge_policy, open_policy, train
 from tests.vla import vla_runs
 from tests.vla.published import ACT_REAL, act_folder, act_observation, act_shapes
@@ -257,3 +259,19 @@ def test_reinforcement_refuses_it(folders, tmp_path) -> None:
     found = config(tmp_path, trainer=trainer, sampler="flow_sde", **plain)
     with pytest.raises(ValueError, match="predicts velocity; for this one write direct"):
         sampler_of(found, load_policy(folders[""]))
+
+
+def test_it_is_trained_on_a_data_set(tmp_path) -> None:
+    """With pictures, of the same frames as from the expert: the losses are the same."""
+    seed, new = 5, {**RUN["policy"]["new"], "image_size": 16}
+    shown = expert_demonstrations(4, tasks=task_numbers(RUN["environment"]["tasks"]), seed=seed)
+    write_minitable(tmp_path / "shown", shown, image_size=16)
+    losses = []
+    for source in ({"dataset": str(tmp_path / "shown")}, {"expert": 4}):
+        place = tmp_path / next(iter(source))
+        place.mkdir()
+        trainer = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
+        changes = {"demonstrations": source, "trainer": trainer, "evaluation": {"every": 0}, "seed": seed}
+        run = train(config(place, policy={"path": None, "new": new}, **changes))
+        losses.append([row["loss"] for row in vla_runs.rows(run) if "loss" in row])
+    assert len(losses[0]) == 1 and losses[0] == losses[1]
