@@ -150,15 +150,14 @@ class ACT(PublishedPolicy):
 
         A batch has the dropout of its first row's seed.
         """
-        latent = noise["latent"].to(actions)
         with self._dropping(int(noise["dropout"][0])):
-            divergence = actions.new_zeros(len(actions))
             if self.config.use_vae:
                 mean, log_variance = self._latent(context["state"], actions, valid)
-                latent = mean + (0.5 * log_variance).exp() * latent
+                latent = mean + (0.5 * log_variance).exp() * noise["latent"].to(actions)
                 divergence = 0.5 * (mean**2 + log_variance.exp() - 1.0 - log_variance).sum(1)
             else:
-                latent = torch.zeros_like(latent)
+                latent = actions.new_zeros(len(actions), self.config.latent_dim)
+                divergence = actions.new_zeros(len(actions))
             error = (self._act(context, latent) - actions).abs().mean(2)
         return Errors(error, self.config.kl_weight * divergence)
 
