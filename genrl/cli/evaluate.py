@@ -122,19 +122,21 @@ def evaluate(
 
 def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:
     from genrl.config import VLAConfig
+    from genrl.runtime.devices import tf32
 
-    if isinstance(settings, VLAConfig):
-        from genrl.cli import vla
+    with tf32(settings.tf32):
+        if isinstance(settings, VLAConfig):
+            from genrl.cli import vla
 
-        options.refuse_all_but("a policy", "episodes", "seed", "videos")
-        return vla.evaluate(model, settings, options)
-    from genrl.cli import vlm
+            options.refuse_all_but("a policy", "episodes", "seed", "videos")
+            return vla.evaluate(model, settings, options)
+        from genrl.cli import vlm
 
-    if settings.environment is None:
-        options.refuse_all_but("a model that answers questions", "num_prompts")
-        return vlm.evaluate(model, settings, options)
-    options.refuse_all_but("an agent", "episodes", "videos")
-    return vlm.evaluate_agent(model, settings, options)
+        if settings.environment is None:
+            options.refuse_all_but("a model that answers questions", "num_prompts")
+            return vlm.evaluate(model, settings, options)
+        options.refuse_all_but("an agent", "episodes", "videos")
+        return vlm.evaluate_agent(model, settings, options)
 
 
 def _settings_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLAConfig | VLMConfig | None:

@@ -327,6 +327,9 @@ class Config(Section):
     """Where samples are generated; null = in the processes that train."""
     kernels: Kernels = Kernels()
     """Fused kernels, attention back-ends, compilation."""
+    tf32: Flag | None = None
+    """On a GPU, round what float32 matrix products and convolutions read to TF32 (docs/speed.md): faster, 10 bits of
+    mantissa instead of 23; null = as torch has it, which rounds in convolutions alone."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 300

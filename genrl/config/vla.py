@@ -28,8 +28,8 @@ class NewPolicy(Section):
     """A small policy with fresh weights, for supervised training."""
 
     type: Text = "tiny_flow_vla"
-    """tiny_flow_vla, a flow policy of half a million parameters; diffusion_mlp, DPPO's diffusion MLP; an installed
-    policy; or path/file.py:Name."""
+    """tiny_flow_vla, a flow policy of half a million parameters; diffusion_mlp, DPPO's diffusion MLP; act, LeRobot's
+    ACT; an installed policy; or path/file.py:Name."""
     horizon: Count = 4
     """Actions in a chunk."""
     image_size: Whole = 32
@@ -37,7 +37,7 @@ class NewPolicy(Section):
     train_steps: Ways = 20
     """Noise levels of a diffusion policy (DPPO: 20 from states, 100 from pictures)."""
     args: dict[str, Any] = {}
-    """Settings of a policy of your own, by name."""
+    """Settings of a policy of your own, by name; of act, by LeRobot's names: {dim_model: 128, dropout: 0}."""
 
 
 class PolicyLoRA(Section):
@@ -287,7 +287,8 @@ class Tokens(Sampler):
 
 
 class Regression(Sampler):
-    """The continuous head of OpenVLA-OFT: nothing is drawn, so it is for supervised training and evaluation."""
+    """Actions that the policy computes (ACT, the continuous head of OpenVLA-OFT): nothing is drawn, so there is no
+    reinforcement."""
 
     predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "actions"
     steps: ClassVar[int] = 1
@@ -352,6 +353,9 @@ class VLAConfig(Section):
     """When the state is saved."""
     distributed: Distributed = Distributed()
     """Several processes."""
+    tf32: Flag | None = None
+    """On a GPU, round what float32 matrix products and convolutions read to TF32 (docs/speed.md): faster, 10 bits of
+    mantissa instead of 23; null = as torch has it, which rounds in convolutions alone."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 30

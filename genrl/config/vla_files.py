@@ -12,7 +12,7 @@ from typing import Any
 from genrl.config.openvla import data_set, data_sets, is_openvla
 from genrl.config.plugins import names
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_names import EMBEDDED, SIMULATORS
+from genrl.config.vla_names import BOTH, EMBEDDED, SIMULATORS
 from genrl.config.vla_rules import of_layers
 from genrl.config.yaml_source import KeyPath
 from rewards.given import given, is_given
@@ -62,8 +62,13 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
     else:
         kind = str(told.get("type"))
         yield from _own_code(key, kind, "Name", notes)
-        for asked in of_layers(config) if kind in (*EMBEDDED, "diffusion") else ():
-            yield tuple(asked.split(".")), f"is for pi0, pi0.5 and SmolVLA; {path} is a {kind}: leave it out"
+        if kind == "act" and config.trainer.needs_likelihood:
+            text = f"{path} is an ACT, which has no likelihood; write sft, or take a flow or diffusion policy"
+            yield ("trainer", "algorithm"), f"{config.trainer.algorithm} cannot reinforce it: {text}"
+        elif kind == "act" and config.sampler.predicts != "actions":
+            yield ("sampler", "kind"), f"{path} is an ACT, which computes its actions: write regression"
+        for asked in of_layers(config) if kind in (*EMBEDDED, *BOTH, "diffusion") else ():
+            yield tuple(asked.split(".")), f"is for pi0, pi0.5, SmolVLA and OpenVLA; {path} is a {kind}: leave it out"
         executed, held = config.environment.chunk, told.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"

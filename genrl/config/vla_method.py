@@ -35,6 +35,9 @@ class VLAMethod(Method):
     denoises: ClassVar[bool] = True
     """It works with the denoising steps of a chunk, so that it cannot train a policy of tokens."""
 
+    needs_likelihood: ClassVar[bool] = True
+    """Whether the policy has to say how likely a chunk is: one that says its chunk outright (ACT) cannot."""
+
     @property
     def retries(self) -> bool:
         """Whether an iteration in which memory runs out is done again in smaller passes of the policy."""

@@ -17,7 +17,13 @@ PUBLISHED = {
     "openvla": "genrl.vla.policies.openvla:OpenVLA",
 }
 """Policies that come from a folder alone."""
-POLICIES = Group("policy", EMBEDDED | PUBLISHED, "genrl.policies")
+BOTH = {"act": "genrl.vla.policies.act:ACT"}
+"""Published policies that `policy.new` makes, too; `policy.new.args` are their settings by LeRobot's names."""
+PREDICTS = {"tiny_flow_vla": "velocity", "diffusion_mlp": "noise", "act": "actions"}
+"""Of policies that `policy.new` makes."""
+SAMPLERS = {"velocity": "flow_sde", "noise": "diffusion", "tokens": "tokens", "actions": "regression"}
+"""The sampler to name for a policy that predicts so."""
+POLICIES = Group("policy", EMBEDDED | PUBLISHED | BOTH, "genrl.policies")
 """Classes, as `genrl.vla.policies.policy` says; a policy's name is the `type` of its config.json, an OpenVLA's the
 `model_type`."""
 SIMULATORS = Group(

@@ -11,7 +11,7 @@ from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import names
 from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
-from genrl.config.vla_names import EMBEDDED, POLICIES, PUBLISHED
+from genrl.config.vla_names import EMBEDDED, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
@@ -52,12 +52,13 @@ def _tokens(config: VLAConfig) -> Iterator[Finding]:
     policy, sampler, trainer = config.policy, config.sampler, config.trainer
     if policy.oft is not None and policy.path is None:
         yield ("policy.oft", "policy.path"), "is of an OpenVLA's folder; a new policy needs none; write null"
-    if sampler.predicts not in ("tokens", "actions"):
-        return
-    if policy.new is not None and policy.new.type in EMBEDDED:
-        text = f"{policy.new.type} denoises its actions; write flow_sde, or diffusion for diffusion_mlp"
-        yield ("sampler.kind", "policy.new.type"), text
-    if trainer.denoises:
+    if sampler.predicts == "actions" and trainer.needs_likelihood:
+        text = (
+            f"{trainer.algorithm} needs to know how likely a chunk is, and a policy that computes it has no "
+            "likelihood: write sft, or take a policy of flows, diffusion or tokens"
+        )
+        yield ("trainer.algorithm", "sampler.kind"), text
+    elif sampler.predicts == "tokens" and trainer.denoises:
         text = f"{trainer.algorithm} works on denoising steps, {sampler.kind} has none; take sft, grpo or ppo"
         yield ("trainer.algorithm", "sampler.kind"), text
 
@@ -76,10 +77,10 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.new.type",), text
     if new.args and new.type in EMBEDDED:
         yield ("policy.new.args", "policy.new.type"), f"are of a policy of your own; {new.type} has none"
-    denoises = sampler.predicts in ("velocity", "noise")
-    if new.type in EMBEDDED and denoises and (new.type == "diffusion_mlp") != (sampler.predicts == "noise"):
-        predicts, kind = ("noise", "diffusion") if new.type == "diffusion_mlp" else ("velocity", "flow_sde")
-        yield ("policy.new.type", "sampler.kind"), f"{new.type} predicts {predicts}; write sampler.kind: {kind}"
+    predicts = PREDICTS.get(new.type, sampler.predicts)
+    if predicts != sampler.predicts:
+        text = f"{new.type} predicts {predicts}; write sampler.kind: {SAMPLERS[predicts]}"
+        yield ("policy.new.type", "sampler.kind"), text
     if sampler.predicts == "noise" and sampler.steps > new.train_steps:
         yield ("sampler.steps", "policy.new.train_steps"), f"there are {new.train_steps} noise levels only"
 

@@ -122,9 +122,10 @@ def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAC
 
 def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
     from genrl.config import VLAConfig
+    from genrl.runtime.devices import tf32
     from genrl.runtime.progress import Progress
 
-    with Progress(1, unit="answers") as progress:
+    with tf32(config.tf32), Progress(1, unit="answers") as progress:
         if isinstance(config, VLAConfig):
             from genrl.vla.evaluate import success_rates
             from genrl.vla.train import judge_policy

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -40,6 +42,26 @@ def without_cudnn_attention() -> None:
     as FLUX.1's two kinds of blocks have them, its gradients had errors hundreds of times those of rounding, or it ended
     the process (torch 2.11 on an H200, in docs/gpu.md). `kernels.attention: cudnn` names it where it is safe."""
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def use_tf32(wanted: bool | None) -> None:
+    """Whether a GPU rounds what float32 matrix products and convolutions read to TF32, 10 bits of mantissa, as long as
+    this process lives; None: as torch has it, which rounds in convolutions alone."""
+    if wanted is not None:
+        torch.backends.cuda.matmul.allow_tf32 = wanted
+        torch.backends.cudnn.allow_tf32 = wanted
+
+
+@contextmanager
+def tf32(wanted: bool | None) -> Iterator[None]:
+    """`use_tf32`, and at the end as it was: what a script does after a run is none of the run's business."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    use_tf32(wanted)
+    try:
+        yield
+    finally:
+        if wanted is not None:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def accelerators() -> list[torch.device]:

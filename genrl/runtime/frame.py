@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from genrl.config import AnyConfig
 from genrl.config.method import code_of, methods_of
 from genrl.runtime import checkpoint
-from genrl.runtime.devices import empty_cache
+from genrl.runtime.devices import empty_cache, tf32
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.optimizers import check_optimizer
 from genrl.runtime.process import Process, begin, claim, make_accelerator
@@ -93,6 +93,7 @@ def run(config: AnyConfig, resume: Path | None = None, script: Script | None = N
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
     with ExitStack() as stack:
+        stack.enter_context(tf32(config.tf32))
         claimed = claim(stack, config.output, resume, accelerator)
         stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
         prepared = kind.prepare(config, accelerator)

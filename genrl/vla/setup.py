@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from genrl.config import load
 from genrl.config import vla as settings
 from genrl.config.vla import VLAConfig
+from genrl.config.vla_names import SAMPLERS
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
@@ -57,20 +58,20 @@ from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
 from rewards.given import is_given, take
 
-PREDICTS = {
-    "flow_sde": ("velocity", PredictsVelocity),
-    "diffusion": ("noise", PredictsNoise),
-    "tokens": ("tokens", PredictsTokens),
-    "regression": ("actions", PredictsActions),
+PREDICTIONS: dict[str, type[Any]] = {
+    "velocity": PredictsVelocity,
+    "noise": PredictsNoise,
+    "tokens": PredictsTokens,
+    "actions": PredictsActions,
 }
-"""Of each sort of policies the first kind of sampler, what the policy predicts, and by what that is seen."""
+"""What a policy predicts, by the name that samplers have for it. One may predict several."""
 
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
     """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
-    fitting = {kind: what for kind, (what, protocol) in PREDICTS.items() if isinstance(policy, protocol)}
-    if config.sampler.predicts not in fitting.values():
-        kind, wanted, near = config.sampler.kind, config.sampler.predicts, " or ".join(fitting)
+    fitting, wanted = [what for what, kind in PREDICTIONS.items() if isinstance(policy, kind)], config.sampler.predicts
+    if wanted not in fitting:
+        kind, near = config.sampler.kind, " or ".join(SAMPLERS[what] for what in fitting)
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
     match config.sampler:
         case settings.FlowSDE() as given:
@@ -308,7 +309,13 @@ def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
     wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
     timeout = config.environment.timeout_s
-    return RayRollouts(wanted, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
+    return RayRollouts(
+        wanted,
+        cuda=next(policy.parameters()).is_cuda,
+        timeout_s=timeout,
+        start_timeout_s=2.0 * timeout,
+        tf32=config.tf32,
+    )
 
 
 def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> Simulation:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+import genrl
 from tests.cli.commands import ROOT, run, words
 
 SMALL = """\
@@ -165,6 +167,22 @@ class TestEval:
         text = words(run("eval", "runs/small/policy", "environment.task=[touch]", "--config", "ppo.yaml", code=2))
         assert "did you mean environment.tasks?" in text
         assert "--height is not for a policy" in words(run("eval", "runs/small", "--height", "64", code=2))
+
+    def test_rounding_is_that_of_the_run(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On the command line and in a script, and not beyond."""
+        from genrl.vla import train as vla_train
+
+        seen, judge = [], vla_train.judge_policy
+
+        def judged(*given: Any) -> Any:
+            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            return judge(*given)
+
+        monkeypatch.setattr(vla_train, "judge_policy", judged)
+        run("eval", "runs/small", "tf32=true", "--episodes", "2")
+        genrl.evaluate("runs/small")
+        genrl.evaluate("runs/small/policy", config={**yaml.safe_load(REINFORCED), "tf32": True})
+        assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
 
     def test_episodes_seed_and_films(self, folder: Path) -> None:
         text = words(

@@ -292,7 +292,28 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         NEW,
         {"policy": {"new": {"type": "tiny_flow_vlo"}}},
         "policy.new.type",
-        "found 'tiny_flow_vlo'; did you mean tiny_flow_vla? they are: diffusion_mlp, tiny_flow_vla; or name a file",
+        "found 'tiny_flow_vlo'; did you mean tiny_flow_vla? they are: act, diffusion_mlp, tiny_flow_vla; or name a",
+    ),
+    (
+        "a policy that says its chunk, with a flow's sampler",
+        NEW,
+        {"policy": {"new": {"type": "act"}}},
+        "policy.new.type, sampler.kind (default)",
+        "act predicts actions; write sampler.kind: regression",
+    ),
+    (
+        "a flow policy that says its chunk",
+        NEW,
+        {"sampler": {"kind": "regression"}},
+        "policy.new.type (default), sampler.kind",
+        "tiny_flow_vla predicts velocity; write sampler.kind: flow_sde",
+    ),
+    (
+        "reinforcement without likelihood",
+        TRAINED,
+        {"sampler": {"kind": "regression"}},
+        "trainer.algorithm, sampler.kind",
+        "has no likelihood: write sft, or take a policy of flows, diffusion or tokens",
     ),
     ("a published policy, new", NEW, {"policy": {"new": {"type": "pi0"}}}, "policy.new.type", "write its folder as"),
     (
@@ -583,6 +604,18 @@ class TestFiles:
         found = dict(self.problems(tmp_path, TRAINED, **changes))
         assert found.keys() == {"policy.lora", "policy.gradient_checkpointing", "distributed.fsdp"}
         assert all(f"{folder} is a {kind}: leave it out" in text for text in found.values())
+
+    def test_a_folder_of_a_policy_without_likelihood(self, tmp_path: Path) -> None:
+        """Its own sampler, and training by imitation alone; no layers of transformers'."""
+        path = policy_folder(tmp_path / "good", output_features={}, type="act")
+        one = {"policy": {"path": str(path)}, "trackers": []}
+        [(key, text)] = self.problems(tmp_path, TRAINED, **one)
+        assert key == "trainer.algorithm" and "ppo cannot reinforce it" in text and "no likelihood; write sft" in text
+        [(key, text)] = self.problems(tmp_path, NEW, **one)
+        assert key == "sampler.kind" and text.endswith("computes its actions: write regression")
+        assert self.problems(tmp_path, NEW, **one, sampler={"kind": "regression"}) == []
+        shards = {"distributed": {"fsdp": True}, "sampler": {"kind": "regression"}}
+        assert "is for pi0, pi0.5, SmolVLA and OpenVLA" in str(self.problems(tmp_path, NEW, **one, **shards))
 
     @pytest.mark.parametrize(
         ("name", "says"),

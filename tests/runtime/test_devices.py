@@ -93,3 +93,30 @@ def test_a_run_leaves_cudnns_attention_out() -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def rounds() -> tuple[bool, bool]:
+    """Whether products and convolutions do."""
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize(("wanted", "then"), [(True, (True, True)), (False, (False, False)), (None, (False, True))])
+def test_tf32_is_as_wanted_and_afterwards_as_it_was(wanted: bool | None, then: tuple[bool, bool]) -> None:
+    """(False, True) is what torch begins with, and what a run without the key is left with."""
+    assert rounds() == (False, True)
+    with pytest.raises(KeyError), devices.tf32(wanted):
+        assert rounds() == then
+        raise KeyError
+    assert rounds() == (False, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU does not round to TF32")
+def test_tf32_rounds_on_a_gpu() -> None:
+    one, two = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).cuda()
+    exact = one.double() @ two.double()
+    errors = {}
+    for wanted in (False, True):
+        with devices.tf32(wanted):
+            errors[wanted] = float(((one @ two) - exact).abs().max())
+    assert errors[True] > 20 * errors[False]

@@ -23,7 +23,7 @@ FILES = {
 """(kind, method) -> its file in configs/, where it is not `kind/method.yaml`."""
 OTHERS = [
     *("diffusion/branch_grpo.yaml", "diffusion/mix_grpo_flash.yaml"),
-    *("vla/dppo.yaml", "vla/flow_noise.yaml", "vla/reinflow.yaml", "vla/sft_diffusion.yaml"),
+    *("vla/dppo.yaml", "vla/flow_noise.yaml", "vla/reinflow.yaml", "vla/sft_act.yaml", "vla/sft_diffusion.yaml"),
     *("vlm/ar_image_grpo.yaml", "vlm/bgpo.yaml", "vlm/grpo_care.yaml", "vlm/grid_grpo.yaml"),
 ]
 """Where the loss of one of these methods is made of something else."""

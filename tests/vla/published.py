@@ -7,6 +7,7 @@ the shapes of their architectures as functions of a few sizes. `{n}` runs over t
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace as Sizes
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from genrl.vla.policies.policy import STATE
+from genrl.vla.policies.policy import ENVIRONMENT, STATE
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -193,8 +194,11 @@ def write_folder(
     steps: list[dict],
     stats: dict[str, Tensor],
     metadata: dict[str, str] | None = None,
+    *,
+    normal_first: bool = False,
 ) -> None:
-    """config.json, model.safetensors, both processors with statistics, as LeRobot saves them."""
+    """config.json, model.safetensors, both processors with statistics, as LeRobot saves them; normal_first: numbers are
+    normalised before `steps`, as the prompt of pi0.5 needs them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=4))
     save_file(weights, folder / "model.safetensors", metadata=metadata)
@@ -205,8 +209,8 @@ def write_folder(
         {"registry_name": "to_batch_processor", "config": {}},
         *steps,
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
-        {"registry_name": "normalizer_processor", "config": how},
     ]
+    before.insert(2 if normal_first else len(before), {"registry_name": "normalizer_processor", "config": how})
     after = [
         {"registry_name": "unnormalizer_processor", "config": how},
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
@@ -283,7 +287,8 @@ def pi_folder(
     tied = "paligemma_with_expert.paligemma."
     metadata = {"format": "pt", f"{tied}model.language_model.embed_tokens.weight": f"{tied}lm_head.weight"}
     stats = statistics_of({"observation.state": 5, "action": 3})
-    write_folder(folder, config, {prefix + key: value for key, value in weights.items()}, steps, stats, metadata)
+    named = {prefix + key: value for key, value in weights.items()}
+    write_folder(folder, config, named, steps, stats, metadata, normal_first=adaptive)
     write_tokenizer(folder)
     return weights
 
@@ -444,6 +449,7 @@ def diffusion_folder(
         "vision_backbone": "resnet18",
         "crop_shape": [34, 36],
         "crop_is_random": True,
+        "pretrained_backbone_weights": None,
         "use_group_norm": groups,
         "spatial_softmax_num_keypoints": s.points,
         "use_separate_rgb_encoder_per_camera": False,
@@ -476,3 +482,152 @@ def diffusion_folder(
         stats |= {f"{name}.std": torch.tensor([0.2, 0.25, 0.3])[:, None, None]}
     write_folder(folder, config, weights, [], stats)
     return weights
+
+
+ACT_TINY = Sizes(
+    size=32, heads=4, wide=48, encoder=2, decoder=2, vae=2, latent=6, chunk=8, state=5, environment=4, action=3
+)
+ACT_REAL = Sizes(
+    size=512, heads=8, wide=3200, encoder=4, decoder=1, vae=4, latent=32, chunk=100, state=14, environment=0, action=14
+)
+
+
+def act_shapes(s: Sizes, *, cameras: int = 1, use_vae: bool = True, pre_norm: bool = False) -> Shapes:
+    """Names and shapes of lerobot/act_aloha_sim_transfer_cube_human."""
+    found: Shapes = {}
+
+    def linear(name: str, before: int, after: int) -> None:
+        found.update({f"model.{name}.weight": (after, before), f"model.{name}.bias": (after,)})
+
+    def norm(name: str) -> None:
+        found.update({f"model.{name}.weight": (s.size,), f"model.{name}.bias": (s.size,)})
+
+    def stack(name: str, layers: int, attentions: tuple[str, ...], *, ends: bool) -> None:
+        for n in range(layers):
+            for attention in attentions:
+                found[f"model.{name}.layers.{n}.{attention}.in_proj_weight"] = (3 * s.size, s.size)
+                found[f"model.{name}.layers.{n}.{attention}.in_proj_bias"] = (3 * s.size,)
+                linear(f"{name}.layers.{n}.{attention}.out_proj", s.size, s.size)
+            linear(f"{name}.layers.{n}.linear1", s.size, s.wide)
+            linear(f"{name}.layers.{n}.linear2", s.wide, s.size)
+            for number in range(1, 2 + len(attentions)):
+                norm(f"{name}.layers.{n}.norm{number}")
+        if ends:
+            norm(f"{name}.norm")
+
+    if use_vae:
+        stack("vae_encoder", s.vae, ("self_attn",), ends=pre_norm)
+        found["model.vae_encoder_cls_embed.weight"] = (1, s.size)
+        linear("vae_encoder_robot_state_input_proj", s.state, s.size)
+        linear("vae_encoder_action_input_proj", s.action, s.size)
+        linear("vae_encoder_latent_output_proj", s.size, 2 * s.latent)
+        found["model.vae_encoder_pos_enc"] = (1, 2 + s.chunk, s.size)
+    stack("encoder", s.encoder, ("self_attn",), ends=pre_norm)
+    stack("decoder", s.decoder, ("self_attn", "multihead_attn"), ends=True)
+    linear("encoder_robot_state_input_proj", s.state, s.size)
+    if s.environment:
+        linear("encoder_env_state_input_proj", s.environment, s.size)
+    linear("encoder_latent_input_proj", s.latent, s.size)
+    found["model.encoder_1d_feature_pos_embed.weight"] = (2 + bool(s.environment), s.size)
+    found["model.decoder_pos_embed.weight"] = (s.chunk, s.size)
+    linear("action_head", s.size, s.action)
+    if not cameras:
+        return found
+    found["model.encoder_img_feat_input_proj.weight"] = (s.size, 512, 1, 1)
+    found["model.encoder_img_feat_input_proj.bias"] = (s.size,)
+
+    def frozen(name: str, width: int) -> None:
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            found[f"model.backbone.{name}.{part}"] = (width,)
+
+    found["model.backbone.conv1.weight"], before = (64, 3, 7, 7), 64
+    frozen("bn1", 64)
+    for stage, width in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            own = f"layer{1 + stage}.{block}"
+            found[f"model.backbone.{own}.conv1.weight"] = (width, before, 3, 3)
+            found[f"model.backbone.{own}.conv2.weight"] = (width, width, 3, 3)
+            frozen(f"{own}.bn1", width)
+            frozen(f"{own}.bn2", width)
+            if before != width:
+                found[f"model.backbone.{own}.downsample.0.weight"] = (width, before, 1, 1)
+                frozen(f"{own}.downsample.1", width)
+            before = width
+    return found
+
+
+def act_folder(
+    folder: Path, *, s: Sizes = ACT_TINY, cameras: int = 2, weights: dict[str, Tensor] | None = None, **settings
+) -> dict[str, Tensor]:
+    """A tiny ACT (its ResNet-18 is a real one) that reads state, environment and pictures; the weights by published
+    name."""
+    names = [f"observation.images.camera{n}" for n in range(cameras)]
+    picture = {"type": "VISUAL", "shape": [3, 36, 40]}
+    inputs = {name: picture for name in names} | {STATE: {"type": "STATE", "shape": [s.state]}}
+    if s.environment:
+        inputs[ENVIRONMENT] = {"type": "ENV", "shape": [s.environment]}
+    config = {
+        "type": "act",
+        "n_obs_steps": 1,
+        "input_features": inputs,
+        "output_features": {"action": {"type": "ACTION", "shape": [s.action]}},
+        "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "chunk_size": s.chunk,
+        "n_action_steps": s.chunk // 2,
+        "vision_backbone": "resnet18",
+        "pretrained_backbone_weights": None,
+        "replace_final_stride_with_dilation": 0,
+        "pre_norm": False,
+        "dim_model": s.size,
+        "n_heads": s.heads,
+        "dim_feedforward": s.wide,
+        "feedforward_activation": "relu",
+        "n_encoder_layers": s.encoder,
+        "n_decoder_layers": s.decoder,
+        "use_vae": True,
+        "latent_dim": s.latent,
+        "n_vae_encoder_layers": s.vae,
+        "temporal_ensemble_coeff": None,
+        "dropout": 0.1,
+        "kl_weight": 10.0,
+        "optimizer_lr": 1e-5,
+    } | settings
+    shapes = act_shapes(s, cameras=cameras, use_vae=config["use_vae"], pre_norm=config["pre_norm"])
+    weights = weights or random_weights(shapes)
+    for key in weights:
+        if key.endswith("running_var"):
+            weights[key] = weights[key].abs() + 0.5
+        if key.endswith((".bn1.weight", ".bn2.weight", "downsample.1.weight")) or re.search(r"norm\d?\.weight$", key):
+            weights[key] = weights[key] + 1.0
+        if key.endswith("pos_embed.weight"):
+            weights[key] = weights[key] * s.size**0.5  # places and queries are as far apart as in a new ACT
+        if key.endswith("vae_encoder_pos_enc"):
+            place = torch.arange(2 + s.chunk, dtype=torch.float64)[:, None]
+            angle = place * 10_000.0 ** -(torch.arange(s.size, dtype=torch.float64) // 2 * 2 / s.size)
+            weights[key] = torch.where(torch.arange(s.size) % 2 == 0, angle.sin(), angle.cos()).float()[None]
+    stats = statistics_of({STATE: s.state, ENVIRONMENT: s.environment, "action": s.action})
+    for name in names:
+        stats |= {f"{name}.mean": torch.tensor([0.4, 0.5, 0.6])[:, None, None]}
+        stats |= {f"{name}.std": torch.tensor([0.2, 0.25, 0.3])[:, None, None]}
+    write_folder(folder, config, weights, [], stats, {"format": "pt"})
+    return weights
+
+
+def act_observation(batch: int = 3, seed: int = 2, cameras: int = 2) -> dict[str, Tensor]:
+    """As `act_folder` reads it."""
+    rng = torch.Generator().manual_seed(seed)
+    pictures = torch.randint(0, 256, (cameras, batch, 36, 40, 3), generator=rng, dtype=torch.uint8)
+    found = {f"observation.images.camera{n}": picture for n, picture in enumerate(pictures)}
+    found |= {STATE: torch.randn(batch, 5, generator=rng), ENVIRONMENT: torch.randn(batch, 4, generator=rng)}
+    return found
+
+
+def diffusion_observation(batch: int = 3, history: int | None = 2, cameras: int = 1) -> dict[str, Tensor]:
+    """As `diffusion_folder` reads it; history: observations, None for one without that axis."""
+    rng = torch.Generator().manual_seed(2)
+    shape = (batch,) if history is None else (batch, history)
+    found = {
+        f"observation.images.camera{n}": torch.randint(0, 256, (*shape, 36, 40, 3), generator=rng, dtype=torch.uint8)
+        for n in range(cameras)
+    }
+    return found | {STATE: torch.randn(*shape, 5, generator=rng)}

@@ -101,10 +101,10 @@ def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
     [
         (
             {"head": True},
-            "actions that are computed have no likelihood, so ppo cannot reinforce them; write algorithm: sft",
+            "ppo needs to know how likely a chunk is, and a policy that computes it has no likelihood: write sft",
         ),
         ({"trainer": {"algorithm": "rl100"}}, "rl100 works on denoising steps, tokens has none; take sft, grpo or ppo"),
-        ({"policy": {"path": None, "new": {}}, **SFT}, "tiny_flow_vla denoises its actions; write flow_sde"),
+        ({"policy": {"path": None, "new": {}}, **SFT}, "tiny_flow_vla predicts velocity; write sampler.kind: flow_sde"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(

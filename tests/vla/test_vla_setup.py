@@ -12,6 +12,7 @@ import torch
 
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import NoiseHead
+from genrl.vla.run import VLARun
 from genrl.vla.setup import open_tables, sampler_of
 from genrl.vla.simulators.environments import evaluation_episodes
 from genrl.vla.train import check_processes, train
@@ -56,6 +57,22 @@ def test_a_sampler_that_the_policy_cannot_do_is_refused_before_anything_is_writt
     config = vla_runs.config(tmp_path, sampler=sampler)
     with pytest.raises(ValueError, match=f"sampler.kind: {sampler} needs a policy that predicts"):
         sampler_of(config, policy)
+
+
+def test_a_run_rounds_to_tf32_where_it_is_asked_to_and_a_script_does_not_go_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its evaluations as in its training."""
+    seen: list[bool] = []
+    monkeypatch.setattr(VLARun, "evaluate", lambda self, iteration: seen.append(rounds_products()) or {})
+    config = vla_runs.config(tmp_path, **vla_runs.SFT, tf32=True, evaluation={"every": 1})
+    assert not rounds_products()
+    train(config)
+    assert seen == [True, True] and not rounds_products()
+
+
+def rounds_products() -> bool:
+    return torch.backends.cuda.matmul.allow_tf32
 
 
 def test_fewer_frames_than_processes_are_refused(tmp_path: Path) -> None:

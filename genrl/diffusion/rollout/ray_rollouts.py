@@ -24,7 +24,7 @@ from genrl.config import Config
 from genrl.config.method import code_of
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker, finish
-from genrl.runtime.devices import without_cudnn_attention
+from genrl.runtime.devices import use_tf32, without_cudnn_attention
 from genrl.runtime.frame import kind_of
 from genrl.runtime.ray_cluster import START_S, check_versions, connected, versions
 from genrl.runtime.weights import put_back
@@ -75,6 +75,7 @@ class RolloutActor:
         torch.set_num_threads(threads)  # rounding depends on it, and on torch's choice of an attention kernel
         without_cudnn_attention()
         self.config = Config.model_validate_json(config)
+        use_tf32(self.config.tf32)
         code_of(self.config.trainer)  # a method in a file of its own is found by name when draws arrive
         set_seed(self.config.seed)
         device = "cuda" if connected().get_gpu_ids() else "cpu"

@@ -13,15 +13,7 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.policies.policy import (
-    ACTION,
-    Batch,
-    ComparesActions,
-    Policy,
-    PredictsNoise,
-    PredictsVelocity,
-    rows,
-)
+from genrl.vla.policies.policy import ACTION, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 
 
 def flow_times(count: int, rng: torch.Generator) -> Tensor:
@@ -37,7 +29,7 @@ def flow_matching_loss(
     actions (normalised) and noise [B, H, A], sigma [B]; valid bool [B, H]: which actions were demonstrated.
     """
     x = forward.flow_sample(actions, noise, sigma)
-    return _mean((policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)) ** 2, valid)
+    return _mean_square(policy.velocity(context, x, sigma) - forward.flow_target(actions, noise), valid)
 
 
 def noise_matching_loss(
@@ -51,7 +43,16 @@ def noise_matching_loss(
 ) -> Tensor:
     """Mean of `(e(x_t) - noise)^2`: DDPM's simple loss (arXiv 2006.11239, eq. 14), []. timestep int64 [B]."""
     x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
-    return _mean((policy.noise(context, x, timestep) - noise) ** 2, valid)
+    return _mean_square(policy.noise(context, x, timestep) - noise, valid)
+
+
+def own_loss(policy: Imitates, context: Batch, actions: Tensor, given: Recorded) -> Tensor:
+    """The part [] of a policy's own loss that these frames have: of all actions, and of all frames."""
+    whole = actions.new_ones(actions.shape[:2], dtype=torch.bool)
+    valid = given["valid"].to(actions.device) if "valid" in given else whole
+    found = policy.errors(context, actions, valid, _named(given, "noise/"))
+    mean = torch.where(valid, found.actions, 0.0).sum() / valid.sum().clamp(min=1)
+    return mean * float(given["share"]) + found.frames.mean() * float(given["share_of_frames"])
 
 
 def recorded_frames(
@@ -64,45 +65,55 @@ def recorded_frames(
     """
     here = index[mine]
     actions = policy.normalised(frames[ACTION][here])
-    noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine]
     padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
     share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
-    if isinstance(policy, PredictsVelocity):
-        level = flow_times(len(index), rng)[mine]
-    elif isinstance(policy, PredictsNoise):
-        level = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
-    elif isinstance(policy, ComparesActions):
-        level = torch.zeros(len(here))  # it has none
-    else:
-        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and compares no actions")
     tensors = {
         f"observation/{name}": value for name, value in rows({n: frames[n] for n in policy.inputs}, here).items()
     }
-    tensors |= {"actions": actions, "noise": noise, "level": level, "alpha_bars": alpha_bars}
-    tensors |= {"share": torch.tensor(share, dtype=torch.float64)}
+    tensors |= {"actions": actions, "share": torch.tensor(share, dtype=torch.float64)}
+    if isinstance(policy, Imitates):
+        drawn = policy.loss_noise(len(index), rng)
+        tensors |= {f"noise/{name}": value[mine] for name, value in drawn.items()}
+        tensors["share_of_frames"] = torch.tensor(len(here) / len(index), dtype=torch.float64)
+    else:
+        tensors["noise"] = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine]
+        tensors |= {"level": _levels(policy, len(index), rng, alpha_bars)[mine], "alpha_bars": alpha_bars}
     if ACTION_IS_PAD in frames or not len(here):
         tensors["valid"] = ~padded[mine]
     return Recorded(None, tensors)
 
 
+def _levels(policy: Policy, count: int, rng: torch.Generator, alpha_bars: Tensor) -> Tensor:
+    """Times of a flow, or timesteps of a diffusion [count]."""
+    if isinstance(policy, PredictsVelocity):
+        return flow_times(count, rng)
+    if isinstance(policy, PredictsNoise):
+        return torch.randint(len(alpha_bars), (count,), generator=rng)
+    raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and has no loss of its own")
+
+
 def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
-    """Flow matching, noise matching, or the policy's own error: the part [] that these frames have in the mean loss of
-    all of a batch."""
+    """Flow matching, noise matching or the policy's own: the part [] that these frames have in the mean loss of all of
+    a batch."""
     context = policy.encode(observation_of(given))
     device = next(iter(context.values())).device
-    actions, noise, level = given["actions"].to(device), given["noise"].to(device), given["level"]
+    actions = given["actions"].to(device)
+    if isinstance(policy, Imitates):
+        return own_loss(policy, context, actions, given)
+    noise, level = given["noise"].to(device), given["level"]
     valid, share = given["valid"].to(device) if "valid" in given else None, float(given["share"])
     if isinstance(policy, PredictsVelocity):
         return flow_matching_loss(policy, context, actions, noise, level.to(device), valid) * share
-    if isinstance(policy, ComparesActions):
-        return _mean(policy.demonstration_error(context, actions), valid) * share
     assert isinstance(policy, PredictsNoise)
     return noise_matching_loss(policy, context, actions, noise, level, given["alpha_bars"], valid) * share
 
 
 def observation_of(given: Recorded) -> Batch:
     """The observation that was recorded, by the policy's names."""
-    prefix = "observation/"
+    return _named(given, "observation/")
+
+
+def _named(given: Recorded, prefix: str) -> Batch:
     return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
 
 
@@ -147,9 +158,9 @@ def mean_of_last(losses: Iterator[float], count: int = 50) -> float:
     return sum(last) / len(last)
 
 
-def _mean(error: Tensor, valid: Tensor | None) -> Tensor:
-    """Of [B, H, A], or of those actions [B, H] of it that are valid."""
+def _mean_square(error: Tensor, valid: Tensor | None) -> Tensor:
+    square = error**2
     if valid is None:
-        return error.mean()
-    kept = valid[..., None].expand(error.shape)
-    return torch.where(kept, error, 0.0).sum() / kept.sum().clamp(min=1)
+        return square.mean()
+    kept = valid[..., None].expand(square.shape)
+    return torch.where(kept, square, 0.0).sum() / kept.sum().clamp(min=1)

@@ -80,9 +80,6 @@ class Update(VLAMethod):
                 yield (f"trainer.{key}",), f"must rise from low to high, found {list(bounds)}"
         if self.success_filter is not None and config.environment.group_size < 2:
             yield ("trainer.success_filter", "environment.group_size"), "the filter is one of groups; write 2 or more"
-        if sampler.predicts == "actions":
-            text = f"actions that are computed have no likelihood, so {self.algorithm} cannot reinforce them"
-            yield ("sampler.kind", "trainer.algorithm"), f"{text}; write algorithm: sft, or a policy of tokens"
         if self.entropy_weight and sampler.kind not in ("flow_noise", "reinflow", "tokens"):
             text = f"the noise of {sampler.kind} is not learned, its entropy has no gradient; write 0"
             yield ("trainer.entropy_weight", "sampler.kind"), text

@@ -169,6 +169,34 @@ def place(
     return layout
 
 
+def new_folder(config: dict[str, Any], stats: Statistics) -> Folder:
+    """The folder of a policy that was never saved: its configuration, LeRobot's usual steps, and these statistics."""
+    inputs, outputs, modes = config["input_features"], config["output_features"], config["normalization_mapping"]
+    device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
+    steps: dict[str, list[dict[str, Any]]] = {
+        PROCESSORS[0]: [
+            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+            {"registry_name": "to_batch_processor", "config": {}},
+            device,
+            {"registry_name": NORMALISERS[0], "config": {"eps": 1e-8, "features": inputs | outputs, "norm_map": modes}},
+        ],
+        PROCESSORS[1]: [
+            {"registry_name": NORMALISERS[1], "config": {"eps": 1e-8, "features": outputs, "norm_map": modes}},
+            device,
+        ],
+    }
+    processors = {name: {"name": name, "steps": found} for name, found in steps.items()}
+    folder = Folder(Path("policy.new"), config, processors, {})
+    _replace_statistics(folder, stats)
+    return folder
+
+
+def new_layout(module: nn.Module) -> Layout:
+    """All tensors of a module that is LeRobot's by name, as they are."""
+    state = module.state_dict()
+    return Layout({name: name for name in state}, {name: v.dtype for name, v in state.items()}, {}, {"format": "pt"})
+
+
 def save_folder(path: Path, folder: Folder, layout: Layout, state: Mapping[str, Tensor], tokenizer: Any | None) -> None:
     """Write a folder back. state: all weights by their own names. A tensor keeps the dtype of its file where that
     changes no number of it."""

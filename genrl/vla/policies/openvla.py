@@ -26,7 +26,7 @@ from genrl.vla.policies import heads, lerobot, openvla_folder
 from genrl.vla.policies.adapters import merged_state
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla_folder import Robot, Source, own_name
-from genrl.vla.policies.policy import STATE, TOKENS, Batch, NoiseHead
+from genrl.vla.policies.policy import STATE, TOKENS, Batch, Errors, NoiseHead
 from genrl.vla.policies.published import PublishedPolicy
 from genrl.vla.policies.robot import tokens_of
 from genrl.vla.policies.timm_vit import VITS, Featurizer
@@ -133,6 +133,15 @@ class OpenVLA(PublishedPolicy):
     def demonstration_error(self, context: Batch, actions: Tensor) -> Tensor:
         """`-ln p` of the tokens of normalised actions [B, H, A], in that shape."""
         return -categorical.chosen(categorical.log_probs(self.logits(context), 1.0), action_tokens(actions))
+
+    def loss_noise(self, count: int, rng: torch.Generator) -> Batch:
+        """Nothing in it is random."""
+        return {}
+
+    def errors(self, context: Batch, actions: Tensor, valid: Tensor, noise: Batch) -> Errors:
+        """`demonstration_error`, mean over A; nothing beside it."""
+        error = self.demonstration_error(context, actions).mean(2)
+        return Errors(error, error.new_zeros(len(error)))
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy has no critic."""

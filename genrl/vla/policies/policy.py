@@ -24,7 +24,9 @@ the `type` of its folder's config.json; or one that a package installs under a n
             told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
             return self.body(told).view(x.shape)
 
-Any other module does that is a `Policy`, predicts velocity or noise, and has the class methods of `PolicyClass`.
+Any other module does that is a `Policy`, predicts velocity, noise, tokens or actions (`Predicts...` below), and has the
+class methods of `PolicyClass`. One that predicts tokens or actions says itself by which loss it imitates (`Imitates`);
+one that predicts actions has no likelihood.
 `with_heads` is asked for a critic by PPO, and for a noise head by the samplers flow_noise and reinflow.
 """
 
@@ -33,7 +35,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -178,15 +180,6 @@ class PredictsActions(Protocol):
 
 
 @runtime_checkable
-class ComparesActions(Protocol):
-    """A policy that says itself how far it is from a demonstration: one without denoising."""
-
-    def demonstration_error(self, context: Batch, actions: Tensor) -> Tensor:
-        """What supervised training lowers the mean of, for normalised actions [B, H, A], in that shape."""
-        ...
-
-
-@runtime_checkable
 class PredictsNoise(Protocol):
     """A diffusion policy with so many noise levels, `train_steps`."""
 
@@ -198,12 +191,35 @@ class PredictsNoise(Protocol):
         ...
 
 
+class Errors(NamedTuple):
+    """What a policy does wrong in B demonstrated chunks: actions [B, H], of each action; frames [B], beside them."""
+
+    actions: Tensor
+    frames: Tensor
+
+
+@runtime_checkable
+class Imitates(Protocol):
+    """A policy that says itself how it imitates a chunk: one without denoising."""
+
+    def loss_noise(self, count: int, rng: torch.Generator) -> Batch:
+        """All that is random in `errors` of so many frames: tensors [count, ...] by names of its own."""
+        ...
+
+    def errors(self, context: Batch, actions: Tensor, valid: Tensor, noise: Batch) -> Errors:
+        """Of the chunks that were demonstrated, normalised [B, H, A]; valid bool [B, H]: those of them that were.
+
+        The loss is the mean of the actions' errors over the valid ones, and of the frames' over all.
+        """
+        ...
+
+
 def missing(kind: type[Any]) -> list[str]:
     """What a class lacks to be a policy's."""
     needed = ["tokenise", "encode", "normalised", "actions", "with_heads", "save", "load"]
     lacks = [name for name in needed if name not in dir(kind)]
     predicts = {"velocity", "noise", "logits", "regressed"} & set(dir(kind))
-    return lacks if predicts else [*lacks, "velocity or noise"]
+    return lacks if predicts else [*lacks, "velocity, noise, logits or regressed"]
 
 
 def rows(batch: Batch, index: Tensor) -> Batch:

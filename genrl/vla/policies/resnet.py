@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +17,24 @@ Norm = Callable[[int], nn.Module]
 def group_norm(channels: int) -> nn.GroupNorm:
     """Groups of 16 channels."""
     return nn.GroupNorm(channels // 16, channels)
+
+
+class FrozenBatchNorm(nn.Module):
+    """A batch norm whose statistics, scale and shift are never trained, [B, C, H, W]."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name, value in {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}.items():
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        return x * scale[:, None, None] + (self.bias - self.running_mean * scale)[:, None, None]
 
 
 class BasicBlock(nn.Module):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.runtime import ray_cluster
-from genrl.runtime.devices import without_cudnn_attention
+from genrl.runtime.devices import use_tf32, without_cudnn_attention
 from genrl.runtime.ray_cluster import connected
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, joined
@@ -55,8 +55,9 @@ class Part(NamedTuple):
 class ActingHost:
     """The environment of some groups of slots, and a copy of the policy (and of DPPO's frozen one)."""
 
-    def __init__(self, groups: int, *, policies: Any, simulation: Simulation) -> None:
+    def __init__(self, groups: int, *, policies: Any, simulation: Simulation, tf32: bool | None) -> None:
         without_cudnn_attention()  # as where the policy is trained
+        use_tf32(tf32)
         policy, frozen = connected().get(policies)
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         self.policy, self.frozen = policy.to(device), None if frozen is None else frozen.to(device)
@@ -109,10 +110,10 @@ class RayRollouts:
 
     simulation: of all slots together; groups stay whole. cuda: the copies of the policy are on GPUs, of which the
     actors have equal shares; else on CPUs. timeout_s: the longest that an actor may take for a decision of all its
-    slots, start_timeout_s for the first one, for which simulators are made. What is not trained (a frozen encoder, the
-    statistics) is sent once, to an actor that is started; trained weights with every rollout, with a version that
-    counts them. waited_s: seconds of the slowest actor's simulators; dropped: episodes; parts: the slots of each actor
-    in the newest rollout.
+    slots, start_timeout_s for the first one, for which simulators are made. tf32: `devices.use_tf32`, as where the
+    policy is trained. What is not trained (a frozen encoder, the statistics) is sent once, to an actor that is started;
+    trained weights with every rollout, with a version that counts them. waited_s: seconds of the slowest actor's
+    simulators; dropped: episodes; parts: the slots of each actor in the newest rollout.
     Raises ValueError for GPUs that the cluster lacks, RuntimeError for an actor that is lost three times in a row. What
     `collect` raises comes through; it ends the actors, and another rollout starts them again.
     """
@@ -125,6 +126,7 @@ class RayRollouts:
         cuda: bool = False,
         timeout_s: float = 60.0,
         start_timeout_s: float = 120.0,
+        tf32: bool | None = None,
     ) -> None:
         self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
         self.max_steps = open_environment(replace(simulation, num_envs=self.group_size)).max_steps
@@ -134,7 +136,7 @@ class RayRollouts:
         self.crew: Crew | None = None
         self._count = min(room(actors), self.num_envs // self.group_size)
         self._gpus = gpu_share(self._count) if cuda else 0.0
-        self._simulation = simulation
+        self._simulation, self._tf32 = simulation, tf32
         self._losses = [0] * self._count
 
     def collect(
@@ -184,7 +186,7 @@ class RayRollouts:
     def _crew(self, policy: Any, frozen: Any) -> Crew:
         """An actor for as many groups of slots each."""
         copies = connected().put((copy.deepcopy(policy).cpu(), None if frozen is None else copy.deepcopy(frozen).cpu()))
-        described = Description(ActingHost, {"policies": copies, "simulation": self._simulation})
+        described = Description(ActingHost, {"policies": copies, "simulation": self._simulation, "tf32": self._tf32})
         groups, worker = self.num_envs // self.group_size, partial(Actor, gpus=self._gpus)
         times = {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}
         return Crew(described, worker, self._count, groups, **times)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ from genrl.vla.policies import diffusion_policy
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, rows
-from genrl.vla.rollout.sampling import Diffusion, Frozen, act, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import ChunkNoise, Diffusion, Frozen, act, chunk_noise, replay, sample
 from tests.vla.published import DIFFUSION_REAL, DIFFUSION_TINY, diffusion_folder, diffusion_shapes
+from tests.vla.published import diffusion_observation as observation
 
+LEROBOT = Path(__file__).parents[2] / "fixtures" / "lerobot"
 CAMERA = "observation.images.camera0"
 TIMES = torch.tensor([99, 40, 0])
 
@@ -32,16 +35,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("diffusion")
     diffusion_folder(path)
     return path
-
-
-def observation(batch: int = 3, history: int | None = 2, cameras: int = 1) -> dict[str, Tensor]:
-    rng = torch.Generator().manual_seed(2)
-    shape = (batch,) if history is None else (batch, history)
-    found = {
-        f"observation.images.camera{n}": torch.randint(0, 256, (*shape, 36, 40, 3), generator=rng, dtype=torch.uint8)
-        for n in range(cameras)
-    }
-    return found | {STATE: torch.randn(*shape, 5, generator=rng)}
 
 
 def chunk(batch: int = 3) -> Tensor:
@@ -139,6 +132,42 @@ def test_the_schedule_is_diffusers() -> None:
 
     theirs = DDPMScheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2").alphas_cumprod
     torch.testing.assert_close(ddpm.cosine_alpha_bars(100).float(), theirs, rtol=1e-4, atol=1e-7)
+
+
+def of_lerobot() -> dict[str, Tensor]:
+    """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
+    with np.load(LEROBOT / "diffusion.npz") as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def test_the_whole_chain_is_lerobots_own(folder) -> None:
+    """100 steps of DDPM with LeRobot's noise, its pictures and states prepared by its own processors; the chain of
+    LeRobot begins one action earlier, and it returns the four that it executes."""
+    policy, given = load_policy(folder), of_lerobot()
+    noise = given["noise"].float().roll(-1, 2).transpose(0, 1)
+    sampler = Diffusion(100, 100, 100, floor=1e-12, noise_clip=1e9)
+    with torch.no_grad():
+        context = policy.encode(observation())
+        taken = sample(policy, sampler, context, ChunkNoise(noise, torch.ones(3, 100, dtype=torch.bool)))
+    assert given["chunk"].std() > 0.3 and (given["chunk"].abs() < 0.99).float().mean() > 0.5
+    torch.testing.assert_close(taken.chunk[:, :4], given["chunk"], rtol=0, atol=5e-5)
+    torch.testing.assert_close(policy.actions(taken.chunk)[:, :4], given["acts"], rtol=0, atol=1e-4)
+
+
+def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) -> None:
+    """LeRobot goes on with the noise that was predicted, DPPO (and `act`) with that of the action after its clip."""
+    policy, given = load_policy(folder), of_lerobot()
+    start, grid = given["noise"][0].float().roll(-1, 1), ddpm.ddim_grid(ddpm.cosine_alpha_bars(100), 10)
+    with torch.no_grad():
+        context, x = policy.encode(observation()), start
+        for k in range(10):
+            noise = policy.noise(context, x, grid.timesteps[k].expand(3))
+            bar, following = grid.alpha_bar[k].float(), grid.alpha_bar_next[k].float()
+            action = ((x - (1 - bar).sqrt() * noise) / bar.sqrt()).clamp(-1, 1)
+            x = following.sqrt() * action + (1 - following).sqrt() * noise
+        own = act(policy, Diffusion(100, 10, 10), context, start)
+    torch.testing.assert_close(x[:, :4], given["ddim_chunk"], rtol=0, atol=5e-5)
+    assert (own[:, :4] - given["ddim_chunk"]).abs().max() > 0.1  # random weights clip at nearly every step
 
 
 def test_the_backbone_is_transformers_resnet(tmp_path) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.vla.rollout import ray_rollout
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, joined
@@ -47,6 +49,17 @@ def far(cluster: Any) -> Iterator[RayRollouts]:
     rollouts = RayRollouts(Simulation(**WHERE), start_timeout_s=60.0)
     yield rollouts
     rollouts.close()
+
+
+def test_an_actor_rounds_as_where_the_policy_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray: what it does where it is started."""
+    there = SimpleNamespace(get=lambda policies: (flow(), None), get_gpu_ids=list)
+    monkeypatch.setattr(ray_rollout, "connected", lambda: there)
+    asked: list[bool | None] = []
+    monkeypatch.setattr(ray_rollout, "use_tf32", asked.append)
+    for wanted in (True, None):
+        ray_rollout.ActingHost(1, policies=None, simulation=Simulation(**WHERE), tf32=wanted)
+    assert asked == [True, None]
 
 
 def assert_same(found: ChunkRollout, wanted: ChunkRollout, tolerance: float = 0.0) -> None:

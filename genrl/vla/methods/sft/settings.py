@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class SFT(VLAMethod):
-    """Supervised training on demonstrations: flow matching, noise prediction, action tokens, or OFT's L1."""
+    """Supervised training on demonstrations: flow matching, noise prediction, or the policy's own loss."""
 
     title: ClassVar[str] = "Supervised training of policies in simulation"
     imitates: ClassVar[Literal["never", "new", "always"]] = "always"
     whole_chain: ClassVar[bool] = True
     denoises: ClassVar[bool] = False
+    needs_likelihood: ClassVar[bool] = False
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""

@@ -1,5 +1,5 @@
-"""Supervised training on demonstrations: flow matching (arXiv 2210.02747), noise prediction (2006.11239),
-or what a policy without denoising compares."""
+"""Supervised training on demonstrations: flow matching (arXiv 2210.02747), noise prediction (2006.11239), or the
+policy's own loss."""
 
 from __future__ import annotations
 
