@@ -57,6 +57,21 @@ def test_who_acts(tmp_path: Path) -> None:
         assert len(mixed[1]) != len(mixed[0]) or not torch.equal(mixed[1], mixed[0])
 
 
+def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
+    """Each half of the slots, in the order of all of them; up to the rounding of other batches."""
+    parts = []
+    for name, slots, first in (("whole", 8, 0), ("left", 4, 0), ("right", 4, 4)):
+        settings = config(tmp_path, environment={"num_envs": slots}, output=str(tmp_path / name))
+        with vla_runs.opened(settings) as run:
+            run.first_slot = first
+            parts.append(dagger.visit(run, 0.5, 0))
+    whole, joined = dagger.in_order(parts[:1]), dagger.in_order(parts[1:])
+    assert torch.equal(whole[TOKENS], joined[TOKENS]) and len(whole[TOKENS]) > 12
+    assert all(torch.equal(value, parts[0].frames[name]) for name, value in whole.items())
+    for name in (STATE, ENVIRONMENT, ACTION):
+        torch.testing.assert_close(whole[name], joined[name], atol=1e-4, rtol=0.0)
+
+
 def test_the_union_of_demonstrations_and_all_labels_is_imitated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

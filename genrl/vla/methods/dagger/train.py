@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 
 class Visit(NamedTuple):
-    """N decisions of a round as frames, with the expert's chunks [N, H, A] as `ACTION`; error [N]: how far the policy's
-    own were from them; of the episodes: success, steps; dropped: how many were lost."""
+    """N decisions of a round as frames, with the expert's chunks [N, H, A] as `ACTION`; slot, decision int64 [N]: where
+    they belong; error [N]: how far the policy's own chunks were from the expert's. Of the episodes: success, steps;
+    dropped: how many were lost."""
 
     frames: Batch
+    slot: Tensor
+    decision: Tensor
     error: Tensor
     success: list[bool]
     steps: int
@@ -57,7 +60,7 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     env.first_slot, dropped = run.first_slot, env.dropped
     raw, _ = env.reset(seed=seed)
     running, success = np.ones(env.num_envs, dtype=np.bool_), np.zeros(env.num_envs, dtype=np.bool_)
-    parts, errors, steps, decision = [], [], 0, 0
+    parts, slots, errors, steps, decision = [], [], [], 0, 0
     while running.any():
         seen = observe(raw, env, policy, decision)
         noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
@@ -68,6 +71,7 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
         raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].numpy())
         kept = torch.from_numpy(running & (info["n_executed"] > 0))  # 0: it was lost, and so may be what was told
         parts.append(rows(seen | {ACTION: told}, kept))
+        slots.append(run.first_slot + kept.nonzero()[:, 0])
         width = told.shape[-1]
         errors.append((policy.normalised(told)[..., :width] - own.cpu()[..., :width]).abs().mean((1, 2))[kept])
         success |= running & info["is_success"]
@@ -75,8 +79,16 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
         running &= ~(terminated | truncated)
         decision += 1
         run.loop.advance_or_leave(0)
-    frames = joined_batches(parts, torch.cat)
-    return Visit(frames, torch.cat(errors), success.tolist(), steps, env.dropped - dropped)
+    decisions = torch.repeat_interleave(torch.arange(decision), torch.tensor([len(one) for one in slots]))
+    joined = joined_batches(parts, torch.cat), torch.cat(slots), decisions, torch.cat(errors)
+    return Visit(*joined, success.tolist(), steps, env.dropped - dropped)
+
+
+def in_order(parts: list[Visit]) -> Batch:
+    """The frames of all processes by decision and slot: the same, however many there are."""
+    slot, decision = torch.cat([part.slot for part in parts]), torch.cat([part.decision for part in parts])
+    order = (decision * (int(slot.max()) + 1) + slot).argsort()
+    return rows(joined_batches([part.frames for part in parts], torch.cat), order)
 
 
 def train(run: VLARun, settings: DAgger) -> None:
@@ -92,7 +104,7 @@ def train(run: VLARun, settings: DAgger) -> None:
         with loop.timed("rollout"), unsharded(run.policy):
             parts = gather_object([visit(run, beta, iteration)])
         labels = [store.data["labels"]] if store.ready else []
-        store.data = {"labels": joined_batches([*labels, *(part.frames for part in parts)], torch.cat)}
+        store.data = {"labels": joined_batches([*labels, in_order(parts)], torch.cat)}
         store.ready = True
         known: Batch = store.data["labels"]
         error = torch.cat([part.error for part in parts])
