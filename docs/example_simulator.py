@@ -37,6 +37,14 @@ class Corner(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         success = bool(np.linalg.norm(self.place - self.goal) < 0.2)
         return {"agent_pos": self.place}, float(success), success, False, {"is_success": success}
 
+    def expert_chunk(self, horizon: int) -> np.ndarray:
+        """What an expert would do from here, [horizon, 2], for DAgger. Nothing moves. Leave it out if there is none."""
+        place, actions = self.place, []
+        for _ in range(horizon):
+            actions.append(np.clip((self.goal - place) / 0.2, -1.0, 1.0).astype(np.float32))
+            place = place + 0.2 * actions[-1]
+        return np.stack(actions)
+
     def picture(self, size: int) -> np.ndarray:
         """Called once per chunk, if pictures are wanted. Without it, `render()` is."""
         canvas = np.full((size, size, 3), 230, dtype=np.uint8)
@@ -59,7 +67,7 @@ def record(task: str, seed: int):
     env, rows, done = make(task), [], False
     seen, _ = env.reset(seed=seed)
     while not done:
-        action = np.clip((env.goal - env.place) / 0.2, -1.0, 1.0).astype(np.float32)
+        action = env.expert_chunk(1)[0]
         row = {"observation.state": seen["agent_pos"].astype(np.float32), "observation.image": env.picture(32)}
         seen, _, done, _, _ = env.step(action)
         rows.append(row | {"action": action, "next.success": np.array([done])})

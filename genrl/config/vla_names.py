@@ -38,3 +38,5 @@ SIMULATORS = Group(
 )
 """Built in: functions (tasks, reading, settings) -> `simulator.Description`. From outside: functions that return a
 gymnasium environment."""
+EXPERTS = ("minitable", "metaworld")
+"""Built-in simulators that know what an expert would do from where they are (`simulator.Expert`)."""

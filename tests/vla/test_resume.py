@@ -27,6 +27,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "ppo of the encoder, too": {"policy": {"freeze": "nothing"}},
     "grpo": vla_runs.GRPO,
     "sft": vla_runs.SFT,
+    "dagger": vla_runs.DAGGER,
     "sft of a diffusion policy": {
         **vla_runs.SFT,
         "policy": {"path": None, "new": {"type": "diffusion_mlp", "image_size": 0}},

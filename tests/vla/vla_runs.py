@@ -90,6 +90,10 @@ SFT: dict[str, Any] = {
     "demonstrations": {"expert": 8},
     "trainer": {"algorithm": "sft", "steps_per_iteration": 3, "batch_size": 16},
 }
+DAGGER: dict[str, Any] = {
+    "demonstrations": {"expert": 8},
+    "trainer": {"algorithm": "dagger", "steps_per_iteration": 3, "batch_size": 16},
+}
 
 
 def config(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> VLAConfig:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.mdp import ddpm, forward
@@ -14,6 +16,12 @@ from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.policies.policy import ACTION, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
+from genrl.vla.rollout.sampling import Acting
+
+if TYPE_CHECKING:
+    from genrl.vla.run import VLARun
+
+Loss = Callable[[Any, Acting, Recorded], dict[str, Tensor]]
 
 
 def flow_times(count: int, rng: torch.Generator) -> Tensor:
@@ -115,6 +123,30 @@ def observation_of(given: Recorded) -> Batch:
 
 def _named(given: Recorded, prefix: str) -> Batch:
     return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
+
+
+def imitation_updates(run: VLARun, settings: Any, frames: Batch, loss: Loss) -> dict[str, float]:
+    """The optimiser steps of an iteration on minibatches of frames, each a function of (seed, step) and shared out to
+    the processes. settings: `steps_per_iteration` and `batch_size`; loss: of the method. Returns what was found."""
+    loop, policy = run.loop, run.policy
+    process, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
+    acting = Acting(policy, None)
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
+    loop.phase("training", settings.steps_per_iteration * settings.batch_size)
+    losses, norms = [], []
+    with loop.timed("train"):
+        for _ in range(settings.steps_per_iteration):
+            rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
+            index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
+            mine = slice(process, None, processes)
+            recorded = recorded_frames(policy, frames, index, rng, alpha_bars, mine)
+            results = loss(settings, acting, recorded)
+            loop.backward(settings, results, recorded)
+            losses.append(float(results["loss"].detach()))
+            norms.append(loop.step(["policy"])["policy"])
+            loop.advance(settings.batch_size)
+    total = sum(sum(own) for own in gather_object([losses]))
+    return {"loss": total / len(losses), "grad_norm/policy": sum(norms) / len(norms)}
 
 
 def imitate(

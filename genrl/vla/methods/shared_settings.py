@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from genrl.config.method import Finding
-from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Section, Share
+from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Section, Share, Ways
 from genrl.config.vla_method import Row, VLAMethod
 
 if TYPE_CHECKING:
@@ -113,6 +113,27 @@ class Critics(Section):
     """Transitions per step."""
     target_rate: Share = 0.01
     """How fast the slow copies follow in a step (FISOR: 0.005)."""
+
+
+class Pretraining(Section):
+    """The value function of videos."""
+
+    videos: Ways = 400
+    """Videos of play: no actions, no rewards, no instructions."""
+    length: Ways = 40
+    """Actions between the first and the last frame of a video."""
+    steps: Count = 300
+    """Steps, of the imitation with encoder: imitation, too."""
+    batch_size: Count = 48
+    """Pairs of neighbouring frames per step; frames of the imitation."""
+    lr: Positive = 1e-3
+    """Learning rate."""
+    discount: Share = 0.9
+    """Discount of an action (ICVF: 0.99)."""
+    expectile: Share = 0.9
+    """Weight of steps towards the intent; that of others is what is missing to 1 (ICVF: 0.9)."""
+    target_rate: Share = 0.02
+    """How fast the slow copy follows in a step (ICVF: 0.005, for a hundred times the steps)."""
 
 
 FROM_DATA: Row = ("learns", "from data", "see docs/vla_offline.md")

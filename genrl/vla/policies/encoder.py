@@ -17,7 +17,9 @@ from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS,
 MODES: dict[str, Mode] = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
 """How the embedded policies normalise: actions to [-1, 1], where DPPO and ReinFlow clip."""
 
-_LANGUAGE, _PICTURE, _KEYPOINTS = 64, 128, 16
+LANGUAGE, PICTURE, _KEYPOINTS = 64, 128, 16
+LOOKS = ("convolutions.", "film.", "keypoints.", "picture.")
+"""What the parameters begin with that an encoder looks at pictures by."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class ObservationEncoder(nn.Module):
         super().__init__()
         self.inputs, self.stats = inputs, stats
         self.words = nn.Embedding(1 + len(inputs.vocabulary), 32, padding_idx=0)
-        self.language = nn.Sequential(nn.Linear(32, _LANGUAGE), nn.SiLU(), nn.Linear(_LANGUAGE, _LANGUAGE))
-        self.size = _LANGUAGE + inputs.state + inputs.environment
+        self.language = nn.Sequential(nn.Linear(32, LANGUAGE), nn.SiLU(), nn.Linear(LANGUAGE, LANGUAGE))
+        self.size = LANGUAGE + inputs.state + inputs.environment
         if inputs.image:
             widths = (24, 32, 32) if inputs.image <= 32 else (32, 48, 64)
             strides = (2, 1, 1) if inputs.image <= 32 else (2, 2, 1)
@@ -101,10 +103,10 @@ class ObservationEncoder(nn.Module):
                 for stage, (low, high, stride) in enumerate(zip(before, widths, strides, strict=True))
             )
             self.norms = nn.ModuleList(nn.GroupNorm(8, width, affine=False) for width in widths)
-            self.film = nn.ModuleList(nn.Linear(_LANGUAGE, 2 * width) for width in widths)
+            self.film = nn.ModuleList(nn.Linear(LANGUAGE, 2 * width) for width in widths)
             self.keypoints = nn.Conv2d(widths[-1], _KEYPOINTS, 1)
-            self.picture = nn.Sequential(nn.Linear(2 * _KEYPOINTS, _PICTURE), nn.SiLU(), nn.Linear(_PICTURE, _PICTURE))
-            self.size += _PICTURE
+            self.picture = nn.Sequential(nn.Linear(2 * _KEYPOINTS, PICTURE), nn.SiLU(), nn.Linear(PICTURE, PICTURE))
+            self.size += PICTURE
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         return policy.tokenise(instructions, self.inputs.vocabulary)
@@ -123,10 +125,11 @@ class ObservationEncoder(nn.Module):
             told = observation[ENVIRONMENT].to(device)
             parts.append(normalise(told, self.stats[ENVIRONMENT], MODES["ENV"]))
         if self.inputs.image:
-            parts.append(self._look(observation[IMAGE].to(device), language))
+            parts.append(self.look(observation[IMAGE].to(device), language))
         return torch.cat(parts, 1)
 
-    def _look(self, image: Tensor, language: Tensor) -> Tensor:
+    def look(self, image: Tensor, language: Tensor) -> Tensor:
+        """Features of pictures uint8 [B, S, S, 3] under what the instruction says, [B, `LANGUAGE`]: [B, `PICTURE`]."""
         side = self.inputs.image
         if image.dtype != torch.uint8 or image.shape[1:] != (side, side, 3):
             raise ValueError(f"{IMAGE} must be uint8 [B, {side}, {side}, 3], got {image.dtype} {list(image.shape)}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Frames, Observation, Outcome, Render, Run
+from genrl.vla.simulators.contract import Advice, Ask, Frames, Observation, Outcome, Render, Run, no_expert
 
 Flags = NDArray[np.bool_]
 
@@ -90,6 +90,10 @@ class Batch(ABC):
     def render(self, work: Render) -> Frames:
         """See `contract.Host`."""
         return Frames(self.pictures(work.slots, work.size))
+
+    def advise(self, work: Ask) -> Advice:
+        """See `contract.Host`; nobody knows, where a simulator does not say it."""
+        raise no_expert(type(self).__name__)
 
     def close(self) -> None:  # noqa: B027
         """Nothing, where nothing is open."""

@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.config.vla_names import EXPERTS
+
 Observation = dict[str, NDArray[Any]]
 Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 """Observation, rewards summed over the chunk, terminated, truncated [B], info."""
@@ -25,6 +27,14 @@ Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, An
 
 class Misuse(ValueError):
     """An environment that does not keep the contract, or cannot be made here: another attempt would not help."""
+
+
+def no_expert(who: str) -> Misuse:
+    """What is raised where nobody knows what to do."""
+    return Misuse(
+        f"{who} has no expert; {' and '.join(EXPERTS)} have one, and so has an environment of your own with a method "
+        "expert_chunk(horizon) (docs/vla_simulators.md)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +165,15 @@ class Environment(Tables, Protocol):
     def close(self) -> None: ...
 
 
+class Advised(Environment, Protocol):
+    """An environment that can be asked what an expert would do: `tables.Simulators`, whatever it simulates."""
+
+    def expert_chunks(self, horizon: int) -> NDArray[np.float32]:
+        """The expert's next actions in every slot whose episode goes on, [B, horizon, D]; 0 in the others. Nothing
+        moves. Raises ValueError where the simulator has no expert."""
+        ...
+
+
 class Outcome(NamedTuple):
     """What m slots show after a chunk, or after the beginning of an episode (n_executed 0).
 
@@ -187,7 +206,13 @@ class Frames(NamedTuple):
     pictures: NDArray[np.uint8]
 
 
-Message = Outcome | Fault | Frames
+class Advice(NamedTuple):
+    """The next actions of the expert in some slots, float32 [m, horizon, D]."""
+
+    chunks: NDArray[np.float32]
+
+
+Message = Outcome | Fault | Frames | Advice
 
 
 class Run(NamedTuple):
@@ -204,6 +229,13 @@ class Render(NamedTuple):
     size: int
 
 
+class Ask(NamedTuple):
+    """What would the expert do from here in some slots? So many actions."""
+
+    slots: list[int]
+    horizon: int
+
+
 class Host(Protocol):
     """The simulators of some slots."""
 
@@ -212,6 +244,10 @@ class Host(Protocol):
         ...
 
     def render(self, work: Render) -> Frames: ...
+
+    def advise(self, work: Ask) -> Advice:
+        """Raises Misuse where there is no expert; the slots stay as they are."""
+        ...
 
     def close(self) -> None: ...
 

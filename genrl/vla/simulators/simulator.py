@@ -21,6 +21,8 @@ from PIL import Image
 from genrl.config.plugins import find, names
 from genrl.config.vla_names import SIMULATORS
 from genrl.vla.simulators.contract import (
+    Advice,
+    Ask,
     Description,
     Fault,
     Frames,
@@ -31,6 +33,7 @@ from genrl.vla.simulators.contract import (
     Reading,
     Render,
     Run,
+    no_expert,
 )
 from genrl.vla.simulators.minitable.task import episode_keys
 from rewards.given import is_given
@@ -52,6 +55,14 @@ class Cameras(Protocol):
     def cameras(self) -> Sequence[str]: ...
 
     def picture(self, size: int, camera: str) -> NDArray[np.uint8]: ...
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """An environment that knows what an expert would do from where it is: its next actions [horizon, D], standing still
+    after the success; the environment stays as it is."""
+
+    def expert_chunk(self, horizon: int) -> NDArray[np.float32]: ...
 
 
 class Simulator:
@@ -103,6 +114,20 @@ class Simulator:
             if terminated or truncated:
                 break
         return self._outcome(raw, rewards, k + 1, terminated, truncated, success)
+
+    def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
+        """See `Expert`; clipped to the box of actions. Raises Misuse where the environment is none, or tells something
+        else."""
+        bare: Any = self.env.unwrapped
+        if not isinstance(bare, Expert):
+            raise no_expert(str(bare))
+        told = np.asarray(bare.expert_chunk(horizon), dtype=np.float32)
+        if told.shape != (horizon, *self.box.shape) or not np.isfinite(told).all():
+            raise Misuse(
+                f"expert_chunk({horizon}) of {bare} must be finite numbers {[horizon, *self.box.shape]}, got "
+                f"{list(told.shape)}"
+            )
+        return np.clip(told, self.box.low, self.box.high)
 
     def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
@@ -195,6 +220,10 @@ class SlotHost:
             if slot in self._running:
                 pictures[row] = self._running[slot][1].picture(work.size)
         return Frames(pictures)
+
+    def advise(self, work: Ask) -> Advice:
+        """See `contract.Host`."""
+        return Advice(np.stack([self._running[slot][1].expert_chunk(work.horizon) for slot in work.slots]))
 
     def close(self) -> None:
         """Close all environments."""

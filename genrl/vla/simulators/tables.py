@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import (
+    Advice,
+    Ask,
     Description,
     Fault,
     Frames,
@@ -128,22 +130,39 @@ class Simulators:
 
         A worker that is lost over it is started again: its pictures are black, its episodes dropped in the next step.
         """
+        pictures = np.zeros((len(slots), self.render_size, self.render_size, 3), dtype=np.uint8)
+        self._tell(slots, lambda own: Render(own, self.render_size), pictures)
+        return pictures
+
+    def expert_chunks(self, horizon: int) -> NDArray[np.float32]:
+        """See `contract.Advised`. A worker that is lost over it is started again: its chunks are 0, its episodes
+        dropped in the next step."""
+        slots = np.flatnonzero(self._running).tolist()
+        told = np.zeros((len(slots), horizon, self.action_dim), dtype=np.float32)
+        self._tell(slots, lambda own: Ask(own, horizon), told)
+        chunks = np.zeros((self.num_envs, horizon, self.action_dim), dtype=np.float32)
+        chunks[slots] = told
+        return chunks
+
+    def _tell(
+        self, slots: Sequence[int], work: Callable[[list[int]], Render | Ask], found: NDArray[np.generic]
+    ) -> None:
+        """Ask every worker for something of its slots, by their numbers there, and write it into found [n, ...]."""
         self.crew.start()
         begun = time.perf_counter()
-        pictures = np.zeros((len(slots), self.render_size, self.render_size, 3), dtype=np.uint8)
         asked: dict[Link, list[int]] = {}
         for link in self.crew.links:
             rows = [row for row, slot in enumerate(slots) if slot in link.slots]
             if rows:
                 asked[link] = rows
-                self.crew.send(link, Render([slots[row] - link.slots.start for row in rows], self.render_size), [])
+                self.crew.send(link, work([slots[row] - link.slots.start for row in rows]), [])
         try:
             while asked:
                 link, message = self.crew.next(asked)
                 if link not in asked:
                     continue
-                if isinstance(message, Frames):
-                    pictures[asked.pop(link)] = message.pictures
+                if isinstance(message, Frames | Advice):
+                    found[asked.pop(link)] = message[0]
                 elif isinstance(message, WorkerLost):
                     del asked[link]
                     self.crew.restart(link)
@@ -156,7 +175,6 @@ class Simulators:
             self.close(kill=True)
             raise
         self.waited_s += time.perf_counter() - begun
-        return pictures
 
     def close(self, *, kill: bool = False) -> None:
         """End all workers; another reset starts them again."""

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from genrl.vla.simulators.contract import Description, Fault, Host, Message, Misuse, Render
+from genrl.vla.simulators.contract import Ask, Description, Fault, Host, Message, Misuse, Render
 
 Work = Any
-"""`contract.Run` or `contract.Render`; or what another kind of host is asked for, which answers as it likes."""
+"""`contract.Run`, `Render` or `Ask`; or what another kind of host is asked for, which answers as it likes."""
 
 
 class WorkerLost(Exception):
@@ -166,5 +166,7 @@ def messages(host: Host, work: Work) -> Iterator[Message]:
     """Do a piece of work. A generator whatever it is: Ray sends values to it, of which a list's iterator takes none."""
     if isinstance(work, Render):
         yield host.render(work)
+    elif isinstance(work, Ask):
+        yield host.advise(work)
     else:
         yield from host.run(work)

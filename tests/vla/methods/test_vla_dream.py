@@ -22,9 +22,9 @@ from genrl.vla.methods.diwa.dream import (
     supervised_contrastive,
     train_classifier,
 )
-from genrl.vla.methods.diwa.play import play, seen
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
+from genrl.vla.methods.play import play, seen
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from genrl.vla.rollout.collect import RolloutPlan, collect

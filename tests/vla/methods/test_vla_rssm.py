@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.vla.methods.diwa.play import play, seen
 from genrl.vla.methods.diwa.rssm import (
     Gaussian,
     WorldModel,
@@ -19,6 +18,7 @@ from genrl.vla.methods.diwa.rssm import (
     world_loss,
     world_step,
 )
+from genrl.vla.methods.play import play, seen
 from genrl.vla.simulators.minitable import task
 
 

@@ -168,7 +168,9 @@ def test_rows_are_independent(folders) -> None:
     together = policy.regressed(policy.encode(seen))
     for row in range(3):
         one = torch.tensor([row])
-        torch.testing.assert_close(policy.regressed(policy.encode(rows(seen, one))), together[one], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            policy.regressed(policy.encode(rows(seen, one))), together[one], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_new_policy_learns_is_saved_and_goes_on(tmp_path) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.vla.methods.diwa.play import seen
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
+from genrl.vla.methods.play import seen
 from genrl.vla.policies.encoder import Inputs, ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise

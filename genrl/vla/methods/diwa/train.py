@@ -29,13 +29,13 @@ from genrl.vla.methods.diwa.dream import (
     latent_inputs,
     train_classifier,
 )
-from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.methods.gae import estimated_decisions
 from genrl.vla.methods.gae import loss as ppo_loss
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.offline import Store
+from genrl.vla.methods.play import play
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics

@@ -10,15 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import rewards
 from genrl.config.vla import VLAConfig
-from genrl.mdp import ddpm
-from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.surrogates import iql
+from genrl.mdp.noise import derive_seed
 from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.methods.critics import Critics, train_iql
@@ -27,14 +24,11 @@ from genrl.vla.methods.offline import (
     Store,
     Transitions,
     Words,
-    cloning_errors,
     frames_of,
-    play,
-    recorded_chunks,
-    stepper,
     successful,
-    take,
 )
+from genrl.vla.methods.play import table_of
+from genrl.vla.methods.regression import regress, weighted_cloning
 from genrl.vla.methods.rl_vlm_f.preference_labels import (
     LabelCache,
     Pairs,
@@ -47,61 +41,37 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
 )
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
-from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, PredictsNoise, vocabulary
+from genrl.vla.methods.wayward import wayward_data
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
-from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
+from genrl.vla.simulators.minitable import INSTRUCTIONS, render
+from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
 
 CANDIDATES = 10
 """Pairs that are looked at for each that is asked about."""
-NOISE = 0.3
-"""Standard deviation of what is added to the moves of the player whose data are learned from."""
-LARGEST_WEIGHT = 100.0
-"""Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, RLVLMF) and config.policy.new is not None
     words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
-    data = wayward_data(config, config.trainer, Words(words), config.policy.new.horizon)
+    data = unlabelled(config, config.trainer, Words(words), config.policy.new.horizon)
     return setup.new_policy(config, frames_of(data), words)
 
 
-def wayward_data(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: int) -> Transitions:
-    """Unlabelled episodes of a player who does what it is told in a share `right` of them, and else something else.
-
-    Rewards, success and ends are in the transitions (for figures); nothing here that learns reads them.
-    """
-    env = config.environment
-    tasks = task_numbers(env.tasks or ())
-    chunk, limit = env.chunk or horizon, env.max_steps or MAX_STEPS
-    table = MiniTable(settings.episodes, tasks=tasks, image_size=0, chunk=chunk, max_steps=limit)
-    seed = derive_seed(config.seed, "wayward")
-    rng = np.random.default_rng([seed, 0])
-    right, other = rng.random(settings.episodes) < settings.right, rng.integers(len(tasks), size=settings.episodes)
-
-    def behave(observation: Batch, decision: int) -> Tensor:
-        state = table.state
-        chunk = expert_chunk(state._replace(task=np.where(right, state.task, np.array(tasks)[other])), horizon)
-        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, chunk[..., :2].shape)
-        chunk[..., :2] += noise.astype(np.float32)
-        return torch.from_numpy(np.clip(chunk, -1.0, 1.0))
-
-    decisions = -(-table.max_steps // table.chunk)
+def unlabelled(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: int) -> Transitions:
+    """Rewards, success and ends are in the transitions (for figures); nothing here that learns reads them."""
     gamma = settings.critics.gamma
-    return play(table, behave, reads, decisions=decisions, seed=seed, gamma=gamma, one_episode=True)
+    return wayward_data(config, reads, horizon, episodes=settings.episodes, right=settings.right, gamma=gamma)
 
 
 def pictures(observation: Batch, size: int) -> Tensor:
     """What the table looked like, uint8 [N, S, S, 3], from the numbers in an observation."""
-    gripper, discs = observation[STATE][:, :2].numpy(), observation[ENVIRONMENT].view(-1, 3, 2).numpy()
-    nearest = np.linalg.norm(discs - gripper[:, None], axis=-1).argmin(1)
-    held = np.where(observation[STATE][:, 2].numpy() > 0, nearest, -1)
-    return torch.from_numpy(render(State(gripper, discs, held, np.zeros(len(held), dtype=np.int64)), size))
+    numbers = torch.cat([observation[STATE], observation[ENVIRONMENT]], 1).numpy()
+    return torch.from_numpy(render(table_of(numbers), size))
 
 
 def instructions(observation: Batch, reads: Reader) -> list[str]:
@@ -152,7 +122,7 @@ def learn_rewards(
 def train(run: VLARun, settings: RLVLMF) -> None:
     """Labels, rewards and critics once; then iterations of advantage-weighted regression."""
     config, loop, policy = run.config, run.loop, run.policy
-    device, data = loop.process.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
+    device, data = loop.process.accelerator.device, unlabelled(config, settings, policy, policy.horizon)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         inputs, stats = policy.config.inputs, policy.stats
@@ -181,29 +151,12 @@ def train(run: VLARun, settings: RLVLMF) -> None:
         found["data/advantage_gap"] = float(advantage[won].mean() - advantage[~won].mean())
         store.data = {"advantage": advantage, "figures": found}
         store.ready = True
-    advantage, temperature = store.data["advantage"], settings.temperature
-    nothing = torch.zeros_like(advantage)
-    weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
-    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
-    step = stepper(run, settings, loss)
-    for _ in loop.iterations():
-        loop.phase("training", settings.steps_per_iteration)
-        figures = Figures()
-        with loop.timed("train"):
-            for _ in range(settings.steps_per_iteration):
-                rng = generator(config.seed, "regression", loop.optimizer_steps)
-                index = torch.randint(len(advantage), (settings.batch_size,), generator=rng)
-                batch = take(data, index)
-                actions, paid = batch.action.to(device), weight[index].to(device)
-                recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
-                figures.add({"loss/policy": step(recorded)["loss"].item()})
-                loop.advance(1)
-        loop.finish(store.data["figures"] | figures.means | {"lr": loop.lr})
+    regress(run, settings, loss, data, store.data["advantage"], store.data["figures"])
 
 
 def loss(settings: RLVLMF, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """Advantage-weighted regression of the policy on chunks of the data, []."""
-    return {"loss": (given["weight"] * cloning_errors(acting.policy, given)).mean()}
+    return {"loss": weighted_cloning(acting, given)}
 
 
 def _name(settings: Labels) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -78,6 +79,7 @@ class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.floa
         inner._prev_obs = seen[:18].copy()
         seen[18:36] = inner._prev_obs
         mujoco.mj_forward(inner.model, inner.data)
+        self.seen = seen
         return _named(seen), {"success": 0.0}
 
     def step(
@@ -86,7 +88,34 @@ class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.floa
         """One action."""
         self.scene.enter(self)
         seen, reward, _, truncated, info = self.inner.step(action)
+        self.seen = seen
         return _named(seen), float(reward), False, truncated, info
+
+    def expert_action(self, seen: NDArray[np.float64]) -> NDArray[np.float32]:
+        """What Meta-World's scripted policy does at an observation [39]: [4], clipped to the box."""
+        from metaworld.policies import ENV_POLICY_MAP
+
+        kind: Any = ENV_POLICY_MAP[self.task]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its actions are large: they are clipped here
+            action: NDArray[np.float64] = kind().get_action(seen)
+        return np.clip(action, -1.0, 1.0).astype(np.float32)
+
+    def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
+        """See `simulator.Expert`: the scripted policy's next actions, tried on a copy of the state. After its success
+        the hand rests, with the gripper as it was."""
+        self.scene.enter(self)
+        inner, before = self.inner, dict(vars(self.inner))
+        vars(inner).update(copy.deepcopy({name: before[name] for name in self.scene.own}))
+        inner.data, inner.curr_path_length = copy.copy(inner.data), 0
+        actions = np.zeros((horizon, 4), dtype=np.float32)
+        seen, success = self.seen, False
+        for k in range(horizon):
+            actions[k] = (0.0, 0.0, 0.0, actions[k - 1, 3]) if success else self.expert_action(seen)
+            seen, _, _, _, info = inner.step(actions[k])
+            success = success or bool(info["success"])
+        vars(inner).update(before)
+        return actions
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """What the camera sees, uint8 [size, size, 3]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,10 +51,6 @@ def rest(actions: NDArray[np.float32]) -> Sequence[float]:
 
 def _episode(env: MetaWorldEnv, seed: int, attempt: int, max_steps: int, image_size: int) -> Episode | None:
     """One episode of the expert, or None where it does not succeed."""
-    from metaworld.policies import ENV_POLICY_MAP
-
-    kind: Any = ENV_POLICY_MAP[env.task]
-    expert = kind()
     key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
     observation, _ = env.reset(seed=int(key >> np.uint64(33)))
     seen, actions, pictures = [], [], []
@@ -63,10 +58,7 @@ def _episode(env: MetaWorldEnv, seed: int, attempt: int, max_steps: int, image_s
         seen.append(observation["environment_state"].astype(np.float32))
         if image_size:
             pictures.append(env.picture(image_size))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that its actions are large: they are clipped here
-            action = expert.get_action(observation["environment_state"])
-        actions.append(np.clip(action, -1.0, 1.0).astype(np.float32))
+        actions.append(env.expert_action(observation["environment_state"]))
         observation, _, _, _, info = env.step(actions[-1])
         if info["success"]:
             break

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.batch import Batch, Flags
-from genrl.vla.simulators.contract import Description, Observation, Reading, Simulation
+from genrl.vla.simulators.contract import Advice, Ask, Description, Observation, Reading, Simulation
 from genrl.vla.simulators.minitable import task
 from genrl.vla.simulators.minitable.render import render
 from genrl.vla.simulators.minitable.task import INSTRUCTIONS, MAX_STEPS, PUT, Floats, State, task_numbers
@@ -57,6 +57,10 @@ class TableHost(Batch):
 
     def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
         return render(self.state.rows(np.array(slots)), size)
+
+    def advise(self, work: Ask) -> Advice:
+        """See `contract.Host`."""
+        return Advice(task.expert_chunk(self.state.rows(np.array(work.slots)), work.horizon))
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:

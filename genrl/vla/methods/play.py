@@ -23,6 +23,14 @@ def seen(state: State) -> Floats:
     return np.concatenate([state.gripper, holding, state.discs.reshape(-1, 6)], 1)
 
 
+def table_of(numbers: Floats) -> State:
+    """The tables of `seen` [n, 9], without their instructions; a disc that is held is the nearest to the gripper."""
+    gripper, discs = numbers[:, :2], numbers[:, 3:].reshape(-1, 3, 2)
+    nearest = np.linalg.norm(discs - gripper[:, None], axis=-1).argmin(1)
+    held = np.where(numbers[:, 2] > 0, nearest, -1)
+    return State(gripper, discs, held, np.zeros(len(held), dtype=np.int64))
+
+
 def play(tables: int, steps: int, *, seed: int, noise: float = 0.3) -> Play:
     """A clumsy player on `tables` tables for `steps` actions, a function of the seed.
 

@@ -1,0 +1,1 @@
+"""DAgger: an expert corrects the policy where the policy goes."""

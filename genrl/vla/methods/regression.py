@@ -1,0 +1,56 @@
+"""Advantage-weighted regression of a policy on data (arXiv 1910.00177, with IQL's critics 2110.06169, eq. 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from genrl.mdp import ddpm
+from genrl.mdp.noise import generator
+from genrl.objectives.surrogates import iql
+from genrl.runtime.recorded import Recorded
+from genrl.vla.methods.offline import Loss, Transitions, cloning_errors, recorded_chunks, stepper, take
+from genrl.vla.methods.update import Figures
+from genrl.vla.policies.policy import PredictsNoise
+from genrl.vla.rollout.sampling import Acting
+
+if TYPE_CHECKING:
+    from genrl.vla.run import VLARun
+
+LARGEST_WEIGHT = 100.0
+"""Bound of the weight of a data action in the policy's regression (IQL: 100)."""
+
+
+def weighted_cloning(acting: Acting, given: Recorded) -> Tensor:
+    """Mean of weight times the squared error of the policy's prediction, over chunks of the data, []."""
+    return (given["weight"] * cloning_errors(acting.policy, given)).mean()
+
+
+def regress(
+    run: VLARun, settings: Any, loss: Loss, data: Transitions, advantage: Tensor, figures: Mapping[str, float]
+) -> None:
+    """All iterations: `steps_per_iteration` steps on `batch_size` decisions, weighted by exp(`temperature` advantage).
+
+    advantage [N] of the data's chunks; figures: logged with every iteration.
+    """
+    config, loop, policy = run.config, run.loop, run.policy
+    device, nothing = loop.process.accelerator.device, torch.zeros_like(advantage)
+    weight = iql.advantage_weights(advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT)
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
+    step = stepper(run, settings, loss)
+    for _ in loop.iterations():
+        loop.phase("training", settings.steps_per_iteration)
+        own = Figures()
+        with loop.timed("train"):
+            for _ in range(settings.steps_per_iteration):
+                rng = generator(config.seed, "regression", loop.optimizer_steps)
+                index = torch.randint(len(advantage), (settings.batch_size,), generator=rng)
+                batch = take(data, index)
+                actions, paid = batch.action.to(device), weight[index].to(device)
+                recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
+                own.add({"loss/policy": step(recorded)["loss"].item()})
+                loop.advance(1)
+        loop.finish(dict(figures) | own.means | {"lr": loop.lr})

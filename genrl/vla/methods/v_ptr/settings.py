@@ -1,0 +1,73 @@
+"""V-PTR (arXiv 2309.13041): its keys, what it refuses, what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count, NonNegative, Share
+from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.methods.shared_settings import FROM_DATA, Critics, Pretraining
+
+if TYPE_CHECKING:
+    from genrl.config.vla import VLAConfig
+
+
+class VPTR(VLAMethod):
+    """Value functions of videos, and then offline reinforcement learning with their picture encoder."""
+
+    title: ClassVar[str] = "V-PTR"
+    one_process: ClassVar[bool] = True
+    makes_policy: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "pretraining/loss": MetricDoc(
+            "mean of ICVF's loss over the last 50 steps (with encoder: imitation, of flow or noise matching)",
+            "Falls. Large values of goals that are far make it large.",
+        ),
+        "pretraining/order": MetricDoc(
+            "share of videos in whose middle their last frame is worth more than at their beginning, V(s, g, g)",
+            "0.5 before training, near 1 where the values tell how near a goal is.",
+            "share 0..1",
+        ),
+        "data/advantage_gap": MetricDoc(
+            "mean advantage of the data's actions in episodes that succeeded minus that in the others",
+            "Positive: the critics tell them apart on the features of the encoder.",
+        ),
+    }
+
+    algorithm: Literal["v_ptr"] = "v_ptr"
+    """Which trainer."""
+    encoder: Literal["video", "imitation", "random"] = "video"
+    """What the picture encoder has learned before: values of videos, to imitate the robot's data, or nothing."""
+    pretraining: Pretraining = Pretraining()
+    """Of the encoder."""
+    episodes: Count = 400
+    """Episodes of the robot's data: a player who often does something else than it is told."""
+    right: Share = 0.5
+    """Share of them in which it does what it is told."""
+    critics: Critics = Critics(gamma=0.97, batch_size=128)
+    """On the features of the encoder, which they do not train."""
+    critic_steps: Count = 600
+    """Steps of the critics before the policy's."""
+    temperature: NonNegative = 10.0
+    """Weight of a data action in the policy's regression: exp of so many times its advantage; 0 = plain cloning."""
+    steps_per_iteration: Count = 150
+    """Steps of the policy, which trains its encoder on, in an iteration."""
+    batch_size: Count = 64
+    """Transitions per step."""
+
+    def problems(self, config: VLAConfig) -> Iterator[Finding]:
+        """Anything but a new policy that looks at MiniTable."""
+        if config.environment.name != "minitable":
+            yield ("environment.name",), "v_ptr makes its videos on the table only; write minitable"
+        if config.policy.new is None:
+            yield ("policy.new",), "v_ptr begins with a new policy; write `new: {...}`"
+        elif not config.policy.new.image_size:
+            yield ("policy.new.image_size",), "v_ptr pre-trains what looks at pictures; write 32"
+        if config.demonstrations is not None:
+            yield ("demonstrations",), "v_ptr makes its own data; take them out"
+
+    def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
+        """Nothing that an environment does."""
+        return [FROM_DATA]

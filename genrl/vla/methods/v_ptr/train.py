@@ -1,0 +1,163 @@
+"""V-PTR: videos teach a picture encoder what is near to what, robot data teach values and a policy (arXiv 2309.13041).
+
+1. Videos of play, pictures alone: an intent-conditioned value function (`icvf`). What is kept of it is its encoder.
+2. Robot data with actions and rewards: implicit Q-learning on the features of that encoder (V-PTR: CQL, a ResNet-50 of
+   Ego4D, all of it trained on).
+3. The policy begins with that encoder and is regressed on the data's actions, with weights that grow with their
+   advantage.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from genrl.config.vla import VLAConfig
+from genrl.mdp.noise import derive_seed
+from genrl.runtime.recorded import Recorded
+from genrl.vla import setup
+from genrl.vla.data.frames import frame_statistics
+from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods.icvf import ICVF, order, train_icvf
+from genrl.vla.methods.imitation import imitate, mean_of_last
+from genrl.vla.methods.offline import (
+    Reader,
+    Store,
+    Transitions,
+    frames_of,
+    successful,
+)
+from genrl.vla.methods.play import play, table_of
+from genrl.vla.methods.regression import regress, weighted_cloning
+from genrl.vla.methods.shared_settings import Pretraining
+from genrl.vla.methods.update import Figures
+from genrl.vla.methods.v_ptr.settings import VPTR
+from genrl.vla.methods.wayward import wayward_data
+from genrl.vla.policies.encoder import LOOKS, Inputs
+from genrl.vla.policies.policy import (
+    ENVIRONMENT,
+    IMAGE,
+    STATE,
+    TOKENS,
+    Batch,
+    tokenise,
+    vocabulary,
+)
+from genrl.vla.rollout.sampling import Acting
+from genrl.vla.simulators.minitable import INSTRUCTIONS, render
+from genrl.vla.simulators.minitable.task import task_numbers
+
+if TYPE_CHECKING:
+    from genrl.vla.run import VLARun
+
+
+class Looks:
+    """A reader of pictures who knows some words: for data that come before their policy."""
+
+    inputs = (IMAGE, STATE, TOKENS)
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def tokenise(self, instructions: Any) -> Tensor:
+        return tokenise(instructions, self.words)
+
+
+def new_policy(config: VLAConfig) -> Any:
+    """A policy for the data, with weights by the seed."""
+    assert isinstance(config.trainer, VPTR) and config.policy.new is not None
+    words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
+    data = robot_data(config, config.trainer, Looks(words), config.policy.new.horizon)
+    return setup.new_policy(config, frames_of(data), words)
+
+
+def robot_data(config: VLAConfig, settings: VPTR, reads: Reader, horizon: int) -> Transitions:
+    """Episodes with pictures, actions, and reward 1 at success."""
+    assert config.policy.new is not None
+    size, gamma = config.policy.new.image_size, settings.critics.gamma
+    return wayward_data(
+        config, reads, horizon, episodes=settings.episodes, right=settings.right, gamma=gamma, image_size=size
+    )
+
+
+def videos(settings: Pretraining, size: int, *, seed: int) -> Tensor:
+    """Somebody who plays, seen from above: uint8 [N, T, size, size, 3], and nothing else."""
+    seen = play(settings.videos, settings.length, seed=seed).observations.reshape(-1, 9)
+    return torch.from_numpy(render(table_of(seen), size)).view(settings.videos, -1, size, size, 3)
+
+
+def pretrained(policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> dict[str, float]:
+    """Teach the policy's encoder to look, as `settings.encoder` says; the rest of the policy stays as it is."""
+    how = settings.pretraining
+    if settings.encoder == "random":
+        return {}
+    other = copy.deepcopy(policy)
+    if settings.encoder == "imitation":
+        steps = imitate(
+            other, frames_of(data), steps=how.steps, batch_size=how.batch_size, learning_rate=how.lr, seed=seed
+        )
+        found = {"pretraining/loss": mean_of_last(steps)}
+    else:
+        shown = videos(how, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "icvf") % 2**32)
+            icvf = ICVF(other.encoder).to(next(policy.parameters()).device)
+        found = {"pretraining/loss": mean_of_last(train_icvf(icvf, shown, how, seed=seed))}
+        found["pretraining/order"] = order(icvf, shown)
+    learned = {name: value for name, value in other.encoder.state_dict().items() if name.startswith(LOOKS)}
+    policy.encoder.load_state_dict(policy.encoder.state_dict() | learned)
+    return found
+
+
+@torch.no_grad()
+def with_features(policy: Any, data: Transitions) -> Transitions:
+    """The data with what the encoder sees in their pictures, without instruction, as `ENVIRONMENT` in their place."""
+    look = ICVF(policy.encoder).features
+
+    def told(observation: Batch) -> Batch:
+        kept = {name: observation[name] for name in (STATE, TOKENS)}
+        return kept | {ENVIRONMENT: torch.cat([look(part) for part in observation[IMAGE].split(512)]).cpu()}
+
+    return data._replace(observation=told(data.observation), next_observation=told(data.next_observation))
+
+
+def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
+    """The encoder, then critics on its features: the advantage [N] of the data's chunks, and figures."""
+    config, loop, policy = run.config, run.loop, run.policy
+    loop.phase("looking at videos")
+    found = pretrained(policy, data, settings, seed=config.seed)
+    seen = with_features(policy, data)
+    features = seen.observation[ENVIRONMENT]
+    inputs = Inputs(policy.config.inputs.state, policy.config.inputs.vocabulary, environment=features.shape[1])
+    stats = policy.stats | frame_statistics({ENVIRONMENT: features})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+        critics = Critics(inputs, stats, policy.horizon * policy.action_dim)
+    critics, learned = critics.to(loop.process.accelerator.device), Figures()
+    loop.phase("learning critics", settings.critic_steps)
+    for row in train_iql(critics, seen, settings.critics, steps=settings.critic_steps, seed=config.seed):
+        learned.add({f"critic/{name}": value for name, value in row.items()})
+        loop.advance(1)
+    won, advantage = successful(data), critics.advantage(seen.observation, seen.action).cpu()
+    found |= learned.means | {"data/success_mean": float(data.success.sum()) / settings.episodes}
+    found["data/advantage_gap"] = float(advantage[won].mean() - advantage[~won].mean())
+    return {"advantage": advantage, "figures": found}
+
+
+def train(run: VLARun, settings: VPTR) -> None:
+    """Encoder and critics once; then iterations of advantage-weighted regression."""
+    loop, data = run.loop, robot_data(run.config, settings, run.policy, run.policy.horizon)
+    store = Store()
+    loop.keep("v_ptr", store, changes=False)
+    if not store.ready:
+        store.data = prepared(run, settings, data)
+        store.ready = True
+    regress(run, settings, loss, data, store.data["advantage"], store.data["figures"])
+
+
+def loss(settings: VPTR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """Advantage-weighted regression of the policy on chunks of the data, []."""
+    return {"loss": weighted_cloning(acting, given)}

@@ -1,0 +1,159 @@
+"""V-PTR: the value function of videos by its formula, what is drawn, what is kept of it, and whole runs."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import ConfigError, VLAConfig, load
+from genrl.mdp.noise import generator
+from genrl.objectives.surrogates.icvf import icvf_errors
+from genrl.vla.methods.icvf import ICVF, draw, order, train_icvf
+from genrl.vla.methods.shared_settings import Pretraining
+from genrl.vla.methods.v_ptr import train as v_ptr
+from genrl.vla.policies.encoder import LOOKS
+from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS
+from genrl.vla.train import train
+from tests.run_folders import differences, rows
+from tests.vla.tiny_policies import SEES, flow
+
+SMALL = (
+    "trainer.episodes=12",
+    "trainer.pretraining.videos=6",
+    "trainer.pretraining.length=8",
+    "trainer.pretraining.steps=2",
+    "trainer.pretraining.batch_size=8",
+    "trainer.critic_steps=3",
+    "trainer.critics.batch_size=8",
+    "trainer.steps_per_iteration=2",
+    "trainer.batch_size=8",
+    "environment.num_envs=4",
+    "evaluation.episodes=4",
+    "evaluation.every=1",
+    "evaluation.videos=0",
+    "checkpoint.every=1",
+    "iterations=2",
+    "trackers=[]",
+)
+
+
+def config(root: Path, output: Path, *more: str) -> VLAConfig:
+    found = load(root / "configs" / "vla" / "v_ptr.yaml", [*SMALL, f"output={output}", *more])
+    assert isinstance(found, VLAConfig)
+    return found
+
+
+def test_the_errors_are_those_of_the_formula() -> None:
+    """Worked by hand: a step towards the intent counts .9, one away from it .1; at a goal the value is 0 and ends."""
+    values = torch.tensor([[-2.0, -2.0, -1.0], [-3.0, -3.0, -1.0]], requires_grad=True)
+    following = torch.tensor([[-1.0, -1.0, -9.0], [-2.0, -2.0, -9.0]])
+    # advantages: -1 + .5 * min(-2, -4) - mean(-4, -6) = 2;  -1 + .5 * -8 - -4 = -1;  at the intent 0 - -1 = 1
+    next_intent = torch.tensor([[-2.0, -8.0, -5.0], [-4.0, -6.0, -5.0]])
+    intent = torch.tensor([[-4.0, -4.0, -1.0], [-6.0, -4.0, -1.0]])
+    there = torch.tensor([False, False, True])
+    found = icvf_errors(values, following, intent, next_intent, there, there, discount=0.5, expectile=0.9)
+    # targets: -1 + .5 * -1 = -1.5 and -1 + .5 * -2 = -2; at the goal 0
+    squares = torch.tensor([0.5**2 + 1.0**2, 0.5**2 + 1.0**2, 1.0 + 1.0])
+    torch.testing.assert_close(found, squares * torch.tensor([0.9, 0.1, 0.9]))
+    found.sum().backward()
+    assert values.grad is not None and values.grad[0].tolist() == pytest.approx([-0.9, -0.1, -1.8])
+
+
+def test_goals_are_the_frame_itself_a_later_one_or_one_of_another_video() -> None:
+    videos, frames, count = 50, 9, 4000
+    drawn = draw(videos, frames, count, generator(0, "x"))
+    assert torch.equal(drawn.following, drawn.now + 1)
+    assert torch.equal(drawn.now // frames, drawn.following // frames), "a step leaves its video"
+    assert torch.equal(drawn.now // frames, drawn.later // frames) and bool((drawn.later >= drawn.now).all())
+    assert set((drawn.later % frames).tolist()) == set(range(frames))
+    own = torch.arange(count)
+    for which in (drawn.goal, drawn.intent):
+        assert abs(float((which == own).float().mean()) - 0.2) < 0.03
+        assert abs(float((which == count + own).float().mean()) - 0.5) < 0.03
+        assert int(which.max()) < 2 * count
+    same = float((drawn.goal == drawn.intent).float().mean())
+    assert abs(same - (0.5 + 0.5 * (0.2**2 + 0.5**2))) < 0.03
+    again = draw(videos, frames, count, generator(0, "x"))
+    assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+
+def crossing() -> torch.Tensor:
+    """A red square goes from left to right, at another height in every video."""
+    shown = torch.full((16, 13, 16, 16, 3), 230, dtype=torch.uint8)
+    for n in range(16):
+        for t in range(13):
+            shown[n, t, n % 12 : n % 12 + 4, t : t + 4] = torch.tensor([200, 40, 40], dtype=torch.uint8)
+    return shown
+
+
+def test_values_learn_what_is_near_and_move_what_looks() -> None:
+    """With these weights the end is worth less in the middle at first. What reads instructions stays."""
+    policy, how = flow(replace(SEES, image=16), seed=2), Pretraining(steps=25, batch_size=32)
+    torch.manual_seed(2)
+    icvf = ICVF(copy.deepcopy(policy.encoder))
+    assert order(icvf, crossing()) < 0.2
+    losses = list(train_icvf(icvf, crossing(), how, seed=2))
+    assert order(icvf, crossing()) > 0.8 and len(losses) == 25 and all(0 < loss < 20 for loss in losses)
+    before = policy.encoder.state_dict()
+    moved = {name for name, value in icvf.encoder.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] + "." for name in moved} == set(LOOKS)
+
+
+def test_videos_are_pictures_of_play_alone() -> None:
+    shown = v_ptr.videos(Pretraining(videos=6, length=8), 32, seed=1)
+    assert shown.shape == (6, 9, 32, 32, 3) and shown.dtype == torch.uint8
+    assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"
+    assert torch.equal(shown, v_ptr.videos(Pretraining(videos=6, length=8), 32, seed=1))
+    assert not torch.equal(shown, v_ptr.videos(Pretraining(videos=6, length=8), 32, seed=2))
+
+
+@pytest.mark.parametrize("kind", ["video", "imitation", "random"])
+def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) -> None:
+    settings = config(root, tmp_path, f"trainer.encoder={kind}")
+    policy: Any = v_ptr.new_policy(settings)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    data = v_ptr.robot_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    found = v_ptr.pretrained(policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
+    moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert bool(moved) == (kind != "random")
+    assert all(name.startswith(tuple(f"encoder.{part}" for part in LOOKS)) for name in moved)
+    told = {"video": {"pretraining/loss", "pretraining/order"}, "imitation": {"pretraining/loss"}, "random": set()}
+    assert set(found) == told[kind]
+
+
+def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> None:
+    settings = config(root, tmp_path)
+    policy: Any = v_ptr.new_policy(settings)
+    data = v_ptr.robot_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    seen = v_ptr.with_features(policy, data)
+    assert set(seen.observation) == {STATE, TOKENS, ENVIRONMENT} and seen.observation[ENVIRONMENT].shape[1] == 128
+    one = policy.encoder.look(data.next_observation[IMAGE][3:4], torch.zeros(1, 64))
+    torch.testing.assert_close(seen.next_observation[ENVIRONMENT][3:4], one.detach(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(seen.action, data.action) and 0 < float(data.reward.sum()) <= 12
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_path: Path) -> None:
+    whole = train(config(root, tmp_path / "whole"))
+    halves = train(config(root, tmp_path / "halves", "iterations=1"))
+    train(config(root, tmp_path / "halves"), resume=halves)
+    assert differences(whole, halves) == []
+    last = rows(whole)[-1]
+    assert 0 <= last["pretraining/order"] <= 1 and 0 < last["data/success_mean"] < 1 and last["loss/policy"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment.name=metaworld", "on the table only; write minitable"),
+        ("policy.new.image_size=0", "pre-trains what looks at pictures; write 32"),
+        ("demonstrations.expert=5", "makes its own data; take them out"),
+    ],
+)
+def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(root, tmp_path, override)

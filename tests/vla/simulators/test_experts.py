@@ -1,0 +1,109 @@
+"""What an expert would do from here: told by the simulator, in every slot, whatever process has it; nothing moves."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+from tests.vla.frail import Frail
+
+ROOT = Path(__file__).parents[3]
+CORNERS = f"{ROOT}/docs/example_simulator.py:make"
+HERE = f"{__file__}"
+
+
+def test_the_chunks_are_those_of_the_tables_and_move_nothing() -> None:
+    env = MiniTable(6, chunk=4, image_size=0)
+    env.reset(seed=3)
+    env.step(np.random.default_rng(0).uniform(-1, 1, (6, 4, 3)).astype(np.float32))
+    before = env.state
+    told = env.expert_chunks(7)
+    assert told.shape == (6, 7, 3) and np.array_equal(told, expert_chunk(before, 7))
+    assert all(np.array_equal(a, b) for a, b in zip(before, env.state, strict=True))
+
+
+def test_following_them_succeeds_and_who_is_done_is_told_nothing() -> None:
+    env = MiniTable(5, chunk=4, image_size=0)
+    env.reset(seed=1)
+    done = np.zeros(5, dtype=np.bool_)
+    for _ in range(6):
+        told = env.expert_chunks(4)
+        assert not told[done].any() and np.abs(told[~done]).max(axis=(1, 2)).min(initial=1.0) > 0
+        info = env.step(told)[4]
+        done = info["is_success"]
+        if done.any():
+            break
+    assert done.any() and not done.all(), "nobody would be left to compare with"
+    told = env.expert_chunks(4)
+    assert not told[done].any() and told[~done].any()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_environment_of_ones_own_is_asked_in_its_process(workers: int) -> None:
+    env: Any = open_environment(
+        Simulation(CORNERS, num_envs=4, chunk=2, tasks=("red", "blue"), max_steps=30, workers=workers)
+    )
+    seen, _ = env.reset(seed=0)
+    goal = np.array([[0.8 if "red" in text else -0.8, 0.8] for text in env.task_description])
+    told = env.expert_chunks(3)
+    first = np.clip((goal - seen["agent_pos"]) / 0.2, -1, 1)
+    np.testing.assert_allclose(told[:, 0], first, atol=1e-5)
+    after, *_ = env.step(told[:, :2])
+    np.testing.assert_allclose(after["agent_pos"], seen["agent_pos"] + 0.2 * told[:, :2].sum(1), atol=1e-5)
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (":without", "has no expert; minitable and metaworld have one, .*expert_chunk"),
+        (":too_short", r"expert_chunk\(3\) of .* must be finite numbers \[3, 2\], got \[2, 2\]"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_nobody_knows_it_is_said(name: str, message: str, workers: int) -> None:
+    env: Any = open_environment(Simulation(HERE + name, num_envs=2, chunk=2, workers=workers))
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=message):
+        env.expert_chunks(3)
+
+
+def without() -> Frail:
+    return Frail()
+
+
+class TooShort(Frail):
+    def expert_chunk(self, horizon: int) -> np.ndarray:
+        return np.zeros((horizon - 1, 2))
+
+
+def too_short() -> Frail:
+    return TooShort()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("metaworld") is None, reason="needs Meta-World")
+@pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3", "assembly-v3"])
+def test_meta_worlds_expert_is_tried_on_a_copy(task: str) -> None:
+    """Its chunk is what it does when it is followed, and an episode that is asked about goes on as one that is not."""
+    from genrl.vla.simulators.metaworld.env import MetaWorldEnv
+
+    asked, silent = MetaWorldEnv(task), MetaWorldEnv(task)
+    seen = asked.reset(seed=4)[0]["environment_state"]
+    silent.reset(seed=4)
+    followed: list[np.ndarray] = []
+    for t in range(12):
+        if t in (0, 5):
+            chunk = asked.expert_chunk(6)
+            followed = list(chunk)
+        action = asked.expert_action(seen)
+        if followed:
+            np.testing.assert_array_equal(followed.pop(0), action)
+        seen = asked.step(action)[0]["environment_state"]
+        np.testing.assert_array_equal(seen, silent.step(action)[0]["environment_state"])
