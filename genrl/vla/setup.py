@@ -317,6 +317,7 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         goals=env.goals,
         instruction=env.instruction or "",
         success_key=env.success_key,
+        cost_key=env.cost_key,
         proprioception=env.proprioception,
         settings=env.args,
     )
