@@ -123,12 +123,12 @@ class Environment(Section):
 
 
 class Demonstrations(Section):
-    """What supervised training imitates: exactly one source."""
+    """What supervised training imitates, and offline methods learn from: exactly one source."""
 
     expert: Count | None = None
     """Episodes of the environment's scripted expert, on Meta-World of each task; null = `dataset`."""
     dataset: Text | None = None
-    """Folder of a LeRobotDataset v3; null = `expert`."""
+    """Folder of a LeRobotDataset v3 or of Minari, or a file of DSRL (.hdf5); null = `expert`."""
     camera: Text = "observation.image"
     """Column of the data set that is the picture of a policy with one camera."""
 

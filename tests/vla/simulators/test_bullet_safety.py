@@ -14,43 +14,20 @@ from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.simulator import find_registered
 
-DANGEROUS = '''
-import gymnasium
-import numpy as np
-from gymnasium import spaces
+LINE = f"{Path(__file__).parents[1] / 'dangerous_line.py'}:Line"
 
 
-class Line(gymnasium.Env):
-    """A place on a line that ends at 3; beyond 1 every action costs what the place is."""
-
-    observation_space = spaces.Box(-10.0, 10.0, (1,), np.float64)
-    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = 0.0
-        return np.array([self.place]), {}
-
-    def step(self, action):
-        self.place += float(action[0])
-        cost = self.place if self.place > 1 else 0.0
-        return np.array([self.place]), 1.0, self.place >= 3, False, {"cost": cost}
-'''
-
-
-def line(tmp_path: Path, **changes: Any) -> Simulation:
-    path = tmp_path / "line.py"
-    path.write_text(DANGEROUS)
+def line(**changes: Any) -> Simulation:
     told = {"num_envs": 2, "chunk": 3, "max_steps": 9, "reward": "environment", "success_key": None, "cost_key": "cost"}
-    return Simulation(f"{path}:Line", **(told | changes))
+    return Simulation(LINE, **(told | changes))
 
 
-def test_costs_of_executed_actions_are_in_info(tmp_path: Path) -> None:
-    env = open_environment(line(tmp_path))
+def test_costs_of_executed_actions_are_in_info() -> None:
+    env = open_environment(line())
     env.reset(seed=0)
     chunk = np.float32([[[1.0], [1.0], [0.5]], [[0.5], [0.5], [0.5]]])
     _, reward, _, _, info = env.step(chunk)
-    assert info["costs"].tolist() == [[0.0, 2.0, 2.5], [0.0, 0.0, 1.5]] and reward.tolist() == [3.0, 3.0]
+    assert info["costs"].tolist() == [[0.0, 2.0, 2.5], [0.0, 0.0, 1.5]] and reward.tolist() == [2.5, 1.5]
     _, _, terminated, _, info = env.step(np.ones((2, 3, 1), np.float32))
     assert info["costs"].tolist() == [[3.5, 0.0, 0.0], [2.5, 3.5, 0.0]] and terminated.all()
     assert not info["is_success"].any()
@@ -58,15 +35,15 @@ def test_costs_of_executed_actions_are_in_info(tmp_path: Path) -> None:
     env.close()
 
 
-def test_without_a_cost_key_nothing_is_said_of_costs(tmp_path: Path) -> None:
-    env = open_environment(line(tmp_path, cost_key=None))
+def test_without_a_cost_key_nothing_is_said_of_costs() -> None:
+    env = open_environment(line(cost_key=None))
     env.reset(seed=0)
     assert "costs" not in env.step(np.ones((2, 3, 1), np.float32))[-1]
     env.close()
 
 
-def test_a_wrong_key_is_refused_and_so_are_costs_where_there_are_none(tmp_path: Path) -> None:
-    env = open_environment(line(tmp_path, cost_key="costs"))
+def test_a_wrong_key_is_refused_and_so_are_costs_where_there_are_none() -> None:
+    env = open_environment(line(cost_key="costs"))
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"no 'costs' in its info, only \['cost'\]: set cost_key"):
         env.step(np.ones((2, 3, 1), np.float32))
