@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from genrl.config.vla import Environment
 from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.runtime.recorded import Recorded
@@ -208,10 +209,11 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
 
 
 def from_steps(
-    steps: Steps, reads: Reader, *, instruction: str, proprioception: int, horizon: int, executed: int, gamma: float
+    steps: Steps, reads: Reader, env: Environment, *, horizon: int, executed: int, gamma: float
 ) -> Transitions:
     """A decision from every recorded step: the chunk of `horizon` actions from there, of which `executed` are, or as
     many as its episode has left. Beyond an end a chunk repeats the last action. Decisions overlap where executed > 1.
+    env: the section of the configuration, for the instruction and the parts of an observation.
     """
     at = np.arange(len(steps.done))
     last = np.flatnonzero(steps.done)[steps.episode]
@@ -222,11 +224,16 @@ def from_steps(
     smdp = chunk_rewards(paid, n_executed, gamma=gamma, mode="smdp")
     costs = np.where(np.arange(executed) < count[:, None], steps.cost[place[:, :executed]], 0.0)
     now, following = (
-        {name: torch.from_numpy(values) for name, values in split(seen, proprioception).items() if name in reads.inputs}
+        {
+            name: torch.from_numpy(values)
+            for name, values in split(seen, env.proprioception).items()
+            if name in reads.inputs
+        }
         for seen in (steps.observation, steps.next_observation[final])
     )
     if TOKENS in reads.inputs:
-        now[TOKENS] = following[TOKENS] = reads.tokenise([instruction]).expand(len(at), -1)
+        assert env.instruction is not None  # `setup.frames_of` refuses files without one
+        now[TOKENS] = following[TOKENS] = reads.tokenise([env.instruction]).expand(len(at), -1)
     return Transitions(
         observation=now,
         action=torch.from_numpy(steps.action[place]),

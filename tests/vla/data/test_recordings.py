@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from genrl.config.vla import Environment
 from genrl.vla.data.frames import episode_frames
-from genrl.vla.data.recordings import episodes_of, read_steps
+from genrl.vla.data.recordings import episodes_of, read_steps, split
 from genrl.vla.methods.offline import Words, from_steps
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 
@@ -177,8 +178,8 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
 def test_a_decision_from_every_step(tmp_path: Path) -> None:
     """Chunks of three actions of which two are executed: what they pay and cost, what follows, what lies beyond."""
     steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
-    told = {"instruction": "go on", "proprioception": 1, "gamma": 0.5}
-    data = from_steps(steps, Words(("go", "on")), horizon=3, executed=2, **told)
+    env = Environment(name="Some-v0", instruction="go on", proprioception=1)
+    data = from_steps(steps, Words(("go", "on")), env, horizon=3, executed=2, gamma=0.5)
     assert data.n_executed.tolist() == [2, 2, 1, 2, 2, 2, 1]
     assert data.reward.tolist() == [0.5, 2.0, 2.0, 5.0, 6.5, 8.0, 6.0] and data.discount[1:3].tolist() == [0.25, 0.5]
     assert data.cost.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
@@ -196,9 +197,10 @@ def test_frames_to_imitate_are_the_same_chunks(tmp_path: Path) -> None:
     reads = Words(("go",))
     episodes = episodes_of(steps, instruction="go", proprioception=2)
     frames = episode_frames(episodes, reads.tokenise, inputs=(STATE, ENVIRONMENT, TOKENS), horizon=3)
-    data = from_steps(steps, reads, instruction="go", proprioception=2, horizon=3, executed=3, gamma=0.9)
+    env = Environment(name="Some-v0", instruction="go", proprioception=2)
+    data = from_steps(steps, reads, env, horizon=3, executed=3, gamma=0.9)
     assert torch.equal(frames[ACTION], data.action)
     for name, values in data.observation.items():
         assert torch.equal(frames[name], values), name
     with pytest.raises(ValueError, match="environment.proprioception: 3 of an observation of 2 numbers"):
-        from_steps(steps, reads, instruction="go", proprioception=3, horizon=1, executed=1, gamma=0.9)
+        split(steps.observation, 3)

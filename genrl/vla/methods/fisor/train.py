@@ -231,18 +231,10 @@ def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon
 def file_data(config: VLAConfig, settings: FISOR, reads: Reader, steps: Steps) -> Transitions:
     """The steps of a file as decisions of one action, with rewards scaled as in FISOR's released code: so that the
     range of returns is the number of actions of the longest episode."""
-    env, (low, high) = config.environment, extremes(steps.totals()[0])
-    longest = np.bincount(steps.episode).max()
-    assert env.instruction is not None
-    return from_steps(
-        steps._replace(reward=(steps.reward * (longest / (high - low))).astype(np.float32)),
-        reads,
-        instruction=env.instruction,
-        proprioception=env.proprioception,
-        horizon=1,
-        executed=1,
-        gamma=settings.critics.gamma,
-    )
+    low, high = extremes(steps.totals()[0])
+    scale = np.bincount(steps.episode).max() / (high - low)
+    scaled = steps._replace(reward=(steps.reward * scale).astype(np.float32))
+    return from_steps(scaled, reads, config.environment, horizon=1, executed=1, gamma=settings.critics.gamma)
 
 
 def judged(data: Transitions) -> dict[str, float]:

@@ -48,16 +48,8 @@ def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions
     source, env = config.demonstrations, config.environment
     steps = recorded(config)
     if steps is not None:
-        assert env.instruction is not None  # `frames_of` has refused a policy that is to imitate without one
-        return from_steps(
-            steps,
-            policy,
-            instruction=env.instruction,
-            proprioception=env.proprioception,
-            horizon=policy.horizon,
-            executed=env.chunk or policy.horizon,
-            gamma=gamma,
-        )
+        executed = env.chunk or policy.horizon
+        return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name != "minitable":
         return None
     limit = env.max_steps or MAX_STEPS
