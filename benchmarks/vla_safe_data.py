@@ -139,8 +139,11 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    told = {"reward": "environment", "success_key": None, "cost_key": "cost"}
-    env = open_environment(Simulation(given.name, num_envs=given.num_envs, chunk=1, **told))
+    env = open_environment(
+        Simulation(
+            given.name, num_envs=given.num_envs, chunk=1, reward="environment", success_key=None, cost_key="cost"
+        )
+    )
     assert env.max_steps is not None
     env.reset(seed=0)
     parts = []
