@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,6 +260,20 @@ def recorded(config: VLAConfig) -> Steps | None:
         return None
     steps = read_steps(Path(source.dataset), success_key=env.success_key, cost_key=env.cost_key)
     return steps._replace(reward=steps.success.astype("float32")) if env.reward == "success" else steps
+
+
+def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
+    """Raises ValueError where the steps of a file are of another environment than the one that is named beside it."""
+    with closing(open_tables(config, policy, num_envs=1)) as env:
+        seen, _ = env.reset(seed=0)
+        shown = max(value.shape[1] for name, value in seen.items() if value.ndim == 2), env.action_dim
+    held = steps.observation.shape[1], steps.action.shape[1]
+    if held != shown:
+        assert config.demonstrations is not None
+        raise ValueError(
+            f"demonstrations.dataset: {config.demonstrations.dataset} holds observations and actions of {held[0]} and "
+            f"{held[1]} numbers, those of environment.name: {config.environment.name} have {shown[0]} and {shown[1]}"
+        )
 
 
 def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:

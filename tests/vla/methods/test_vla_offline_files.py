@@ -91,6 +91,17 @@ def test_rl100_begins_with_a_files_steps(root: Path, tmp_path: Path) -> None:
     assert kept[-1]["eval/return_mean"] != 0
 
 
+def test_a_file_of_another_environment_is_refused(root: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "line.hdf5", 2)
+    with h5py.File(path, "a") as file:
+        wider = {key: np.repeat(file[key][()], 2, 1) for key in ("observations", "next_observations")}
+        for key, values in wider.items():
+            del file[key]
+            file[key] = values
+    with pytest.raises(ValueError, match="actions of 4 and 1 numbers, those of environment.name: .*Line have 2 and 1"):
+        train(config(root, "fisor_bullet", path, tmp_path / "run", *FISOR))
+
+
 def test_rewards_are_scaled_to_the_longest_episode(root: Path, tmp_path: Path) -> None:
     given = config(root, "fisor_bullet", write(tmp_path / "line.hdf5"), tmp_path)
     steps = recorded(given)

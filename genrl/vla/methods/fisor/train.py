@@ -301,10 +301,10 @@ def train(run: VLARun, settings: FISOR) -> None:
     steps = setup.recorded(config)
     if steps is None:
         data = behaviour_data(config, settings, actor, horizon=actor.horizon)
-        shown = {
-            name: judged(data)[f"eval/{name.removeprefix('data/')}"] for name in ("data/success_mean", "data/cost_mean")
-        }
+        found = judged(data)
+        shown = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
     else:
+        setup.check_recorded(config, actor, steps)
         data = file_data(config, settings, actor, steps)
         shown = {"data/return_mean": float(steps.totals()[0].mean()), "data/cost_mean": float(steps.totals()[1].mean())}
     run.judge = judge(
