@@ -19,7 +19,6 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
-from PIL import Image
 
 PACKAGE = "bullet_safety_gym"
 
@@ -52,11 +51,10 @@ class BulletSafetyEnv(gymnasium.Env[NDArray[np.float64], NDArray[np.float32]]):
             return self.inner.step(action)
 
     def picture(self, size: int) -> NDArray[np.uint8]:
-        """The middle of the package's picture, drawn without a display, uint8 [size, size, 3]."""
+        """The middle of the package's picture, a square that was drawn without a display, uint8."""
         shown = np.asarray(self.inner.render(mode="rgb_array")).astype(np.uint8)
-        side, left = len(shown), (shown.shape[1] - len(shown)) // 2
-        picture = Image.fromarray(shown[:, left : left + side])
-        return np.asarray(picture.resize((size, size), Image.Resampling.BOX))
+        left = (shown.shape[1] - len(shown)) // 2
+        return shown[:, left : left + len(shown)]
 
     def close(self) -> None:
         """End the simulation."""
