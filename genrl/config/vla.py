@@ -134,8 +134,10 @@ class Environment(Section):
     """Fixed starts of each task, a function of evaluation.seed; 0 = a new one for every episode (not MiniTable)."""
     instruction: Text | None = None
     """gymnasium: the sentence that the policy is told, where the environment has no task_description of its own."""
-    success_key: Text = "is_success"
-    """gymnasium: the entry of info that says success."""
+    success_key: Text | None = "is_success"
+    """gymnasium: the entry of info that says success; null = there is none, its own rewards are all that it pays."""
+    cost_key: Text | None = None
+    """gymnasium: the entry of info that is the cost of an action, for methods that limit it; null = none."""
     proprioception: Whole = 0
     """gymnasium: how many of the first numbers of an observation are the robot's own state."""
     args: dict[str, Any] = {}
@@ -143,12 +145,12 @@ class Environment(Section):
 
 
 class Demonstrations(Section):
-    """What supervised training imitates: exactly one source."""
+    """What supervised training imitates, and offline methods learn from: exactly one source."""
 
     expert: Count | None = None
     """Episodes of the environment's scripted expert, on Meta-World of each task; null = `dataset`."""
     dataset: Text | None = None
-    """Folder of a LeRobotDataset v3; null = `expert`."""
+    """Folder of a LeRobotDataset v3 or of Minari, or a file of DSRL (.hdf5); null = `expert`."""
     camera: Text = "observation.image"
     """Column of the data set that is the picture of a policy with one camera."""
 

@@ -92,10 +92,25 @@ def _openvla(config: VLAConfig, folder: Path) -> Iterator[Wrong]:
 
 
 def _demonstrations(config: VLAConfig) -> Iterator[Wrong]:
-    source = config.demonstrations.dataset if config.demonstrations else None
-    if source is not None and not (Path(source) / "meta" / "info.json").is_file():
-        text = f"{source} is no LeRobotDataset v3: there is no meta/info.json in it"
-        yield ("demonstrations", "dataset"), text
+    source, key = config.demonstrations.dataset if config.demonstrations else None, ("demonstrations", "dataset")
+    if source is None:
+        return
+    path = Path(source)
+    if is_recording(path):
+        if not path.exists():
+            close = get_close_matches(path.name, [file.name for file in path.parent.glob("*.h*5")], n=1, cutoff=0.3)
+            yield key, f"there is no file {path}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
+        elif importlib.util.find_spec("h5py") is None:
+            yield key, f"the package h5py, which reads {path}, is not installed: pip install 'genrl-diffusion[h5py]'"
+    elif not (path / "meta" / "info.json").is_file():
+        yield key, f"{path} is no LeRobotDataset v3: there is no meta/info.json in it"
+    elif config.trainer.algorithm == "fisor":
+        yield key, f"{path} is a LeRobotDataset, which has no costs: give a file of DSRL's, or a folder of Minari's"
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a path names a file of steps (DSRL's, .hdf5), or a folder of Minari's."""
+    return path.suffix in (".hdf5", ".h5") or (path / "data" / "metadata.json").is_file()
 
 
 def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:

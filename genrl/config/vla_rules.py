@@ -135,6 +135,10 @@ def _staleness(config: VLAConfig) -> Iterator[Finding]:
 
 
 def _rest(config: VLAConfig) -> Iterator[Finding]:
+    env = config.environment
+    if env.success_key is None and env.reward == "success":
+        text = "nothing would ever be paid without one; write reward: environment"
+        yield ("environment.success_key", "environment.reward"), text
     if config.environment.num_envs % config.environment.group_size:
         yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
     if config.environment.worker_gb is not None and config.environment.workers in (0, "ray", "ray_simulators"):

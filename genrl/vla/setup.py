@@ -6,6 +6,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from genrl.config import load
 from genrl.config import vla as settings
 from genrl.config.vla import VLAConfig
+from genrl.config.vla_files import is_recording
 from genrl.config.vla_names import SAMPLERS
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
@@ -26,6 +28,7 @@ from genrl.runtime.weights import put_back, result
 from genrl.vla.data.demonstrations import expert_demonstrations, minitable_episodes, minitable_rest
 from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset
+from genrl.vla.data.recordings import Steps, episodes_of, read_steps
 from genrl.vla.policies.adapters import is_adapter, merge, with_lora
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
@@ -200,7 +203,7 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
     inputs = Inputs(
         state=frames[STATE].shape[-1],
         vocabulary=vocabulary,
-        environment=0 if looks else frames[ENVIRONMENT].shape[-1],
+        environment=0 if looks or ENVIRONMENT not in frames else frames[ENVIRONMENT].shape[-1],
         image=frames[IMAGE].shape[1] if looks else 0,
     )
     width = frames[ACTION].shape[-1]
@@ -227,9 +230,16 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     source = config.demonstrations
     reader = config.policy.new if policy is None else policy
     assert source is not None and reader is not None
-    inputs = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
+    inputs: tuple[str, ...] = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
     inputs = inputs if policy is None else policy.inputs
-    shown = _expert(config, reader.image_size) if source.dataset is None else _dataset(config, source.dataset, inputs)
+    steps = recorded(config)
+    if steps is not None:
+        inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
+        shown = _recorded(config, steps, inputs)
+    elif source.dataset is not None:
+        shown = _dataset(config, source.dataset, inputs)
+    else:
+        shown = _expert(config, reader.image_size)
     words = vocabulary(shown.texts)
     told = partial(tokenise, words=words) if policy is None else policy.tokenise
     frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
@@ -257,6 +267,40 @@ def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
         for episode in dataset.read([*columns, ACTION])
     )
     return Shown(texts, episodes, minitable_rest if small else None)
+
+
+def recorded(config: VLAConfig) -> Steps | None:
+    """The steps of `demonstrations.dataset`, where it is a file or folder of them, with the reward that the environment
+    pays here; None elsewhere. Raises ValueError for what cannot be read."""
+    source, env = config.demonstrations, config.environment
+    if source is None or source.dataset is None or not is_recording(Path(source.dataset)):
+        return None
+    steps = read_steps(Path(source.dataset), success_key=env.success_key, cost_key=env.cost_key)
+    return steps._replace(reward=steps.success.astype("float32")) if env.reward == "success" else steps
+
+
+def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
+    """Raises ValueError where the steps of a file are of another environment than the one that is named beside it."""
+    with closing(open_tables(config, policy, num_envs=1)) as env:
+        seen, _ = env.reset(seed=0)
+        shown = max(value.shape[1] for name, value in seen.items() if value.ndim == 2), env.action_dim
+    held = steps.observation.shape[1], steps.action.shape[1]
+    if held != shown:
+        assert config.demonstrations is not None
+        raise ValueError(
+            f"demonstrations.dataset: {config.demonstrations.dataset} holds observations and actions of {held[0]} and "
+            f"{held[1]} numbers, those of environment.name: {config.environment.name} have {shown[0]} and {shown[1]}"
+        )
+
+
+def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
+    env = config.environment
+    if any(name.startswith(IMAGE) for name in inputs):
+        raise ValueError("demonstrations.dataset: files of steps hold no pictures; write policy.new.image_size: 0")
+    if env.instruction is None:
+        raise ValueError("environment.instruction: files of steps hold no sentences; write the one of the task")
+    told = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)
+    return Shown([env.instruction], told, None)
 
 
 def _expert(config: VLAConfig, image_size: int) -> Shown:
@@ -341,6 +385,7 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         goals=env.goals,
         instruction=env.instruction or "",
         success_key=env.success_key,
+        cost_key=env.cost_key,
         proprioception=env.proprioception,
         settings=env.args,
     )

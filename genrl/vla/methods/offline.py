@@ -14,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from genrl.config.vla import Environment
 from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.runtime.recorded import Recorded
+from genrl.vla.data.recordings import Steps, split
 from genrl.vla.methods.imitation import flow_times, observation_of
 from genrl.vla.policies.policy import (
     ACTION,
@@ -204,6 +206,47 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
         done=rollout.done[kept],
         success=rollout.success[kept],
         episode=(rollout.episode * len(slots) + slots)[kept],
+    )
+
+
+def from_steps(
+    steps: Steps, reads: Reader, env: Environment, *, horizon: int, executed: int, gamma: float
+) -> Transitions:
+    """A decision from every recorded step: the chunk of `horizon` actions from there, of which `executed` are, or as
+    many as its episode has left. Beyond an end a chunk repeats the last action. Decisions overlap where executed > 1.
+    env: the section of the configuration, for the instruction and the parts of an observation.
+    """
+    at = np.arange(len(steps.done))
+    last = np.flatnonzero(steps.done)[steps.episode]
+    place = np.minimum(at[:, None] + np.arange(horizon), last[:, None])
+    count = np.minimum(executed, last - at + 1)
+    final = at + count - 1
+    n_executed, paid = torch.from_numpy(count), torch.from_numpy(steps.reward[place[:, :executed]])
+    smdp = chunk_rewards(paid, n_executed, gamma=gamma, mode="smdp")
+    costs = np.where(np.arange(executed) < count[:, None], steps.cost[place[:, :executed]], 0.0)
+    now, following = (
+        {
+            name: torch.from_numpy(values)
+            for name, values in split(seen, env.proprioception).items()
+            if name in reads.inputs
+        }
+        for seen in (steps.observation, steps.next_observation[final])
+    )
+    if TOKENS in reads.inputs:
+        assert env.instruction is not None  # `setup.frames_of` refuses files without one
+        now[TOKENS] = following[TOKENS] = reads.tokenise([env.instruction]).expand(len(at), -1)
+    return Transitions(
+        observation=now,
+        action=torch.from_numpy(steps.action[place]),
+        reward=smdp.reward.float(),
+        discount=smdp.discount.float(),
+        cost=torch.from_numpy(costs.max(1).astype(np.float32)),
+        next_observation=following,
+        n_executed=n_executed,
+        terminated=torch.from_numpy(steps.terminated[final]),
+        done=torch.from_numpy(final == last),
+        success=torch.from_numpy(steps.success[final]),
+        episode=torch.from_numpy(steps.episode),
     )
 
 

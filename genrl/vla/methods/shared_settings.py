@@ -158,9 +158,14 @@ def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
 
 def on_the_table(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
     """Methods that make their own data on MiniTable, from states, for a new policy."""
-    new = config.policy.new
     if config.environment.name != "minitable":
         yield ("environment.name",), f"{algorithm} knows the table only; write minitable"
+    yield from for_a_new_policy(config, algorithm, diffusion=diffusion)
+
+
+def for_a_new_policy(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
+    """Methods that learn from data what a new policy of states does."""
+    new = config.policy.new
     if new is None:
         yield ("policy.new",), f"{algorithm} begins with a new policy; write `new: {{...}}`"
     elif new.image_size:

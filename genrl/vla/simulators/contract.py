@@ -56,8 +56,10 @@ class Reading:
     seed: int = 0
     instruction: str = ""
     """gymnasium: the sentence, if the environment has no `task_description`."""
-    success_key: str = "is_success"
-    """gymnasium: the entry of info that says success."""
+    success_key: str | None = "is_success"
+    """gymnasium: the entry of info that says success; None: it knows rewards alone."""
+    cost_key: str | None = None
+    """gymnasium: the entry of info that is the cost of an action; None: it knows none."""
     proprioception: int = 0
     """gymnasium: how many of the first numbers of an observation are `agent_pos`."""
 
@@ -107,8 +109,9 @@ class Tables(Protocol):
 
     A step executes up to C actions in each slot and stops where the episode ends; it returns the observation after the
     last executed action (the final one, where the episode ended) and the sum of the rewards. info: "rewards" float32
-    [B, C] (0 where nothing was executed), "n_executed" int64 [B] and "is_success" bool [B]; and it may have "dropped"
-    bool [B]: the simulator was lost, the episode ends with this row as truncated, executed nothing, shows the last
+    [B, C] (0 where nothing was executed), "n_executed" int64 [B] and "is_success" bool [B]; it may have "costs" float32
+    [B, C], of the executed actions, where the environment knows costs; and it may have "dropped" bool [B]: the
+    simulator was lost, the episode ends with this row as truncated, executed nothing, shows the last
     observation again, and is not to be learnt from.
 
     Next-step auto-reset, as gymnasium defines it: the decision after an end ignores its action, executes nothing, and
@@ -178,7 +181,7 @@ class Outcome(NamedTuple):
     """What m slots show after a chunk, or after the beginning of an episode (n_executed 0).
 
     slots int64 [m], observation name -> [m, ...], rewards float32 [m, C], n_executed int64 [m], terminated, truncated,
-    success bool [m], instruction: m sentences, action_dim: numbers in an action.
+    success bool [m], instruction: m sentences, action_dim: numbers in an action, costs float32 [m, C]; None: not known.
     """
 
     slots: NDArray[np.int64]
@@ -190,6 +193,7 @@ class Outcome(NamedTuple):
     success: NDArray[np.bool_]
     instruction: list[str]
     action_dim: int
+    costs: NDArray[np.float32] | None = None
 
 
 class Fault(NamedTuple):

@@ -27,6 +27,8 @@ def open_environment(wanted: Simulation) -> Environment:
             f"{name} has one camera, observation.image; the policy reads {list(wanted.cameras)}: write policy.rename "
             f"{{observation.image: observation.images.{wanted.cameras[0]}}}, which leaves others empty"
         )
+    if wanted.cost_key is not None and name in SIMULATORS.built_in:
+        raise ValueError(f"environment.cost_key: {name} knows no costs, gymnasium environments may; leave it out")
     described = find(name, SIMULATORS)(*told) if name in SIMULATORS.built_in else simulator.describe(name, *told)
     if wanted.workers == "ray":
         return Simulators(described, wanted, ray_workers.Actor, ray_workers.actors(wanted.ray_actors))

@@ -20,6 +20,7 @@ from PIL import Image
 
 from genrl.config.plugins import find, names
 from genrl.config.vla_names import SIMULATORS
+from genrl.vla.simulators import bullet_safety
 from genrl.vla.simulators.contract import (
     Advice,
     Ask,
@@ -99,13 +100,12 @@ class Simulator:
 
     def execute(self, chunk: NDArray[np.float32]) -> Outcome:
         """Up to C actions [C, D], until the episode ends: by success, by the environment, or by the time limit."""
-        rewards, key = np.zeros(self.reading.chunk, dtype=np.float32), self.reading.success_key
+        rewards, costs = np.zeros((2, self.reading.chunk), dtype=np.float32)
         for k in range(self.reading.chunk):
             action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
             raw, reward, terminated, truncated, info = self.env.step(action)
-            if key not in info:
-                raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set success_key")
-            success = bool(np.asarray(info[key]).item())
+            success = bool(self._told(info, "success_key"))
+            costs[k] = float(self._told(info, "cost_key"))
             self.elapsed += 1
             terminated = bool(terminated) or success
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
@@ -113,7 +113,16 @@ class Simulator:
             rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
             if terminated or truncated:
                 break
-        return self._outcome(raw, rewards, k + 1, terminated, truncated, success)
+        return self._outcome(raw, rewards, k + 1, terminated, truncated, success)._replace(costs=costs[None])
+
+    def _told(self, info: dict[str, Any], which: str) -> Any:
+        """The number in info under the key that the reading has for it; 0 where it has none."""
+        key = getattr(self.reading, which)
+        if key is None:
+            return 0
+        if key not in info:
+            raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set {which}")
+        return np.asarray(info[key]).item()
 
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
         """See `Expert`; clipped to the box of actions. Raises Misuse where the environment is none, or tells something
@@ -340,7 +349,8 @@ def is_function(name: str) -> bool:
 def find_registered(name: str) -> EnvSpec:
     """The gymnasium environment of an id; its package is imported. Raises Misuse where there is none."""
     module, _, own = name.rpartition(":")
-    for package in [module] if module else ["gym_" + own.partition("/")[0].removeprefix("gym_"), "gymnasium_robotics"]:
+    known = ["gym_" + own.partition("/")[0].removeprefix("gym_"), bullet_safety.PACKAGE, "gymnasium_robotics"]
+    for package in [module] if module else known:
         if own not in gymnasium.registry and importlib.util.find_spec(package) is not None:
             imported = importlib.import_module(package)
             if "register_robotics_envs" in vars(imported):
@@ -353,10 +363,13 @@ def find_registered(name: str) -> EnvSpec:
 
 def registered(name: str, max_steps: int | None, settings: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
     """The environment of an id, which renders pictures, with a time limit."""
+    spec = find_registered(name)
+    if str(spec.entry_point).startswith(bullet_safety.PACKAGE):
+        return bullet_safety.environment(spec, max_steps, settings)
     how = {"render_mode": "rgb_array", **settings}
     if max_steps is not None:
         how["max_episode_steps"] = max_steps
-    env: gymnasium.Env[Any, Any] = gymnasium.make(find_registered(name), disable_env_checker=True, **how)
+    env: gymnasium.Env[Any, Any] = gymnasium.make(spec, disable_env_checker=True, **how)
     return env
 
 

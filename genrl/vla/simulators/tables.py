@@ -55,7 +55,7 @@ class Simulators:
     ) -> None:
         self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
         self.tasks, self.max_steps = description.tasks, description.max_steps
-        self.render_size = simulation.render_size
+        self.render_size, self.knows_costs = simulation.render_size, simulation.cost_key is not None
         self.waited_s, self.dropped, self.first_slot = 0.0, 0, 0
         times = {"timeout_s": simulation.timeout_s, "start_timeout_s": simulation.start_timeout_s}
         self.crew = Crew(description, worker, workers, self.num_envs, **times)
@@ -212,6 +212,8 @@ class Simulators:
             "is_success": told.success,
             "dropped": told.dropped,
         }
+        if self.knows_costs:
+            info["costs"] = told.costs
         seen = {name: value.copy() for name, value in self._shown.observation.items()}
         return seen, told.rewards.sum(1), told.terminated, told.truncated, info
 
@@ -261,7 +263,7 @@ class _Round:
     ) -> None:
         self.crew, self.shown, self.failures = crew, shown, failures
         self.begin, self.chunks = begin, chunks
-        self.rewards = np.zeros((len(failures), chunk), dtype=np.float32)
+        self.rewards, self.costs = np.zeros((2, len(failures), chunk), dtype=np.float32)
         self.n_executed = np.zeros(len(failures), dtype=np.int64)
         flags = np.zeros((4, len(failures)), dtype=np.bool_)
         self.terminated, self.truncated, self.success, self.dropped = flags
@@ -304,12 +306,14 @@ class _Round:
         self.rewards[slots], self.n_executed[slots] = outcome.rewards, outcome.n_executed
         self.terminated[slots], self.truncated[slots] = outcome.terminated, outcome.truncated
         self.success[slots] = outcome.success
+        if outcome.costs is not None:
+            self.costs[slots] = outcome.costs
         self.failures[slots[outcome.n_executed > 0]] = 0
         self._expect(link)
 
     def _drop(self, slot: int) -> None:
         """The episode of a slot is lost in this round, whatever it has said already."""
-        self.rewards[slot], self.n_executed[slot] = 0.0, 0
+        self.rewards[slot], self.costs[slot], self.n_executed[slot] = 0.0, 0.0, 0
         self.terminated[slot] = self.success[slot] = False
         self.truncated[slot] = self.dropped[slot] = True
 

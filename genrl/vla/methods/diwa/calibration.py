@@ -14,8 +14,8 @@ from torch import Tensor
 
 from genrl.mdp.noise import generator
 from genrl.vla.methods.diwa.dream import RewardClassifier, as_observation
-from genrl.vla.methods.play import Play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
+from genrl.vla.methods.play import Play
 from genrl.vla.simulators.minitable.task import INSTRUCTIONS, Floats, State, is_success
 
 

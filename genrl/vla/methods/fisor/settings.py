@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Flag, NonNegative, Positive, Share
 from genrl.config.vla_method import Row, VLAMethod
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, on_the_table
+from genrl.vla.methods.shared_settings import FROM_DATA, Critics, for_a_new_policy, on_the_table
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
 
 
 class FISOR(VLAMethod):
-    """FISOR: safe offline learning on a table where other discs must be kept away from."""
+    """FISOR: safe offline learning, on a table where other discs must be kept away from, or from a file with costs."""
 
     title: ClassVar[str] = "FISOR"
     one_process: ClassVar[bool] = True
@@ -25,6 +25,9 @@ class FISOR(VLAMethod):
         "data/cost_mean": MetricDoc(
             "mean over episodes of the data of their cost", "What cloning them costs, about.", "the environment's own"
         ),
+        "data/return_mean": MetricDoc(
+            "mean over episodes of a file of their return", "What cloning them pays, about.", "the environment's own"
+        ),
         "critic/v_loss": MetricDoc("expectile loss of V_r; mean over updates", "As `critic/value_loss`."),
         "critic/v_h_loss": MetricDoc(
             "reversed expectile loss of V_h; mean over updates", "Falls slowly: violations are rare and large."
@@ -33,12 +36,23 @@ class FISOR(VLAMethod):
             "(Q_h - reachability target)^2, both copies; mean over updates", "As `critic/v_h_loss`."
         ),
         "eval/cost_mean": MetricDoc(
-            "mean over the evaluation's episodes of their cost: decisions with an action that ended in a hazard",
+            "mean over the evaluation's episodes of their cost: on the table, decisions with an action that ended in a "
+            "hazard; of a file's environment, the sum of its costs",
             "To be at most `trainer.cost_limit`.",
             "the environment's own",
         ),
         "eval/violating": MetricDoc(
             "share of the evaluation's episodes with any cost", "As `eval/cost_mean`.", "share 0..1"
+        ),
+        "eval/normalized_return": MetricDoc(
+            "(`eval/return_mean` - low) / (high - low), low and high the extreme returns of a file's episodes (DSRL)",
+            "1: as good as the best episode of the data, whatever that cost.",
+            "share of the data's range",
+        ),
+        "eval/normalized_cost": MetricDoc(
+            "`eval/cost_mean` / `trainer.cost_limit`; (cost + 1) / 1 for a limit of 0 (DSRL)",
+            "To be below 1.",
+            "limits",
         ),
         "eval/within_limit": MetricDoc("1 where `eval/cost_mean` <= `trainer.cost_limit`", "1.", "0 or 1"),
     }
@@ -46,7 +60,7 @@ class FISOR(VLAMethod):
     algorithm: Literal["fisor"] = "fisor"
     """Which trainer."""
     episodes: Count = 2000
-    """Episodes of the behaviour that is learned from."""
+    """Episodes of the behaviour that is learned from, on the table; of a file, all."""
     careful: Share = 0.4
     """Share of them in which it avoids the other discs."""
     critics: Critics = Critics(gamma=0.99, expectile=0.9, target_rate=0.05)
@@ -55,7 +69,8 @@ class FISOR(VLAMethod):
     violation: Positive = 3.0
     """h of a transition with cost (FISOR: 25); without, -1. The larger it is, the more states are held infeasible."""
     reward_temperature: Positive = 20.0
-    """How strongly better actions are preferred in feasible states (FISOR: 3; rewards here are a few hundredths)."""
+    """How strongly better actions are preferred in feasible states (FISOR: 3; rewards here are a few hundredths, and
+    those of a file are scaled as in FISOR: times its longest episode, over the range of its returns)."""
     largest_cost_weight: Positive = 10.0
     """Bound of the weight of safer actions in infeasible states (FISOR: 150)."""
     candidates: Count = 16
@@ -68,8 +83,21 @@ class FISOR(VLAMethod):
     """False: plain cloning of the data, acting by one sample, for comparison."""
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
-        """Anything but a new diffusion policy on MiniTable."""
-        return on_the_table(config, self.algorithm, diffusion=True)
+        """Anything but a new diffusion policy, on MiniTable or by a file of steps with costs."""
+        shown, env, new = config.demonstrations, config.environment, config.policy.new
+        if shown is None or shown.dataset is None:
+            yield from on_the_table(config, self.algorithm, diffusion=True)
+            return
+        yield from for_a_new_policy(config, self.algorithm, diffusion=True)
+        if env.name == "minitable":
+            text = "a file of steps is of a gymnasium environment; name it, or take the data set out"
+            yield ("environment.name", "demonstrations.dataset"), text
+        if env.cost_key is None:
+            yield ("environment.cost_key",), "fisor limits costs: write the entry of info that has them (cost)"
+        if env.instruction is None:
+            yield ("environment.instruction",), "files of steps hold no sentences; write the one of the task"
+        if new is not None and new.horizon > 1:
+            yield ("policy.new.horizon",), "costs of a file are those of single actions; write 1"
 
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
         """Nothing that an environment does."""

@@ -8,6 +8,8 @@ safety can be kept and for less violation where it cannot. It acts by the least 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,11 +23,24 @@ from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
 from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
+from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.imitation import observation_of
-from genrl.vla.methods.offline import Behaviour, Reader, Step, Store, Transitions, Words, frames_of, play, stepper, take
+from genrl.vla.methods.offline import (
+    Behaviour,
+    Reader,
+    Step,
+    Store,
+    Transitions,
+    Words,
+    frames_of,
+    from_steps,
+    play,
+    stepper,
+    take,
+)
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
@@ -173,6 +188,10 @@ def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Be
 def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, FISOR) and config.policy.new is not None
+    if config.demonstrations is not None and config.demonstrations.dataset is not None:
+        made = setup.new_policy(config, *setup.frames_of(config, None))
+        assert isinstance(made, DiffusionMLP)
+        return made
     tasks = task_numbers(config.environment.tasks or ("touch",))
     words = vocabulary([INSTRUCTIONS[number] for number in tasks])
     data = behaviour_data(config, config.trainer, Words(words), horizon=config.policy.new.horizon)
@@ -209,6 +228,15 @@ def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon
     )  # fmt: skip
 
 
+def file_data(config: VLAConfig, settings: FISOR, reads: Reader, steps: Steps) -> Transitions:
+    """The steps of a file as decisions of one action, with rewards scaled as in FISOR's released code: so that the
+    range of returns is the number of actions of the longest episode."""
+    low, high = extremes(steps.totals()[0])
+    scale = np.bincount(steps.episode).max() / (high - low)
+    scaled = steps._replace(reward=(steps.reward * scale).astype(np.float32))
+    return from_steps(scaled, reads, config.environment, horizon=1, executed=1, gamma=settings.critics.gamma)
+
+
 def judged(data: Transitions) -> dict[str, float]:
     """Success with its interval, mean cost of an episode (decisions in a hazard), share of episodes with any."""
     count = int(data.episode.max()) + 1
@@ -227,6 +255,38 @@ def judged(data: Transitions) -> dict[str, float]:
     }
 
 
+def judged_by(data: Transitions, steps: Steps, limit: float) -> dict[str, float]:
+    """`judged` of decisions of one action in a file's environment, with the return that it pays, and DSRL's two figures
+    (arXiv 2306.09303): by the extreme returns of the file, and by the limit. Of success, which the file may not know,
+    nothing."""
+    found = {name: value for name, value in judged(data).items() if "success" not in name}
+    found["eval/return_mean"] = float(data.reward.sum()) / (int(data.episode.max()) + 1)
+    low, high = extremes(steps.totals()[0])
+    more = float(limit == 0)
+    return found | {
+        "eval/normalized_return": (found["eval/return_mean"] - low) / (high - low),
+        "eval/normalized_cost": (found["eval/cost_mean"] + more) / (limit + more),
+    }
+
+
+def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) -> Callable[[int], dict[str, float]]:
+    """Evaluates a behaviour on the table, or where the steps of a file come from."""
+    config, actor, count = run.config, run.policy, run.config.evaluation.episodes
+
+    def evaluate(iteration: int) -> dict[str, float]:
+        run.loop.phase("evaluating", count)
+        with closing(
+            table(config, count) if steps is None else setup.open_tables(config, actor, num_envs=count)
+        ) as env:
+            decisions = setup.longest_episode(env)
+            assert decisions is not None  # neither is opened without a limit
+            played = play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True)
+        found = judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
+        return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
+
+    return evaluate
+
+
 def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
     config, loop, actor = run.config, run.loop, run.policy
@@ -238,21 +298,21 @@ def train(run: VLARun, settings: FISOR) -> None:
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=settings.critics.lr)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
-    data = behaviour_data(config, settings, actor, horizon=actor.horizon)
-    episodes = config.evaluation.episodes
-    behave = safest(
-        nets, sampler, candidates=settings.candidates if settings.weighted else 1, seed=config.evaluation.seed
+    steps = setup.recorded(config)
+    if steps is None:
+        data = behaviour_data(config, settings, actor, horizon=actor.horizon)
+        found = judged(data)
+        shown = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
+    else:
+        setup.check_recorded(config, actor, steps)
+        data = file_data(config, settings, actor, steps)
+        shown = {"data/return_mean": float(steps.totals()[0].mean()), "data/cost_mean": float(steps.totals()[1].mean())}
+    run.judge = judge(
+        run,
+        settings,
+        safest(nets, sampler, candidates=settings.candidates if settings.weighted else 1, seed=config.evaluation.seed),
+        steps,
     )
-
-    def evaluate(iteration: int) -> dict[str, float]:
-        env = table(config, episodes)
-        decisions = -(-env.max_steps // env.chunk)
-        loop.phase("evaluating", episodes)
-        found = judged(play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True))
-        return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
-
-    run.judge = evaluate
-    shown = {f"data/{name.removeprefix('eval/')}": value for name, value in judged(data).items()}
     step_actor = stepper(run, settings, loss, sampler)
     for iteration in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
@@ -263,5 +323,4 @@ def train(run: VLARun, settings: FISOR) -> None:
                 found = train_step(nets, data, sampler, settings, critics, step_actor, seed=config.seed, step=number)
                 figures.add(found)
                 loop.advance(1)
-        kept = {name: shown[name] for name in ("data/success_mean", "data/cost_mean")}
-        loop.finish(figures.means | kept | {"lr": loop.lr})
+        loop.finish(figures.means | shown | {"lr": loop.lr})

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
-from genrl.vla.methods.offline import Transitions, from_rollout, merge, play
+from genrl.vla.methods.offline import Transitions, from_rollout, from_steps, merge, play
 from genrl.vla.policies.policy import Batch, Policy
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Sampler
-from genrl.vla.setup import longest_episode
+from genrl.vla.setup import check_recorded, longest_episode, recorded
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
@@ -43,8 +43,14 @@ def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRoll
 
 
 def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions | None:
-    """The expert's decisions in MiniTable as transitions; None elsewhere, where data begin with the first rollouts."""
+    """The expert's decisions in MiniTable as transitions, or those of a file of steps; None elsewhere, where data begin
+    with the first rollouts."""
     source, env = config.demonstrations, config.environment
+    steps = recorded(config)
+    if steps is not None:
+        check_recorded(config, policy, steps)
+        executed = env.chunk or policy.horizon
+        return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name != "minitable":
         return None
     limit = env.max_steps or MAX_STEPS

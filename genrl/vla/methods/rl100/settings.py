@@ -106,6 +106,8 @@ class RL100(VLAMethod):
         """A sampler that does not score every denoising step, a frozen encoder, a new policy without demonstrations, or
         one that reads pictures."""
         sampler, policy = config.sampler, config.policy
+        if config.environment.success_key is None and self.union == "successes":
+            yield ("trainer.union", "environment.success_key"), "nothing is said of success; write all or none"
         if policy.new is not None:
             yield from from_demonstrations(config, self.algorithm)
             if policy.new.image_size:

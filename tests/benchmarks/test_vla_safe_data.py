@@ -1,0 +1,47 @@
+"""The data that our own PPO makes in DSRL's format: it learns, and what it writes is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.vla.data.recordings import read_steps
+from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.environments import open_environment
+
+pytest.importorskip("h5py", reason="needs h5py: pip install 'genrl-diffusion[h5py]'")
+from benchmarks import vla_safe_data as made  # noqa: E402
+
+LINE = f"{Path(__file__).parents[1] / 'vla' / 'dangerous_line.py'}:Line"
+STEPS = 6
+
+
+def test_policies_mind_costs_as_they_are_told_and_their_episodes_are_kept(tmp_path: Path) -> None:
+    told = {"reward": "environment", "success_key": None, "cost_key": "cost", "max_steps": STEPS}
+    env = open_environment(Simulation(LINE, num_envs=40, chunk=1, **told))
+    found = {}
+    for penalty in (0.0, 20.0):
+        torch.manual_seed(0)
+        policy = made.Gaussian(2, 1)
+        optimiser = torch.optim.Adam(policy.parameters(), lr=made.LR)
+        for seed in range(8):
+            data = made.collect(env, policy, STEPS, seed)
+            made.improve(policy, optimiser, data, penalty, seed)
+        found[penalty] = data
+    env.close()
+    paid, cost = ([made.totals(data)[k].mean() for data in found.values()] for k in (0, 1))
+    assert paid[0] > paid[1] + 0.5 and cost[0] > cost[1] + 1.0
+
+    data = found[0.0]
+    path = made.save(data, torch.tensor([3, 0, 7]), tmp_path, "Line")
+    steps = read_steps(path, success_key=None, cost_key=None)
+    kept = made.totals(data)
+    assert path.name == f"Line-{kept[1][[0, 3, 7]].max():.0f}-3.hdf5"
+    np.testing.assert_allclose(steps.totals(), [each[[0, 3, 7]].numpy() for each in kept], rtol=1e-5)
+    ends = np.flatnonzero(steps.done)
+    within = np.setdiff1d(np.arange(len(steps.done)), ends)
+    assert len(ends) == 3 and np.array_equal(steps.next_observation[within], steps.observation[within + 1])
+    assert np.array_equal(steps.terminated[ends], steps.next_observation[ends, 0] >= 3)

@@ -1,0 +1,206 @@
+"""Steps from files in the formats of DSRL and Minari, made here row by row; what is refused; decisions from steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.config.vla import Environment
+from genrl.vla.data.frames import episode_frames
+from genrl.vla.data.recordings import episodes_of, read_steps, split
+from genrl.vla.methods.offline import Words, from_steps
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
+
+h5py = pytest.importorskip("h5py", reason="needs h5py: pip install 'genrl-diffusion[h5py]'")
+
+LENGTHS = (3, 4)
+
+
+def columns() -> dict[str, np.ndarray]:
+    """Two episodes, the first ends by itself, the second by its time limit. Observation t of episode e is
+    [10 e + t, -t]."""
+    seen = [np.array([[10.0 * e + t, -t] for t in range(n + 1)]) for e, n in enumerate(LENGTHS)]
+    last = np.cumsum(LENGTHS) - 1
+    flags = np.arange(sum(LENGTHS)) == last[:, None]
+    return {
+        "observations": np.concatenate([one[:-1] for one in seen]),
+        "next_observations": np.concatenate([one[1:] for one in seen]),
+        "actions": np.linspace(-1, 1, 7)[:, None],
+        "rewards": np.arange(7.0),
+        "costs": np.array([0, 1, 0, 0, 0, 1, 1.0]),
+        "terminals": flags[0].astype(np.float32),
+        "timeouts": flags[1].astype(np.float32),
+    }
+
+
+def dsrl(path: Path, **changes: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for key, values in (columns() | changes).items():
+            if values is not None:
+                file[key] = values
+    return path
+
+
+def minari(folder: Path, *, goal: bool = False, success: bool = False, data_format: str = "hdf5") -> Path:
+    """The same episodes by the layout of minari 0.5; goal: observations as a dict; success: in the second step of the
+    second episode."""
+    (folder / "data").mkdir(parents=True)
+    told = {"total_episodes": 2, "total_steps": 7, "data_format": data_format}
+    (folder / "data" / "metadata.json").write_text(json.dumps(told))
+    given, first = columns(), 0
+    with h5py.File(folder / "data" / "main_data.hdf5", "w") as file:
+        for number, count in enumerate(LENGTHS):
+            own = slice(first, first + count)
+            group = file.create_group(f"episode_{number}")
+            group.attrs["total_steps"] = count
+            seen = np.concatenate([given["observations"][own], given["next_observations"][own][-1:]])
+            if goal:
+                group["observations/observation"], group["observations/achieved_goal"] = seen[:, 1:], seen[:, :1]
+            else:
+                group["observations"] = seen
+            group["actions"], group["rewards"] = given["actions"][own], given["rewards"][own]
+            group["terminations"] = given["terminals"][own].astype(bool)
+            group["truncations"] = given["timeouts"][own].astype(bool)
+            group["infos/cost"] = np.concatenate([[0.0], given["costs"][own]])  # of the reset, too
+            if success:
+                group["infos/success"] = (np.arange(count + 1) == 2) & (number == 1)
+            first += count
+    return folder
+
+
+def test_dsrl_and_minari_hold_the_same_steps(tmp_path: Path) -> None:
+    one = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
+    for folder in (minari(tmp_path / "plain"), minari(tmp_path / "goal", goal=True)):
+        other = read_steps(folder, success_key=None, cost_key="cost")
+        for name, values in one._asdict().items():
+            assert np.array_equal(values, getattr(other, name)), name
+    given = columns()
+    assert np.array_equal(one.observation, given["observations"]) and one.observation.dtype == np.float32
+    assert one.next_observation[2].tolist() == [3.0, -3.0] and one.next_observation[6].tolist() == [14.0, -4.0]
+    assert one.terminated.tolist() == [False, False, True] + 4 * [False]
+    assert one.done.tolist() == [False, False, True, False, False, False, True]
+    assert one.episode.tolist() == [0, 0, 0, 1, 1, 1, 1] and not one.success.any()
+    assert [total.tolist() for total in one.totals()] == [[3.0, 18.0], [1.0, 2.0]]
+
+
+def test_numbers_in_columns_of_one_are_read_and_the_last_row_ends_an_episode(tmp_path: Path) -> None:
+    narrow = {key: columns()[key][:, None] for key in ("rewards", "costs", "terminals")}
+    path = dsrl(tmp_path / "some.hdf5", timeouts=np.zeros((7, 1)), **narrow)
+    steps = read_steps(path, success_key=None, cost_key=None)
+    assert steps.reward.shape == (7,) and steps.done[6] and not steps.terminated[6]
+
+
+def test_a_success_ends_its_episode(tmp_path: Path) -> None:
+    steps = read_steps(minari(tmp_path / "some", success=True), success_key="success", cost_key=None)
+    assert steps.success.tolist() == steps.done.tolist()[:2] + [False, False, True, False, False]
+    assert steps.done.tolist() == [False, False, True, False, True, False, True]
+    assert steps.terminated.tolist() == [False, False, True, False, True, False, False]
+    assert steps.cost.sum() == 0
+
+
+def test_what_minari_itself_writes_is_read(tmp_path: Path) -> None:
+    """By the package's own storage, without jax."""
+    if importlib.util.find_spec("minari") is None:
+        pytest.skip("needs minari: pip install --no-deps minari")
+    from gymnasium import spaces
+    from minari.data_collector import EpisodeBuffer
+    from minari.dataset.minari_storage import MinariStorage
+
+    box = spaces.Box(-20.0, 20.0, (2,), np.float64)
+    goal = spaces.Dict({"observation": box, "desired_goal": spaces.Box(-1.0, 1.0, (1,), np.float64)})
+    (tmp_path / "made").mkdir()
+    told = {"action_space": spaces.Box(-1.0, 1.0, (1,), np.float32), "data_format": "hdf5"}
+    storage = MinariStorage.new(tmp_path / "made" / "data", observation_space=goal, **told)
+    rng = np.random.default_rng(0)
+    seen = [rng.normal(size=(n + 1, 3)) for n in LENGTHS]
+    buffers = [
+        EpisodeBuffer(
+            observations={"observation": one[:, 1:], "desired_goal": one[:, :1]},
+            actions=rng.uniform(-1, 1, (len(one) - 1, 1)).astype(np.float32),
+            rewards=list(range(len(one) - 1)),
+            terminations=[False] * (len(one) - 1),
+            truncations=[False] * (len(one) - 2) + [True],
+            infos={"success": [False] * (len(one) - 1) + [True]},
+        )
+        for one in seen
+    ]
+    storage.update_episodes(buffers)
+    steps = read_steps(tmp_path / "made", success_key="success", cost_key=None)
+    np.testing.assert_allclose(steps.observation, np.concatenate([one[:-1] for one in seen]), rtol=1e-6)
+    np.testing.assert_allclose(steps.next_observation[2], seen[0][3], rtol=1e-6)
+    assert np.array_equal(steps.action, np.concatenate([buffer.actions for buffer in buffers]))
+    assert steps.reward.tolist() == [0, 1, 2, 0, 1, 2, 3] and np.flatnonzero(steps.success).tolist() == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"costs": None, "cost": np.zeros(7)}, r"some.hdf5: /costs is missing \(the nearest is 'cost'\)"),
+        ({"rewards": np.zeros(6)}, r"some.hdf5: rewards is \[6\], with 7 observations"),
+        ({"timeouts": np.zeros((7, 2))}, r"some.hdf5: timeouts is \[7, 2\], with 7 observations"),
+        ({"actions": np.where(np.arange(7) == 4, np.nan, 0.0)[:, None]}, "some.hdf5: actions is not finite in row 4"),
+    ],
+)
+def test_a_broken_file_is_refused_by_key_and_row(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_steps(dsrl(tmp_path / "some.hdf5", **changes), success_key=None, cost_key=None)
+
+
+def test_what_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="says nothing of success .*write null"):
+        read_steps(dsrl(tmp_path / "some.hdf5"), success_key="is_success", cost_key=None)
+    with pytest.raises(ValueError, match="there is no such file"):
+        read_steps(tmp_path / "none.hdf5", success_key=None, cost_key=None)
+    folder = minari(tmp_path / "made")
+    with pytest.raises(ValueError, match=r"/episode_0/infos/costs is missing \(the nearest is 'cost'\)"):
+        read_steps(folder, success_key=None, cost_key="costs")
+    with pytest.raises(ValueError, match="Minari's format 'arrow'"):
+        read_steps(minari(tmp_path / "arrow", data_format="arrow"), success_key=None, cost_key=None)
+    main = folder / "data" / "main_data.hdf5"
+    with h5py.File(main, "a") as file:
+        del file["episode_1/observations"]
+        file["episode_1/observations"] = np.zeros((5, 8, 8, 3), np.uint8)
+    with pytest.raises(ValueError, match="episode_1/observations are not vectors; pictures"):
+        read_steps(main, success_key=None, cost_key=None)
+    with h5py.File(main, "a") as file:
+        del file["episode_1/observations"]
+        file["episode_1/observations"] = np.zeros((4, 2))
+    with pytest.raises(ValueError, match="episode_1 has 4 actions, so 5 observations, but 4 are there"):
+        read_steps(main, success_key=None, cost_key=None)
+
+
+def test_a_decision_from_every_step(tmp_path: Path) -> None:
+    """Chunks of three actions of which two are executed: what they pay and cost, what follows, what lies beyond."""
+    steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
+    env = Environment(name="Some-v0", instruction="go on", proprioception=1)
+    data = from_steps(steps, Words(("go", "on")), env, horizon=3, executed=2, gamma=0.5)
+    assert data.n_executed.tolist() == [2, 2, 1, 2, 2, 2, 1]
+    assert data.reward.tolist() == [0.5, 2.0, 2.0, 5.0, 6.5, 8.0, 6.0] and data.discount[1:3].tolist() == [0.25, 0.5]
+    assert data.cost.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    assert data.terminated.tolist() == [False, True, True] + 4 * [False]
+    assert data.done.tolist() == [False, True, True, False, False, True, True]
+    assert data.next_observation[ENVIRONMENT][:, 0].tolist() == [2.0, 3.0, 3.0, 12.0, 13.0, 14.0, 14.0]
+    assert data.observation[STATE].tolist() == steps.observation[:, :1].tolist()
+    assert data.observation[TOKENS].tolist() == [[1, 2]] * 7
+    actions = torch.from_numpy(steps.action)
+    assert torch.equal(data.action[1], actions[[1, 2, 2]]) and torch.equal(data.action[3], actions[[3, 4, 5]])
+
+
+def test_frames_to_imitate_are_the_same_chunks(tmp_path: Path) -> None:
+    steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
+    reads = Words(("go",))
+    episodes = episodes_of(steps, instruction="go", proprioception=2)
+    frames = episode_frames(episodes, reads.tokenise, inputs=(STATE, ENVIRONMENT, TOKENS), horizon=3)
+    env = Environment(name="Some-v0", instruction="go", proprioception=2)
+    data = from_steps(steps, reads, env, horizon=3, executed=3, gamma=0.9)
+    assert torch.equal(frames[ACTION], data.action)
+    for name, values in data.observation.items():
+        assert torch.equal(frames[name], values), name
+    with pytest.raises(ValueError, match="environment.proprioception: 3 of an observation of 2 numbers"):
+        split(steps.observation, 3)
