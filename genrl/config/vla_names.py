@@ -30,3 +30,12 @@ SIMULATORS = Group(
 )
 """Built in: functions (tasks, reading, settings) -> `simulator.Description`. From outside: functions that return a
 gymnasium environment."""
+EXPERTS = Group(
+    "scripted expert",
+    {
+        "minitable": "genrl.vla.data.demonstrations:minitable_expert",
+        "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
+    },
+    "",
+)
+"""Of simulators, by their names: functions (tasks, count, seed, max_steps, image_size) -> `frames.Shown`."""
