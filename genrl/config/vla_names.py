@@ -25,6 +25,8 @@ SIMULATORS = Group(
         "metaworld": "genrl.vla.simulators.metaworld.env:describe",
         "maniskill": "genrl.vla.simulators.maniskill:describe",
         "libero": "genrl.vla.simulators.libero:describe",
+        "point_maze": "genrl.vla.simulators.robotics.point_maze:describe",
+        "fetch": "genrl.vla.simulators.robotics.fetch:describe",
     },
     "genrl.simulators",
 )
@@ -35,6 +37,8 @@ EXPERTS = Group(
     {
         "minitable": "genrl.vla.data.demonstrations:minitable_expert",
         "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
+        "point_maze": "genrl.vla.simulators.robotics.expert:point_maze",
+        "fetch": "genrl.vla.simulators.robotics.expert:fetch",
     },
     "",
 )

@@ -56,14 +56,14 @@ class Simulation(Reading):
     """Slots of a simulator, and where they run."""
 
     name: str = field(kw_only=False)
-    """minitable, metaworld, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an installed simulator, or
-    "file.py:function", which returns a gymnasium environment."""
+    """minitable, metaworld, point_maze, fetch, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an installed
+    simulator, or "file.py:function", which returns a gymnasium environment."""
     num_envs: int
     """Slots."""
     tasks: tuple[str, ...] = ()
-    """Instructions (or "put", "touch") of MiniTable, names of Meta-World, of LIBERO ("libero_spatial", "libero_10/3"),
-    ids of ManiSkill, or what the function is called with as `task`; where empty: put, all fifty, libero_spatial,
-    PickCube-v1."""
+    """Instructions (or "put", "touch") of MiniTable, names of Meta-World, of PointMaze and Fetch ("umaze", "push"), of
+    LIBERO ("libero_spatial", "libero_10/3"), ids of ManiSkill, or what the function is called with as `task`; where
+    empty: put, all of Meta-World, PointMaze and Fetch, libero_spatial, PickCube-v1."""
     group_size: int = 1
     """Consecutive slots that see the same episodes."""
     settings: Mapping[str, Any] = field(default_factory=dict)
