@@ -115,8 +115,8 @@ class Shared:
 
     def __init__(self, task_id: str) -> None:
         self.mujoco = import_mujoco("gymnasium-robotics", "robotics")
-        made = gymnasium.make(find_registered(task_id), disable_env_checker=True)
-        self.made: Any = made.unwrapped
+        made: Any = gymnasium.make(find_registered(task_id), disable_env_checker=True)
+        self.made = made.unwrapped
         model, plane = self.made.model, self.mujoco.mjtGeom.mjGEOM_PLANE
         for number in np.flatnonzero(model.geom_type == int(plane)):
             # a floor is drawn in squares of this size, 0.25 m in PointMaze: two thirds of a picture's time for nothing
