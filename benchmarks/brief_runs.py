@@ -17,8 +17,11 @@ import yaml
 Tree = dict[str, Any]
 Overrides = dict[str, float | str]
 
-SIMULATORS = ("metaworld", "libero")
-"""Names of environments that need the package of that name."""
+SIMULATORS = {
+    **{name: name for name in ("metaworld", "libero")},
+    **{name: "gymnasium_robotics" for name in ("point_maze", "fetch")},
+}
+"""Names of environments that need a package, and the module that shows it installed."""
 
 PICTURES: Overrides = {"evaluation.num_prompts": 6}
 LANGUAGE: Overrides = {"evaluation.questions": 12}
@@ -96,8 +99,8 @@ def left_out(tree: Tree, root: Path) -> str | None:
         if path is not None and not (path.startswith("assets/") and (root / path).is_dir()):
             return f"{key} {path} is not among the embedded models"
     name = value(tree, "environment.name")
-    if name in SIMULATORS and find_spec(name) is None:
-        return f"the package {name} is not installed"
+    if name in SIMULATORS and find_spec(SIMULATORS[name]) is None:
+        return f"the package {SIMULATORS[name]} is not installed"
     if name == "miniwob":
         lacking = [program for program in ("chromium", "chromedriver") if which(program) is None]
         lacking += [] if find_spec("miniwob") else ["the package miniwob"]

@@ -106,7 +106,7 @@ class Environment(Section):
     """Where the policy acts."""
 
     name: Text
-    """minitable, metaworld, a gymnasium id, or path/file.py:function that makes an environment."""
+    """minitable, metaworld, point_maze, fetch, a gymnasium id, or path/file.py:function that makes an environment."""
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Which tasks, by name; null = the environment's own choice."""
     num_envs: Count = 64
@@ -148,7 +148,7 @@ class Demonstrations(Section):
     """What supervised training imitates, and offline methods learn from: exactly one source."""
 
     expert: Count | None = None
-    """Episodes of the environment's scripted expert, on Meta-World of each task; null = `dataset`."""
+    """Episodes of the environment's scripted expert, of each task (MiniTable: of all together); null = `dataset`."""
     dataset: Text | None = None
     """Folder of a LeRobotDataset v3 or of Minari, or a file of DSRL (.hdf5); null = `expert`."""
     camera: Text = "observation.image"

@@ -21,6 +21,8 @@ Wrong = tuple[KeyPath, str]
 
 PACKAGES = {
     "metaworld": ("metaworld", "'genrl-diffusion[metaworld]'"),
+    "point_maze": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
+    "fetch": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
     "maniskill": ("mani_skill", "mani-skill"),
     "libero": ("libero", "hf-libero"),
 }

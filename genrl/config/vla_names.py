@@ -33,10 +33,24 @@ SIMULATORS = Group(
         "metaworld": "genrl.vla.simulators.metaworld.env:describe",
         "maniskill": "genrl.vla.simulators.maniskill:describe",
         "libero": "genrl.vla.simulators.libero:describe",
+        "point_maze": "genrl.vla.simulators.robotics.point_maze:describe",
+        "fetch": "genrl.vla.simulators.robotics.fetch:describe",
     },
     "genrl.simulators",
 )
 """Built in: functions (tasks, reading, settings) -> `simulator.Description`. From outside: functions that return a
 gymnasium environment."""
-EXPERTS = ("minitable", "metaworld")
-"""Built-in simulators that know what an expert would do from where they are (`simulator.Expert`)."""
+ADVISERS = ("minitable", "metaworld")
+"""Built-in simulators that know what an expert would do from where they are (`simulator.Expert`): DAgger asks them."""
+
+EXPERTS = Group(
+    "scripted expert",
+    {
+        "minitable": "genrl.vla.data.demonstrations:minitable_expert",
+        "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
+        "point_maze": "genrl.vla.simulators.robotics.expert:point_maze",
+        "fetch": "genrl.vla.simulators.robotics.expert:fetch",
+    },
+    "",
+)
+"""Demonstrations, by the simulator: functions (tasks, count, seed, max_steps, image_size) -> `frames.Shown`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
 from genrl.runtime.weights import put_back, result
-from genrl.vla.data.demonstrations import expert_demonstrations, minitable_episodes, minitable_rest
-from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
-from genrl.vla.data.lerobot_dataset import Episode, open_dataset
+from genrl.vla.data.demonstrations import demonstrated, minitable_rest
+from genrl.vla.data.frames import Shown, episode_frames, frame_statistics
+from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.data.recordings import Steps, episodes_of, read_steps
 from genrl.vla.policies.adapters import is_adapter, merge, with_lora
 from genrl.vla.policies.encoder import Inputs
@@ -56,9 +56,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Regression, Sampler, Tokens
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.metaworld import expert as metaworld_expert
-from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
-from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
+from genrl.vla.simulators.minitable import INSTRUCTIONS
 from rewards.given import is_given, take
 
 PREDICTIONS: dict[str, type[Any]] = {
@@ -214,14 +212,6 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
         return kind.new(inputs, width, stats, made)
 
 
-class Shown(NamedTuple):
-    """Demonstrations: their instructions, their episodes with the columns asked for, and what comes after their end."""
-
-    texts: Sequence[str]
-    episodes: Iterable[Episode]
-    rest: Rest | None
-
-
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
 
@@ -305,18 +295,9 @@ def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
 
 def _expert(config: VLAConfig, image_size: int) -> Shown:
     assert config.demonstrations is not None and config.demonstrations.expert is not None
-    env, count, seed = config.environment, config.demonstrations.expert, config.seed
-    if env.name == "minitable":
-        tasks = task_numbers(env.tasks or ())
-        demonstrations = expert_demonstrations(count, tasks=tasks, seed=seed)
-        texts = [INSTRUCTIONS[number] for number in tasks]
-        return Shown(texts, minitable_episodes(demonstrations, image_size=image_size), minitable_rest)
-    if env.name == "metaworld":
-        names = metaworld_tasks.checked(env.tasks or ())
-        limit = metaworld_tasks.MAX_STEPS if env.max_steps is None else env.max_steps
-        episodes = metaworld_expert.expert_episodes(names, count, seed=seed, max_steps=limit, image_size=image_size)
-        return Shown([metaworld_tasks.INSTRUCTIONS[name] for name in names], episodes, metaworld_expert.rest)
-    raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
+    env, count = config.environment, config.demonstrations.expert
+    how: dict[str, Any] = {"seed": config.seed, "max_steps": env.max_steps, "image_size": image_size}
+    return demonstrated(env.name, env.tasks or (), count, **how)
 
 
 def choose_trained(config: VLAConfig, policy: Any) -> None:

@@ -647,7 +647,7 @@ class TestFiles:
             (
                 {"name": "robosuite"},
                 "environment.name",
-                "there are libero, maniskill, metaworld, minitable, gymnasium ids",
+                "there are fetch, libero, maniskill, metaworld, minitable, point_maze, gymnasium ids",
             ),
             ({"name": "none.py:make"}, "environment.name", "there is no file none.py"),
             ({"name": "docs/mine.py"}, "environment.name", "docs/mine.py:make"),

@@ -1,4 +1,4 @@
-"""Demonstrations of MiniTable's expert: as episodes, as a data set, and as the frames of supervised training."""
+"""Demonstrations of scripted experts by the name of the simulator; of MiniTable's also as a data set and as frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.data.frames import episode_frames
+from genrl.config.plugins import find
+from genrl.config.vla_names import EXPERTS
+from genrl.vla.data.frames import Shown, episode_frames
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, tokenise
 from genrl.vla.simulators import minitable
@@ -22,6 +24,31 @@ _NAMES = {
     ENVIRONMENT: [f"{colour}_{axis}" for colour in task.COLOURS for axis in "xy"],
     ACTION: ["dx", "dy", "grip"],
 }
+
+
+def demonstrated(
+    name: str, tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None = None, image_size: int = 0
+) -> Shown:
+    """`count` successful episodes of a simulator's expert, of each task where it has several, with LeRobot's columns.
+
+    max_steps: the longest that counts, None for the simulator's own limit; image_size: 0 for no pictures.
+    Raises ValueError for a simulator without an expert.
+    """
+    if name not in EXPERTS.built_in:
+        known = ", ".join(EXPERTS.built_in)
+        raise ValueError(
+            f"demonstrations.expert: {name} has no scripted expert; give a dataset instead ({known} have one)"
+        )
+    shown: Shown = find(name, EXPERTS)(tasks, count, seed=seed, max_steps=max_steps, image_size=image_size)
+    return shown
+
+
+def minitable_expert(tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int) -> Shown:
+    """`count` episodes of all tasks together, each of which takes fewer actions than any limit that makes sense."""
+    numbers = task.task_numbers(tasks)
+    demonstrations = expert_demonstrations(count, tasks=numbers, seed=seed)
+    texts = [minitable.INSTRUCTIONS[number] for number in numbers]
+    return Shown(texts, minitable_episodes(demonstrations, image_size=image_size), minitable_rest)
 
 
 def minitable_rest(actions: NDArray[np.float32]) -> Sequence[float]:

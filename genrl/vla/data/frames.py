@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,14 @@ ACTION_IS_PAD = "action_is_pad"
 
 Rest = Callable[[NDArray[np.float32]], Sequence[float]]
 """Of an episode's actions [T, A], the action [A] that stands still after them."""
+
+
+class Shown(NamedTuple):
+    """Demonstrations: their instructions, their episodes with the columns asked for, and what comes after their end."""
+
+    texts: Sequence[str]
+    episodes: Iterable[Episode]
+    rest: Rest | None
 
 
 def episode_frames(

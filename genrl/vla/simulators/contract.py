@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.config.vla_names import EXPERTS
+from genrl.config.vla_names import ADVISERS
 
 Observation = dict[str, NDArray[Any]]
 Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
@@ -32,7 +32,7 @@ class Misuse(ValueError):
 def no_expert(who: str) -> Misuse:
     """What is raised where nobody knows what to do."""
     return Misuse(
-        f"{who} has no expert; {' and '.join(EXPERTS)} have one, and so has an environment of your own with a method "
+        f"{who} has no expert; {' and '.join(ADVISERS)} have one, and so has an environment of your own with a method "
         "expert_chunk(horizon) (docs/vla_simulators.md)"
     )
 
@@ -69,14 +69,14 @@ class Simulation(Reading):
     """Slots of a simulator, and where they run."""
 
     name: str = field(kw_only=False)
-    """minitable, metaworld, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an installed simulator, or
-    "file.py:function", which returns a gymnasium environment."""
+    """minitable, metaworld, point_maze, fetch, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an installed
+    simulator, or "file.py:function", which returns a gymnasium environment."""
     num_envs: int
     """Slots."""
     tasks: tuple[str, ...] = ()
-    """Instructions (or "put", "touch") of MiniTable, names of Meta-World, of LIBERO ("libero_spatial", "libero_10/3"),
-    ids of ManiSkill, or what the function is called with as `task`; where empty: put, all fifty, libero_spatial,
-    PickCube-v1."""
+    """Instructions (or "put", "touch") of MiniTable, names of Meta-World, of PointMaze and Fetch ("umaze", "push"), of
+    LIBERO ("libero_spatial", "libero_10/3"), ids of ManiSkill, or what the function is called with as `task`; where
+    empty: put, all of Meta-World, PointMaze and Fetch, libero_spatial, PickCube-v1."""
     group_size: int = 1
     """Consecutive slots that see the same episodes."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -24,9 +24,9 @@ from genrl.vla.simulators.simulator import (
 headless()
 
 
-def needs(package: str, extra: str) -> pytest.MarkDecorator:
+def needs(package: str, what: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"needs {package}: pip install 'genrl-diffusion[{extra}]'")
+    return pytest.mark.skipif(missing, reason=f"needs {package}: pip install '{what}'")
 
 
 def play(env: Environment, steps: int = 4, scale: float = 1.0, seed: int = 1) -> list[Any]:
@@ -45,7 +45,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@needs("gym_pusht", "pusht")
+@needs("gym_pusht", "genrl-diffusion[pusht]")
 def test_pusht() -> None:
     """Actions are places in pixels, [0, 512]; the goal is always the same, the start by the seed."""
     how: dict[str, Any] = {"num_envs": 4, "chunk": 4, "proprioception": 2, "instruction": "push the t to its place"}
@@ -69,7 +69,7 @@ def test_pusht() -> None:
     assert same(here, play(open_environment(Simulation(name, workers=2, **how)), scale=500.0))
 
 
-@needs("gymnasium_robotics", "robotics")
+@needs("gymnasium_robotics", "genrl-diffusion[robotics]")
 def test_fetch() -> None:
     """A goal environment: its dict is flattened (achieved goal, desired goal, observation)."""
     how: dict[str, Any] = {"num_envs": 2, "chunk": 5, "instruction": "reach the red point"}
@@ -93,6 +93,23 @@ def test_fetch() -> None:
         play(open_environment(Simulation("FetchReach-v4", **how))),
         play(open_environment(Simulation("FetchReach-v4", workers=1, **how))),
     )
+
+
+@needs("gym_aloha", "gym-aloha")
+def test_aloha() -> None:
+    """Two arms from their own state; its pictures are no squares, whatever its arguments say."""
+    name = "gym_aloha/AlohaTransferCube-v0"
+    how: dict[str, Any] = {"num_envs": 1, "chunk": 1, "max_steps": 2}
+    how |= {"settings": {"obs_type": "pixels_agent_pos"}, "instruction": "pass the red cube to the other hand"}
+    env = open_environment(Simulation(name, **how))
+    observation, _ = env.reset(seed=0)
+    assert set(observation) == {"agent_pos"} and observation["agent_pos"].shape == (1, 14) and env.action_dim == 14
+    for _ in range(2):
+        observation, reward, terminated, truncated, info = env.step(np.zeros((1, 1, 14), dtype=np.float32))
+    assert truncated.all() and not info["is_success"].any() and reward.tolist() == [0.0]
+    env.close()
+    with pytest.raises(ValueError, match="shows pictures of 480 x 640"):
+        open_environment(Simulation(name, image_size=64, **how)).reset(seed=0)
 
 
 def test_gymnasiums_own() -> None:

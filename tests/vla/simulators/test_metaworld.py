@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from genrl.vla.data.demonstrations import demonstrated
 from genrl.vla.data.frames import episode_frames
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
 from genrl.vla.simulators.contract import Reading, Simulation
@@ -140,13 +141,11 @@ def test_pictures() -> None:
 
 
 def test_demonstrations() -> None:
-    from genrl.vla.simulators.metaworld.expert import expert_episodes, rest
-
-    words = vocabulary([INSTRUCTIONS[name] for name in THREE])
-    episodes = list(expert_episodes(THREE, 2, seed=0, max_steps=120))
+    shown = demonstrated("metaworld", THREE, 2, seed=0, max_steps=120)
+    words, episodes = vocabulary(shown.texts), list(shown.episodes)
     assert [episode.instructions[0] for episode in episodes] == [INSTRUCTIONS[name] for name in THREE for _ in "12"]
     told, inputs = partial(tokenise, words=words), (STATE, ENVIRONMENT, TOKENS)
-    frames = episode_frames(episodes, told, inputs=inputs, horizon=8, rest=rest)
+    frames = episode_frames(episodes, told, inputs=inputs, horizon=8, rest=shown.rest)
     count = sum(len(episode.instructions) for episode in episodes)
     assert frames[STATE].shape == (count, 4) and frames[ENVIRONMENT].shape == (count, 39)
     assert frames[ACTION].shape == (count, 8, 4) and frames[ACTION].abs().max() <= 1.0
@@ -155,20 +154,19 @@ def test_demonstrations() -> None:
     assert torch.equal(frames[ACTION][0, 1:], frames[ACTION][1, :-1])
     assert (frames[ACTION][end - 1, 1:, :3] == 0).all()
     assert (frames[ACTION][end - 1, 1:, 3] == frames[ACTION][end - 1, 0, 3]).all()
-    again = next(expert_episodes(THREE, 1, seed=0, max_steps=120, image_size=64))
+    again = next(iter(demonstrated("metaworld", THREE, 1, seed=0, max_steps=120, image_size=64).episodes))
     assert np.array_equal(again.columns[ACTION], episodes[0].columns[ACTION])
     assert again.columns[IMAGE].shape == (len(again.instructions), 64, 64, 3)
     with pytest.raises(RuntimeError, match="succeeded in 0 of 10 episodes of at most 5 steps"):
-        list(expert_episodes(("push-v3",), 1, seed=0, max_steps=5))
+        list(demonstrated("metaworld", ("push-v3",), 1, seed=0, max_steps=5).episodes)
 
 
 def test_demonstrated_actions_succeed_in_the_environment() -> None:
     """What was demonstrated, replayed as chunks from the same start, ends with success and reward 1."""
     from genrl.vla.simulators.metaworld.env import MetaWorldEnv
-    from genrl.vla.simulators.metaworld.expert import expert_episodes
     from genrl.vla.simulators.simulator import Simulator
 
-    episode = next(expert_episodes(("push-v3",), 1, seed=3))
+    episode = next(iter(demonstrated("metaworld", ("push-v3",), 1, seed=3).episodes))
     actions = episode.columns[ACTION]
     simulator = Simulator(MetaWorldEnv("push-v3"), Reading(chunk=8, success_key="success"))
     simulator.env.reset(seed=_seed_of(3, 0))

@@ -7,7 +7,6 @@ begins from what the task was when it was made, so an episode is a function of i
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Misuse, Reading
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
-from genrl.vla.simulators.simulator import SlotHost, headless
+from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
+from genrl.vla.simulators.simulator import SlotHost
 
 CAMERA = "corner2"
 CAMERA_PLACE = (0.75, 0.075, 0.7)
@@ -165,23 +165,11 @@ class _Scene:
         self.inside = env
 
     def picture(self, data: Any, size: int) -> NDArray[np.uint8]:
-        """Without shadows, reflections and multisampling, which cost ten to twenty times the picture itself."""
-        mujoco = _mujoco()
+        """Turned by 180 degrees."""
         if size not in self.renderers:
-            backend = mujoco.gl_context.GLContext.__module__
-            if backend.endswith("glfw") and not os.environ.get("DISPLAY"):  # it would abort the process
-                raise Misuse(
-                    "mujoco was imported without MUJOCO_GL and needs a display for pictures: set MUJOCO_GL=egl"
-                )
-            self.model.vis.quality.offsamples = 0
-            self.model.vis.global_.offwidth = self.model.vis.global_.offheight = size
-            renderer = mujoco.Renderer(self.model, size, size)
-            for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-                renderer.scene.flags[flag] = 0
-            self.renderers[size] = renderer
-        renderer = self.renderers[size]
-        renderer.update_scene(data, camera=CAMERA)
-        return np.ascontiguousarray(renderer.render()[::-1, ::-1])
+            self.renderers[size] = renderer(_mujoco(), self.model, size)
+        self.renderers[size].update_scene(data, camera=CAMERA)
+        return np.ascontiguousarray(self.renderers[size].render()[::-1, ::-1])
 
 
 @cache
@@ -199,12 +187,7 @@ def _task_class(task: str) -> Any:
 
 
 def _mujoco() -> Any:
-    headless()
-    try:
-        import mujoco
-    except ModuleNotFoundError as error:
-        raise Misuse("Meta-World needs mujoco: pip install 'genrl-diffusion[metaworld]'") from error
-    return mujoco
+    return import_mujoco("Meta-World", "metaworld")
 
 
 def _named(seen: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:

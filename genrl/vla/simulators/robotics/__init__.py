@@ -1,0 +1,1 @@
+"""gymnasium-robotics' Fetch and PointMaze, with pictures that are cheap, instructions, and scripted experts."""

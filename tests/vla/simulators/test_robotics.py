@@ -1,0 +1,194 @@
+"""Fetch and PointMaze: their experts, their independence of one another, pictures; and on workers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from genrl.vla.data.demonstrations import demonstrated
+from genrl.vla.data.lerobot_dataset import write_dataset
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE
+from genrl.vla.simulators.contract import Misuse, Simulation
+from genrl.vla.simulators.environments import evaluation_episodes, open_environment
+from genrl.vla.simulators.robotics.env import RoboticsEnv
+from genrl.vla.simulators.robotics.fetch import FetchEnv
+from genrl.vla.simulators.robotics.point_maze import PointMazeEnv, steps_to
+from genrl.vla.simulators.simulator import find_registered, headless
+
+headless()
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("gymnasium_robotics") is None,
+    reason="needs gymnasium-robotics: pip install 'genrl-diffusion[robotics]'",
+)
+EVERY = [(family, task) for family in (PointMazeEnv, FetchEnv) for task in family.tasks]
+
+
+def played(env: RoboticsEnv, seed: int) -> int | None:
+    """Actions until the expert succeeds."""
+    seen, _ = env.reset(seed=seed)
+    for count in range(env.tasks[env.task].max_steps):
+        seen, _, _, _, info = env.step(np.clip(env.expert(seen), -1, 1).astype(np.float32))
+        if info["success"]:
+            return count + 1
+    return None
+
+
+@installed
+@pytest.mark.parametrize(("family", "task"), EVERY)
+def test_the_expert_succeeds(family: type[RoboticsEnv], task: str) -> None:
+    env = family(task)
+    assert [seed for seed in range(20) if played(env, seed) is None] == []
+
+
+def test_a_shortest_way() -> None:
+    walls = tuple(tuple(cell == "#" for cell in row) for row in ("#####", "#...#", "###.#", "#...#", "#####"))
+    following = steps_to(walls, (3, 1))
+    way = [(1, 1)]
+    while way[-1] != (3, 1):
+        way.append(following[way[-1]])
+    assert way == [(1, 1), (1, 2), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)]
+    assert (0, 0) not in following and (2, 1) not in following
+
+
+@installed
+@pytest.mark.parametrize(("family", "task"), [(PointMazeEnv, "umaze"), (FetchEnv, "push"), (FetchEnv, "reach")])
+def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[RoboticsEnv], task: str) -> None:
+    """Two slots take turns in one model, with pictures in between; a third environment is the package's own."""
+    one, other = family(task), family(task)
+    own: Any = gymnasium.make(find_registered(family.tasks[task].id), disable_env_checker=True).unwrapped
+    actions = np.random.default_rng(0).uniform(-1, 1, (12, *one.action_space.shape)).astype(np.float32)
+    one.reset(seed=9)
+    one.step(actions[0])
+    seen, raw = one.reset(seed=5)[0], own.reset(seed=5)[0]
+    other.reset(seed=6)
+    for action in actions:
+        assert np.array_equal(seen["environment_state"][-raw["desired_goal"].size :], raw["desired_goal"])
+        assert np.isin(seen["agent_pos"], raw["observation"]).all()
+        other.step(-action)
+        one.picture(32)
+        seen, reward, _, _, info = one.step(action)
+        raw, paid, _, _, told = own.step(action.astype(np.float64))
+        assert reward == paid and info == {"success": bool(told[family.success_key])}
+    assert not np.array_equal(seen["agent_pos"], other.step(actions[0])[0]["agent_pos"])
+
+
+def shown(name: str, workers: int, **how: Any) -> list[Any]:
+    simulation = Simulation(name, num_envs=4, chunk=4, group_size=2, max_steps=8, workers=workers, **how)
+    env = open_environment(simulation)
+    rng = np.random.default_rng(0)
+    found: list[Any] = [*env.reset(seed=2)[0].values(), env.task_description]
+    for _ in range(4):
+        observation, *rest = env.step(rng.uniform(-1, 1, (4, 4, env.action_dim)).astype(np.float32))
+        found += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
+    assert not env.dropped
+    env.close()
+    return found
+
+
+@installed
+@pytest.mark.parametrize("name", ["point_maze", "fetch"])
+def test_rollouts_do_not_depend_on_workers(name: str) -> None:
+    """Of all tasks, whose observations have one shape; episodes end and tasks change over slots."""
+    here, there = (shown(name, workers, image_size=32) for workers in (0, 2))
+    assert len(here) == len(there) and all(np.array_equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+@installed
+def test_the_contract() -> None:
+    with pytest.raises(
+        ValueError, match="point_maze has no task 'U-Maze'; the nearest is 'umaze', of umaze, open, medium"
+    ):
+        open_environment(Simulation("point_maze", tasks=("U-Maze",), num_envs=1, chunk=2))
+    with pytest.raises(ValueError, match="fetch has no settings, got .'width'."):
+        open_environment(Simulation("fetch", num_envs=1, chunk=2, settings={"width": 64}))
+    with pytest.raises(ValueError, match="fetch has one camera, observation.image"):
+        open_environment(Simulation("fetch", num_envs=1, chunk=2, image_size=32, cameras=("top",)))
+    env = open_environment(Simulation("fetch", num_envs=6, chunk=2, image_size=32))
+    seen, _ = env.reset(options={"episodes": evaluation_episodes(1, 6)})
+    assert {name: value.shape for name, value in seen.items()} == {
+        "agent_pos": (6, 10),
+        "environment_state": (6, 6),
+        "pixels": (6, 32, 32, 3),
+    }
+    assert env.max_steps == 50 and env.action_dim == 4
+    assert [env.task_description.count(FetchEnv.tasks[task].instruction) for task in ("reach", "push")] == [3, 3]
+    env.close()
+
+
+def reddest(picture: np.ndarray) -> tuple[float, float]:
+    """The middle of what is red, (row, column) in [0, 1]."""
+    red = picture[..., 0].astype(int) - picture[..., 1:].max(-1)
+    rows, columns = np.nonzero(red > 80)
+    assert len(rows), "the target is in the picture"
+    return (rows.mean() + 0.5) / len(picture), (columns.mean() + 0.5) / len(picture)
+
+
+@installed
+@pytest.mark.parametrize("seed", range(4))
+def test_a_picture_shows_the_maze_from_above(seed: int) -> None:
+    """The red target and the green ball are where the state says, x to the right and y up."""
+    env = PointMazeEnv("umaze")
+    seen, _ = env.reset(seed=seed)
+    picture, half = env.picture(64).astype(int), 1.7
+    green = picture[..., 1] - picture[..., [0, 2]].max(-1) > 20
+    rows, columns = np.nonzero(green)
+    places = {
+        "environment_state": reddest(picture),
+        "agent_pos": ((rows.mean() + 0.5) / 64, (columns.mean() + 0.5) / 64),
+    }
+    for name, (row, column) in places.items():
+        x, y = seen[name][:2]
+        assert abs((2 * column - 1) * half - x) < 0.25 and abs((1 - 2 * row) * half - y) < 0.25
+
+
+@installed
+def test_pictures_of_slots_show_their_own_targets() -> None:
+    one, other = FetchEnv("push"), FetchEnv("push")
+    one.reset(seed=0)
+    first = one.picture(64)
+    other.reset(seed=4)
+    second = other.picture(64)
+    assert np.array_equal(one.picture(64), first) and np.hypot(*np.subtract(reddest(first), reddest(second))) > 0.03
+    assert first.dtype == np.uint8 and first.shape == (64, 64, 3) and one.picture(32).shape == (32, 32, 3)
+
+
+@installed
+def test_demonstrations(tmp_path: Path) -> None:
+    """Replayed from the same seed they end in success; those that take too long are left out."""
+    shown = demonstrated("fetch", ("reach", "push"), 2, seed=3, image_size=32)
+    episodes = list(shown.episodes)
+    assert [episode.instructions[0] for episode in episodes] == [text for text in shown.texts for _ in "12"]
+    again = list(demonstrated("fetch", ("reach", "push"), 2, seed=3).episodes)
+    for episode, same in zip(episodes, again, strict=True):
+        columns = episode.columns
+        count = len(episode.instructions)
+        shapes = {STATE: (count, 10), ENVIRONMENT: (count, 6), ACTION: (count, 4), IMAGE: (count, 32, 32, 3)}
+        assert {name: columns[name].shape for name in shapes} == shapes and IMAGE not in same.columns
+        assert np.array_equal(columns[ACTION], same.columns[ACTION]) and np.abs(columns[ACTION]).max() <= 1.0
+        assert columns["next.success"][:, 0].tolist() == [False] * (count - 1) + [True]
+    assert shown.rest is not None and list(shown.rest(episodes[0].columns[ACTION])) == [0.0] * 4
+    written = write_dataset(tmp_path / "set", episodes, fps=25)
+    assert len(written) == 4 and written.cameras == [IMAGE]
+    assert set(written.tasks.values()) == set(shown.texts)
+    short = list(demonstrated("point_maze", ("umaze",), 3, seed=0, max_steps=60).episodes)
+    assert len(short) == 3 and max(len(episode.instructions) for episode in short) <= 60
+    with pytest.raises(RuntimeError, match="the expert of push succeeded in 0 of 10 episodes of at most 3 steps"):
+        list(demonstrated("fetch", ("push",), 1, seed=0, max_steps=3).episodes)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mujoco", None)
+    from genrl.vla.simulators.robotics import env
+
+    with pytest.raises(Misuse, match=r"gymnasium-robotics needs mujoco: pip install 'genrl-diffusion\[robotics\]'"):
+        env.Shared("FetchReach-v4")
+
+
+def test_who_has_an_expert() -> None:
+    with pytest.raises(ValueError, match="gym_pusht/PushT-v0 has no scripted expert.*point_maze, fetch have one"):
+        demonstrated("gym_pusht/PushT-v0", (), 1, seed=0)
