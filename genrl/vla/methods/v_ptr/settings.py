@@ -30,7 +30,7 @@ class VPTR(VLAMethod):
             "0.5 before training, near 1 where the values tell how near a goal is.",
             "share 0..1",
         ),
-        "data/advantage_gap": MetricDoc(
+        "critic/advantage_gap": MetricDoc(
             "mean advantage of the data's actions in episodes that succeeded minus that in the others",
             "Positive: the critics tell them apart on the features of the encoder.",
         ),

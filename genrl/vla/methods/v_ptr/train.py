@@ -143,7 +143,7 @@ def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
         loop.advance(1)
     won, advantage = successful(data), critics.advantage(seen.observation, seen.action).cpu()
     found |= learned.means | {"data/success_mean": float(data.success.sum()) / settings.episodes}
-    found["data/advantage_gap"] = float(advantage[won].mean() - advantage[~won].mean())
+    found["critic/advantage_gap"] = float(advantage[won].mean() - advantage[~won].mean())
     return {"advantage": advantage, "figures": found}
 
 
