@@ -11,9 +11,9 @@ from typing import Any
 
 from genrl.config.openvla import data_set, data_sets, is_openvla
 from genrl.config.plugins import names
-from genrl.config.vla import VLAConfig
-from genrl.config.vla_names import BOTH, EMBEDDED, SIMULATORS
-from genrl.config.vla_rules import of_layers
+from genrl.config.vla import OFT, VLAConfig
+from genrl.config.vla_names import BOTH, EMBEDDED, PREDICTS, SAMPLERS, SIMULATORS
+from genrl.config.vla_rules import not_trained, of_layers
 from genrl.config.yaml_source import KeyPath
 from rewards.given import given, is_given
 
@@ -64,11 +64,14 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
     else:
         kind = str(told.get("type"))
         yield from _own_code(key, kind, "Name", notes)
-        if kind == "act" and config.trainer.needs_likelihood:
-            text = f"{path} is an ACT, which has no likelihood; write sft, or take a flow or diffusion policy"
-            yield ("trainer", "algorithm"), f"{config.trainer.algorithm} cannot reinforce it: {text}"
-        elif kind == "act" and config.sampler.predicts != "actions":
-            yield ("sampler", "kind"), f"{path} is an ACT, which computes its actions: write regression"
+        predicts = PREDICTS.get(kind, config.sampler.predicts)
+        if predicts not in config.trainer.trains:
+            yield ("trainer", "algorithm"), f"{path} is of type {kind}: {not_trained(config.trainer, predicts)}"
+        elif predicts != config.sampler.predicts:
+            yield (
+                ("sampler", "kind"),
+                f"{path} is of type {kind}, which predicts {predicts}; write {SAMPLERS[predicts]}",
+            )
         for asked in of_layers(config) if kind in (*EMBEDDED, *BOTH, "diffusion") else ():
             yield tuple(asked.split(".")), f"is for pi0, pi0.5, SmolVLA and OpenVLA; {path} is a {kind}: leave it out"
         executed, held = config.environment.chunk, told.get("chunk_size")
@@ -78,17 +81,17 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
 
 def _openvla(config: VLAConfig, folder: Path) -> Iterator[Wrong]:
     """What an OpenVLA-OFT needs to be told. A folder of ours says it itself."""
-    oft, sampler = config.policy.oft, config.sampler
-    own = _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
+    sampler, own = config.sampler, _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
+    told = OFT.model_validate(own | (config.policy.oft.model_dump(exclude_unset=True) if config.policy.oft else {}))
     wanted = "actions" if any(folder.glob("action_head--*.pt")) else "tokens"
     if sampler.predicts != wanted:
         kind = "tokens" if wanted == "tokens" else "regression"
         yield ("sampler", "kind"), f"{sampler.kind} does not fit {folder}, which predicts {wanted}; write {kind}"
     try:
-        data_set(data_sets(folder), oft.unnorm_key if oft else own.get("unnorm_key"), folder)
+        data_set(data_sets(folder), told.unnorm_key, folder)
     except ValueError as error:
         yield ("policy", "oft", "unnorm_key"), str(error).removeprefix("policy.oft.unnorm_key: ")
-    executed, held = config.environment.chunk, oft.chunk if oft else own.get("chunk", 8)
+    executed, held = config.environment.chunk, told.chunk
     if executed is not None and executed > held:
         yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 

@@ -32,11 +32,8 @@ class VLAMethod(Method):
     whole_chain: ClassVar[bool] = False
     """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
     first steps of DPPO's chain."""
-    denoises: ClassVar[bool] = True
-    """It works with the denoising steps of a chunk, so that it cannot train a policy of tokens."""
-
-    needs_likelihood: ClassVar[bool] = True
-    """Whether the policy has to say how likely a chunk is: one that says its chunk outright (ACT) cannot."""
+    trains: ClassVar[tuple[str, ...]] = ("velocity", "noise")
+    """Which policies, by what they predict (`vla_names.PREDICTS`)."""
 
     @property
     def retries(self) -> bool:

@@ -15,6 +15,7 @@ from genrl.config.vla_names import EMBEDDED, POLICIES, PREDICTS, PUBLISHED, SAMP
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
+    from genrl.config.vla_method import VLAMethod
 
 
 def refuse_impossible(config: VLAConfig) -> None:
@@ -52,15 +53,17 @@ def _tokens(config: VLAConfig) -> Iterator[Finding]:
     policy, sampler, trainer = config.policy, config.sampler, config.trainer
     if policy.oft is not None and policy.path is None:
         yield ("policy.oft", "policy.path"), "is of an OpenVLA's folder; a new policy needs none; write null"
-    if sampler.predicts == "actions" and trainer.needs_likelihood:
-        text = (
-            f"{trainer.algorithm} needs to know how likely a chunk is, and a policy that computes it has no "
-            "likelihood: write sft, or take a policy of flows, diffusion or tokens"
-        )
-        yield ("trainer.algorithm", "sampler.kind"), text
-    elif sampler.predicts == "tokens" and trainer.denoises:
-        text = f"{trainer.algorithm} works on denoising steps, {sampler.kind} has none; take sft, grpo or ppo"
-        yield ("trainer.algorithm", "sampler.kind"), text
+    if sampler.predicts not in trainer.trains:
+        yield ("trainer.algorithm", "sampler.kind"), not_trained(trainer, sampler.predicts)
+
+
+def not_trained(trainer: VLAMethod, predicts: str) -> str:
+    """Why a method cannot train a policy that predicts so, and what can."""
+    if predicts == "actions":
+        why, near = "a policy that computes its actions has no likelihood", "sft, or a policy of flows or tokens"
+    else:
+        why, near = "it works on denoising steps", "sft, dagger, grpo or ppo"
+    return f"{trainer.algorithm} cannot train a policy that predicts {predicts}: {why}; take {near}"
 
 
 def _new_policy(config: VLAConfig) -> Iterator[Finding]:
@@ -102,7 +105,7 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
         if config.policy.new is not None:
             yield (key, "policy.new"), "is for pi0, pi0.5, SmolVLA and OpenVLA; a new policy is small: leave it out"
         elif config.sampler.predicts == "noise":
-            yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
+            yield (key, "sampler.kind"), "is for pi0, pi0.5, SmolVLA and OpenVLA; leave it out"
     policy = config.policy
     if policy.dtype == "bfloat16" and policy.lora is None and not policy.frozen:
         text = "all that the folder does not freeze is trained, in float32; add policy.lora or policy.freeze: encoder"

@@ -54,14 +54,17 @@ def use_tf32(wanted: bool | None) -> None:
 
 @contextmanager
 def tf32(wanted: bool | None) -> Iterator[None]:
-    """`use_tf32`, and at the end as it was: what a script does after a run is none of the run's business."""
+    """`use_tf32`, and at the end as it was: what a script does after a run is none of the run's business. None reads
+    nothing either: torch refuses to tell by these names what was set by its newer ones (`fp32_precision`)."""
+    if wanted is None:
+        yield
+        return
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     use_tf32(wanted)
     try:
         yield
     finally:
-        if wanted is not None:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def accelerators() -> list[torch.device]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from genrl.config import AnyConfig
 from genrl.config import load as load_config
 from genrl.config.method import class_of, code_of
 from genrl.runtime import checkpoint
-from genrl.runtime.devices import default_device, use_tf32, without_cudnn_attention
+from genrl.runtime.devices import default_device, tf32, without_cudnn_attention
 from genrl.runtime.frame import kind_of
 from genrl.runtime.guards import Dump, non_finite, read_dump
 from genrl.runtime.recorded import Dumpable, Recorded
@@ -74,9 +75,14 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             f"{source_run.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run"
         )
     dump, config = read_dump(folder), load_config(source_run.config)
-    device = default_device()
     without_cudnn_attention()
-    use_tf32(config.tf32)
+    with tf32(config.tf32):
+        return _computed(dump, config, source_run)
+
+
+def _computed(dump: Dump, config: AnyConfig, source_run: Run) -> Replay:
+    """Loss and gradients of a dump as the run would compute them."""
+    device = default_device()
     opened = kind_of(config).reopen(config, device, dump.step)
     source = _put_weights(opened.weights, dump, source_run)
     settings = class_of(dump.info["settings"]["algorithm"], config.kind).model_validate(dump.info["settings"])

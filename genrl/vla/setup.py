@@ -151,7 +151,7 @@ def adapted(policy: settings.Policy) -> Adapt | None:
     """What a configuration says of a LeRobot folder beside its path."""
     if not policy.rename and policy.padded_state is None and policy.oft is None:
         return None
-    oft = None if policy.oft is None else policy.oft.model_dump()
+    oft = None if policy.oft is None else policy.oft.model_dump(exclude_unset=True)
     return Adapt(rename=policy.rename, padded_state=policy.padded_state, oft=oft)
 
 

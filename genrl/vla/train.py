@@ -35,6 +35,7 @@ from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
     adapted,
+    check_recorded,
     choose_trained,
     critic_values,
     frames_of,
@@ -44,6 +45,7 @@ from genrl.vla.setup import (
     open_tables,
     parameter_groups,
     policy_folder,
+    recorded,
     sampler_of,
     side_by_side,
     untrained,
@@ -104,7 +106,11 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
 
 def prepare(config: VLAConfig, accelerator: Accelerator) -> tuple[Any, Any]:
     """The policy and the frames to imitate: what is wrong with them is said before anything is written."""
-    return open_policy(config)
+    policy, frames = open_policy(config)
+    steps = recorded(config)
+    if steps is not None:
+        check_recorded(config, policy, steps)
+    return policy, frames
 
 
 def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], stack: ExitStack) -> VLARun:

@@ -313,7 +313,7 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         TRAINED,
         {"sampler": {"kind": "regression"}},
         "trainer.algorithm, sampler.kind",
-        "has no likelihood: write sft, or take a policy of flows, diffusion or tokens",
+        "cannot train a policy that predicts actions: a policy that computes its actions has no likelihood; take sft",
     ),
     ("a published policy, new", NEW, {"policy": {"new": {"type": "pi0"}}}, "policy.new.type", "write its folder as"),
     (
@@ -419,7 +419,7 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         TRAINED,
         {"sampler": DPPO, "policy": {"path": "a", "gradient_checkpointing": True}},
         "policy.gradient_checkpointing, sampler.kind",
-        "which predict velocity",
+        "is for pi0, pi0.5, SmolVLA and OpenVLA; leave it out",
     ),
 ]
 
@@ -602,6 +602,7 @@ class TestFiles:
         asked = {"path": str(folder), "lora": {}, "gradient_checkpointing": True}
         changes = {"policy": asked, "distributed": {"fsdp": True}, "trackers": []}
         found = dict(self.problems(tmp_path, TRAINED, **changes))
+        assert bool(found.pop("sampler.kind", None)) == (kind == "diffusion")  # the default is for flows
         assert found.keys() == {"policy.lora", "policy.gradient_checkpointing", "distributed.fsdp"}
         assert all(f"{folder} is a {kind}: leave it out" in text for text in found.values())
 
@@ -610,9 +611,13 @@ class TestFiles:
         path = policy_folder(tmp_path / "good", output_features={}, type="act")
         one = {"policy": {"path": str(path)}, "trackers": []}
         [(key, text)] = self.problems(tmp_path, TRAINED, **one)
-        assert key == "trainer.algorithm" and "ppo cannot reinforce it" in text and "no likelihood; write sft" in text
+        assert (
+            key == "trainer.algorithm"
+            and "is of type act: ppo cannot train" in text
+            and "no likelihood; take sft" in text
+        )
         [(key, text)] = self.problems(tmp_path, NEW, **one)
-        assert key == "sampler.kind" and text.endswith("computes its actions: write regression")
+        assert key == "sampler.kind" and text.endswith("predicts actions; write regression")
         assert self.problems(tmp_path, NEW, **one, sampler={"kind": "regression"}) == []
         shards = {"distributed": {"fsdp": True}, "sampler": {"kind": "regression"}}
         assert "is for pi0, pi0.5, SmolVLA and OpenVLA" in str(self.problems(tmp_path, NEW, **one, **shards))

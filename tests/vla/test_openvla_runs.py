@@ -101,9 +101,12 @@ def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
     [
         (
             {"head": True},
-            "ppo needs to know how likely a chunk is, and a policy that computes it has no likelihood: write sft",
+            "ppo cannot train a policy that predicts actions: a policy that computes its actions has no likelihood",
         ),
-        ({"trainer": {"algorithm": "rl100"}}, "rl100 works on denoising steps, tokens has none; take sft, grpo or ppo"),
+        (
+            {"trainer": {"algorithm": "rl100"}},
+            "rl100 cannot train a policy that predicts tokens: it works on denoising steps; take sft",
+        ),
         ({"policy": {"path": None, "new": {}}, **SFT}, "tiny_flow_vla predicts velocity; write sampler.kind: flow_sde"),
     ],
 )

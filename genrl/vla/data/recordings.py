@@ -140,11 +140,18 @@ def _minari(file: Any, path: Path, success_key: str | None, cost_key: str | None
 
 
 def _ended(columns: list[Any]) -> Steps:
-    """Of columns: a success terminates its episode, and the last step ends one."""
+    """Of columns: a success terminates its episode, what was recorded after it until the episode's end is left out, and
+    the last step ends one."""
     steps = Steps(*columns)
-    done = steps.done | steps.success
+    done = steps.done.copy()
     done[-1] = True
-    return steps._replace(terminated=steps.terminated | steps.success, done=done)
+    episode: NDArray[Any] = np.cumsum(done) - done
+    before: NDArray[Any] = np.cumsum(steps.success) - steps.success
+    first = np.concatenate([[0], np.flatnonzero(done)[:-1] + 1])
+    kept: NDArray[np.bool_] = before == before[first][episode]
+    ended = steps._replace(terminated=steps.terminated | steps.success, done=done | steps.success)
+    every: list[Any] = [values[kept] for values in ended]
+    return Steps(*every)
 
 
 def _entry(group: Any, key: str, path: Path) -> Any:

@@ -106,8 +106,8 @@ def train_icvf(icvf: ICVF, videos: Tensor, settings: Pretraining, *, seed: int) 
             slow.values(following, goal, intent),
             slow.values(fixed[:count], intent, intent),
             slow.values(following, intent, intent),
-            frames[drawn.goal] == drawn.now,
-            frames[drawn.intent] == drawn.now,
+            (frames[drawn.goal] == drawn.now).to(own.device),
+            (frames[drawn.intent] == drawn.now).to(own.device),
             discount=settings.discount,
             expectile=settings.expectile,
         )

@@ -33,7 +33,7 @@ from genrl.vla.policies.policy import (
     rows,
     tokenise,
 )
-from genrl.vla.rollout.collect import ENVIRONMENT_NAMES
+from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Acting, Denoising, Sampler, transition
 from genrl.vla.simulators.contract import Tables
@@ -122,7 +122,8 @@ def play(
     """Record up to `decisions` decisions of every table, episode by episode: N is what belongs to an episode.
 
     seed: of the episodes; None goes on from a reset that the caller made, whose observation is `env.reset` of no seed.
-    one_episode: only the first of every table. An environment that knows costs has "costs" [B, C] in its info.
+    one_episode: only the first of every table. Episodes that a simulator lost are left out. An environment that knows
+    costs has "costs" [B, C] in its info.
     """
     raw, _ = env.reset(seed=seed)
     steps: list[dict[str, Tensor]] = []
@@ -149,6 +150,7 @@ def play(
                 "success": torch.from_numpy(np.array(info["is_success"])),
                 "episode": count * env.num_envs + torch.arange(env.num_envs),
                 "kept": ~resetting & ~over,
+                "dropped": torch.from_numpy(np.array(info.get("dropped", np.zeros(env.num_envs, dtype=np.bool_)))),
             }
         )
         seen.append(observe(raw, env, reads))
@@ -157,7 +159,8 @@ def play(
         resetting = ended
         if one_episode and bool(over.all()):
             break
-    kept = torch.stack([step.pop("kept") for step in steps])
+    kept, dropped = (torch.stack([step.pop(name) for step in steps]) for name in ("kept", "dropped"))
+    kept &= ~dropped_episodes(dropped, torch.stack([step["done"] for step in steps]))
     joined = {name: torch.stack([step[name] for step in steps])[kept] for name in steps[0]}
     now = {name: value[kept] for name, value in joined_batches(seen[:-1], torch.stack).items()}
     following = {name: value[kept] for name, value in joined_batches(seen[1:], torch.stack).items()}
@@ -287,9 +290,8 @@ def successful(transitions: Transitions) -> Tensor:
 
 
 class _Unchanging(dict[str, Any]):
-    """The tensors of a data set, which nobody changes in place: their copy is they themselves, however many they are.
-
-    What undoes an iteration copies the state of what is kept; a larger set is new tensors (`merge`)."""
+    """The tensors of a data set, which nobody changes in place: their copy is they themselves, however many they are. A
+    larger set is new tensors (`merge`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unchanging:
         return self

@@ -20,7 +20,7 @@ class Update(VLAMethod):
 
     acts_on_actors: ClassVar[bool] = True
     takes_older_samples: ClassVar[bool] = True
-    denoises: ClassVar[bool] = False
+    trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens")
 
     level: Literal["chunk", "action", "element"] = "chunk"
     """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""

@@ -217,9 +217,11 @@ class Imitates(Protocol):
 def missing(kind: type[Any]) -> list[str]:
     """What a class lacks to be a policy's."""
     needed = ["tokenise", "encode", "normalised", "actions", "with_heads", "save", "load"]
-    lacks = [name for name in needed if name not in dir(kind)]
     predicts = {"velocity", "noise", "logits", "regressed"} & set(dir(kind))
-    return lacks if predicts else [*lacks, "velocity, noise, logits or regressed"]
+    if not predicts & {"velocity", "noise"}:
+        needed += ["loss_noise", "errors"] if predicts else ["velocity, noise, logits or regressed"]
+        needed += ["centres"] if "logits" in predicts else []
+    return [name for name in needed if name not in dir(kind)]
 
 
 def rows(batch: Batch, index: Tensor) -> Batch:

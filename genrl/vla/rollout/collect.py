@@ -125,7 +125,7 @@ class _Record:
         rows = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
         done = rows["terminated"] | rows["truncated"]
         valid = episodes.valid_transitions(done, torch.zeros_like(done[0]))
-        valid &= ~_dropped_episodes(rows["dropped"], done)
+        valid &= ~dropped_episodes(rows["dropped"], done)
         if one_episode:
             valid &= episodes.first_episode_steps(done[..., None])[..., 0]
         value = torch.stack(self.values) if self.values else None
@@ -158,7 +158,7 @@ def _context_before(frozen: Policy, context: Batch, observation: Batch, same_enc
     return frozen.encode(observation)
 
 
-def _dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
+def dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
     """Rows of episodes that end with a drop, bool [T, B]."""
     rows, later = [], torch.zeros_like(dropped[0])
     for now, end in zip(dropped.flip(0), done.flip(0), strict=True):

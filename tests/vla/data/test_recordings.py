@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def dsrl(path: Path, **changes: Any) -> Path:
     return path
 
 
-def minari(folder: Path, *, goal: bool = False, success: bool = False, data_format: str = "hdf5") -> Path:
+def minari(folder: Path, *, goal: bool = False, success: Sequence[int] = (), data_format: str = "hdf5") -> Path:
     """The same episodes by the layout of minari 0.5; goal: observations as a dict; success: in the second step of the
     second episode."""
     (folder / "data").mkdir(parents=True)
@@ -69,7 +70,7 @@ def minari(folder: Path, *, goal: bool = False, success: bool = False, data_form
             group["truncations"] = given["timeouts"][own].astype(bool)
             group["infos/cost"] = np.concatenate([[0.0], given["costs"][own]])  # of the reset, too
             if success:
-                group["infos/success"] = (np.arange(count + 1) == 2) & (number == 1)
+                group["infos/success"] = np.isin(np.arange(count + 1), success) & (number == 1)
             first += count
     return folder
 
@@ -96,11 +97,19 @@ def test_numbers_in_columns_of_one_are_read_and_the_last_row_ends_an_episode(tmp
     assert steps.reward.shape == (7,) and steps.done[6] and not steps.terminated[6]
 
 
+@pytest.mark.parametrize("later", [(), (3,), (4,), (3, 4)])
+def test_what_is_recorded_after_a_success_is_left_out(tmp_path: Path, later: tuple[int, ...]) -> None:
+    """A recording may go on, and succeed again: in simulation no episode begins after a success."""
+    whole = read_steps(minari(tmp_path / "whole"), success_key=None, cost_key=None)
+    steps = read_steps(minari(tmp_path / "some", success=(2, *later)), success_key="success", cost_key=None)
+    assert np.flatnonzero(steps.success).tolist() == [4] and steps.done.tolist() == [0, 0, 1, 0, 1]
+    assert (steps.action == whole.action[:5]).all() and (steps.reward == whole.reward[:5]).all()
+
+
 def test_a_success_ends_its_episode(tmp_path: Path) -> None:
-    steps = read_steps(minari(tmp_path / "some", success=True), success_key="success", cost_key=None)
-    assert steps.success.tolist() == steps.done.tolist()[:2] + [False, False, True, False, False]
-    assert steps.done.tolist() == [False, False, True, False, True, False, True]
-    assert steps.terminated.tolist() == [False, False, True, False, True, False, False]
+    steps = read_steps(minari(tmp_path / "some", success=(2,)), success_key="success", cost_key=None)
+    assert steps.success.tolist() == steps.done.tolist()[:2] + [False, False, True]
+    assert steps.done.tolist() == steps.terminated.tolist() == [False, False, True, False, True]
     assert steps.cost.sum() == 0
 
 

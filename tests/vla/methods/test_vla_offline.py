@@ -14,6 +14,7 @@ from genrl.runtime import state
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods import shared_settings
 from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods.fisor.train import judged
 from genrl.vla.methods.imitation import flow_times
 from genrl.vla.methods.offline import (
     Store,
@@ -30,7 +31,11 @@ from genrl.vla.methods.offline import (
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
+from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+from tests.vla import frail
+from tests.vla.frail import FINE, RAISE
 from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames
 
 READS = Words(WORDS)
@@ -70,6 +75,28 @@ def test_one_episode_of_every_table() -> None:
     assert data.done.sum() == 12 and successful(data).all()
     again = expert_data(one_episode=True)
     assert all(torch.equal(a, b) for a, b in zip(data[1:5], again[1:5], strict=True))
+
+
+def test_an_episode_that_a_simulator_lost_is_left_out() -> None:
+    """Of four walks the second raises in its second decision; a lost one is neither safe nor a failure."""
+
+    class Reads:
+        inputs = (STATE,)
+
+        def tokenise(self, instructions):
+            raise AssertionError("not read")
+
+    def behave(observation, decision):
+        chunk = torch.full((4, 2, 2), 0.1)
+        chunk[..., 1] = FINE
+        chunk[1, 1, 1] = RAISE if decision == 1 else FINE
+        return chunk
+
+    env = open_environment(Simulation(f"{frail.__file__}:make", num_envs=4, chunk=2))
+    data = play(env, behave, Reads(), decisions=6, seed=3, one_episode=True)
+    env.close()
+    assert env.dropped == 1 and data.episode.unique().tolist() == [0, 2, 3]
+    assert judged(data)["eval/length_mean"] == 6.0
 
 
 class Recording(MiniTable):

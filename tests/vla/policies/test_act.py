@@ -256,7 +256,7 @@ def test_reinforcement_refuses_it(folders, tmp_path) -> None:
     """Before anything is loaded where the file says it, else before anything is written."""
     trainer, path = {"algorithm": "ppo"}, {"path": str(folders[""])}
     plain = {"demonstrations": None, "policy": path | {"new": None}}
-    with pytest.raises(ConfigError, match="ppo needs to know how likely a chunk is.*no likelihood: write sft"):
+    with pytest.raises(ConfigError, match="ppo cannot train a policy that predicts actions.*no likelihood; take sft"):
         config(tmp_path, trainer=trainer, **plain)
     found = config(tmp_path, trainer=trainer, sampler="flow_sde", **plain)
     with pytest.raises(ValueError, match="predicts velocity; for this one write regression"):

@@ -59,7 +59,7 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     rngs = [generator(seed, slot) for slot in range(run.first_slot, run.first_slot + env.num_envs)]
     env.first_slot, dropped = run.first_slot, env.dropped
     raw, _ = env.reset(seed=seed)
-    running, success = np.ones(env.num_envs, dtype=np.bool_), np.zeros(env.num_envs, dtype=np.bool_)
+    running, (success, lost) = np.ones(env.num_envs, dtype=np.bool_), np.zeros((2, env.num_envs), dtype=np.bool_)
     parts, slots, errors, steps, decision = [], [], [], 0, 0
     while running.any():
         seen = observe(raw, env, policy, decision)
@@ -75,13 +75,14 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
         width = told.shape[-1]
         errors.append((policy.normalised(told)[..., :width] - own.cpu()[..., :width]).abs().mean((1, 2))[kept])
         success |= running & info["is_success"]
+        lost |= running & info["dropped"]
         steps += int(info["n_executed"][running].sum())
         running &= ~(terminated | truncated)
         decision += 1
         run.loop.advance_or_leave(0)
     decisions = torch.repeat_interleave(torch.arange(decision), torch.tensor([len(one) for one in slots]))
     joined = joined_batches(parts, torch.cat), torch.cat(slots), decisions, torch.cat(errors)
-    return Visit(*joined, success.tolist(), steps, env.dropped - dropped)
+    return Visit(*joined, success[~lost].tolist(), steps, env.dropped - dropped)
 
 
 def in_order(parts: list[Visit]) -> Batch:
@@ -111,7 +112,7 @@ def train(run: VLARun, settings: DAgger) -> None:
         success = [flag for part in parts for flag in part.success]
         loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + sum(part.steps for part in parts)
         found = {
-            "rollout/success": sum(success) / len(success),
+            "rollout/success": sum(success) / max(1, len(success)),
             "rollout/env_steps": float(loop.memory["env_steps"]),
             "rollout/dropped": float(sum(part.dropped for part in parts)),
             "dagger/labels": float(len(known[ACTION])),

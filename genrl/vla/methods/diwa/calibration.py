@@ -15,8 +15,8 @@ from torch import Tensor
 from genrl.mdp.noise import generator
 from genrl.vla.methods.diwa.dream import RewardClassifier, as_observation
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.methods.play import Play
-from genrl.vla.simulators.minitable.task import INSTRUCTIONS, Floats, State, is_success
+from genrl.vla.methods.play import Play, table_of
+from genrl.vla.simulators.minitable.task import INSTRUCTIONS, Floats, is_success
 
 
 @torch.no_grad()
@@ -55,8 +55,6 @@ def _paid(judge: RewardClassifier, latent: Latent, tasks: Sequence[int]) -> Tens
 
 def fulfilled(shown: Floats, tasks: Sequence[int]) -> Tensor:
     """Of tables as `play.seen` shows them [B, 9], bool [B, tasks]."""
-    gripper, discs = shown[:, :2], shown[:, 3:].reshape(-1, 3, 2)
-    nearest = np.linalg.norm(discs - gripper[:, None], axis=-1).argmin(1)
-    held = np.where(shown[:, 2] > 0.5, nearest, -1)
-    flags = [is_success(State(gripper, discs, held, np.full(len(shown), number))) for number in tasks]
+    tables = table_of(shown)
+    flags = [is_success(tables._replace(task=np.full(len(shown), number))) for number in tasks]
     return torch.from_numpy(np.stack(flags, 1))

@@ -37,6 +37,7 @@ from genrl.vla.methods.offline import (
     Words,
     frames_of,
     from_steps,
+    merge,
     play,
     stepper,
     take,
@@ -239,10 +240,11 @@ def file_data(config: VLAConfig, settings: FISOR, reads: Reader, steps: Steps) -
 
 def judged(data: Transitions) -> dict[str, float]:
     """Success with its interval, mean cost of an episode (decisions in a hazard), share of episodes with any."""
-    count = int(data.episode.max()) + 1
-    cost = torch.zeros(count).index_add(0, data.episode, data.cost)
-    won = torch.zeros(count).index_add(0, data.episode, data.success.float())
-    length = torch.zeros(count).index_add(0, data.episode, data.n_executed.float())
+    episodes, place = data.episode.unique(return_inverse=True)
+    count = len(episodes)
+    cost = torch.zeros(count).index_add(0, place, data.cost)
+    won = torch.zeros(count).index_add(0, place, data.success.float())
+    length = torch.zeros(count).index_add(0, place, data.n_executed.float())
     low, high = wilson(int(won.sum()), count)
     return {
         "eval/success_mean": float(won.mean()),
@@ -260,7 +262,7 @@ def judged_by(data: Transitions, steps: Steps, limit: float) -> dict[str, float]
     (arXiv 2306.09303): by the extreme returns of the file, and by the limit. Of success, which the file may not know,
     nothing."""
     found = {name: value for name, value in judged(data).items() if "success" not in name}
-    found["eval/return_mean"] = float(data.reward.sum()) / (int(data.episode.max()) + 1)
+    found["eval/return_mean"] = float(data.reward.sum()) / len(data.episode.unique())
     low, high = extremes(steps.totals()[0])
     more = float(limit == 0)
     return found | {
@@ -275,13 +277,19 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
 
     def evaluate(iteration: int) -> dict[str, float]:
         run.loop.phase("evaluating", count)
-        with closing(
-            table(config, count) if steps is None else setup.open_tables(config, actor, num_envs=count)
-        ) as env:
+        together = count if steps is None else setup.side_by_side(config, count)
+        opened = table(config, count) if steps is None else setup.open_tables(config, actor, num_envs=together)
+        with closing(opened) as env:
             decisions = setup.longest_episode(env)
             assert decisions is not None  # neither is opened without a limit
-            played = play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True)
-        found = judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
+            seeds = [config.evaluation.seed, *[None] * (-(-count // together) - 1)]  # None: the next ones of the seed
+            parts = [play(env, behave, actor, decisions=decisions, seed=seed, one_episode=True) for seed in seeds]
+            lost = env.dropped
+        played = merge(*parts)
+        if not len(played.done):
+            raise RuntimeError(f"evaluating: all {lost} episodes were lost by their simulator")
+        found = {"eval/lost": float(lost)} if lost else {}
+        found |= judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
         return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
 
     return evaluate
@@ -304,7 +312,6 @@ def train(run: VLARun, settings: FISOR) -> None:
         found = judged(data)
         shown = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
     else:
-        setup.check_recorded(config, actor, steps)
         data = file_data(config, settings, actor, steps)
         shown = {"data/return_mean": float(steps.totals()[0].mean()), "data/cost_mean": float(steps.totals()[1].mean())}
     run.judge = judge(

@@ -14,7 +14,7 @@ from genrl.vla.policies.policy import Batch, Policy
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Sampler
-from genrl.vla.setup import check_recorded, longest_episode, recorded
+from genrl.vla.setup import longest_episode, recorded
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
@@ -48,7 +48,6 @@ def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions
     source, env = config.demonstrations, config.environment
     steps = recorded(config)
     if steps is not None:
-        check_recorded(config, policy, steps)
         executed = env.chunk or policy.horizon
         return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name != "minitable":

@@ -20,8 +20,7 @@ class SFT(VLAMethod):
     title: ClassVar[str] = "Supervised training of policies in simulation"
     imitates: ClassVar[Literal["never", "new", "always"]] = "always"
     whole_chain: ClassVar[bool] = True
-    denoises: ClassVar[bool] = False
-    needs_likelihood: ClassVar[bool] = False
+    trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens", "actions")
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""

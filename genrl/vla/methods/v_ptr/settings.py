@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Share
 from genrl.config.vla_method import Row, VLAMethod
+from genrl.config.vla_names import EMBEDDED
 from genrl.vla.methods.shared_settings import FROM_DATA, Critics, Pretraining
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class VPTR(VLAMethod):
             yield ("environment.name",), "v_ptr makes its videos on the table only; write minitable"
         if config.policy.new is None:
             yield ("policy.new",), "v_ptr begins with a new policy; write `new: {...}`"
+        elif config.policy.new.type not in EMBEDDED:
+            text = f"v_ptr pre-trains the picture encoder of embedded policies; write {' or '.join(EMBEDDED)}"
+            yield ("policy.new.type",), text
         elif not config.policy.new.image_size:
             yield ("policy.new.image_size",), "v_ptr pre-trains what looks at pictures; write 32"
         if config.demonstrations is not None:
