@@ -43,9 +43,6 @@ SIMULATORS = Group(
 )
 """Built in: functions (tasks, reading, settings) -> `simulator.Description`. From outside: functions that return a
 gymnasium environment."""
-ADVISERS = ("minitable", "metaworld")
-"""Built-in simulators that know what an expert would do from where they are (`simulator.Expert`): DAgger asks them."""
-
 EXPERTS = Group(
     "scripted expert",
     {
@@ -56,4 +53,5 @@ EXPERTS = Group(
     },
     "",
 )
-"""Demonstrations, by the simulator: functions (tasks, count, seed, max_steps, image_size) -> `frames.Shown`."""
+"""Demonstrations, by the simulator, which also says what the expert would do from any state (`simulator.Expert`):
+functions (tasks, count, seed, max_steps, image_size) -> `frames.Shown`."""

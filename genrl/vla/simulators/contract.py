@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.config.vla_names import ADVISERS
+from genrl.config.vla_names import EXPERTS
 
 Observation = dict[str, NDArray[Any]]
 Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
@@ -32,8 +32,8 @@ class Misuse(ValueError):
 def no_expert(who: str) -> Misuse:
     """What is raised where nobody knows what to do."""
     return Misuse(
-        f"{who} has no expert; {' and '.join(ADVISERS)} have one, and so has an environment of your own with a method "
-        "expert_chunk(horizon) (docs/vla_simulators.md)"
+        f"{who} has no expert; {', '.join(EXPERTS.built_in)} have one, and so has an environment of your own with a "
+        "method expert_chunk(horizon) (docs/vla_simulators.md)"
     )
 
 

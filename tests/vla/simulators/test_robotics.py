@@ -45,6 +45,23 @@ def test_the_expert_succeeds(family: type[RoboticsEnv], task: str) -> None:
     assert [seed for seed in range(20) if played(env, seed) is None] == []
 
 
+@installed
+@pytest.mark.parametrize(("family", "task"), EVERY)
+def test_the_experts_chunk_is_tried_on_a_copy(family: type[RoboticsEnv], task: str) -> None:
+    """It is what the expert does when it is followed, and an episode that is asked about goes on as one that is not."""
+    asked, silent = family(task), family(task)
+    seen, other = asked.reset(seed=4)[0], silent.reset(seed=4)[0]
+    followed: list[np.ndarray] = []
+    for t in range(20):
+        if t in (0, 7):
+            followed = list(asked.expert_chunk(6))
+        action = np.clip(asked.expert(seen), -1, 1).astype(np.float32)
+        if followed:
+            np.testing.assert_array_equal(followed.pop(0), action)
+        seen, other = asked.step(action)[0], silent.step(action)[0]
+        assert all((seen[name] == other[name]).all() for name in seen)
+
+
 def test_a_shortest_way() -> None:
     walls = tuple(tuple(cell == "#" for cell in row) for row in ("#####", "#...#", "###.#", "#...#", "#####"))
     following = steps_to(walls, (3, 1))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.vla_method import Row
-from genrl.config.vla_names import ADVISERS, SIMULATORS
+from genrl.config.vla_names import EXPERTS, SIMULATORS
 from genrl.vla.methods.sft.settings import SFT
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class DAgger(SFT):
         """Demonstrations that are missing, and simulators without an expert."""
         yield from super().problems(config)
         name = config.environment.name
-        if name in SIMULATORS.built_in and name not in ADVISERS:
-            text = f"dagger asks an expert, and {name} has none; {' and '.join(ADVISERS)} have one"
+        if name in SIMULATORS.built_in and name not in EXPERTS.built_in:
+            text = f"dagger asks an expert, and {name} has none; {', '.join(EXPERTS.built_in)} have one"
             yield ("environment.name",), f"{text}, or a simulator of your own (docs/vla_simulators.md)"
 
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:

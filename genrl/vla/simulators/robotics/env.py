@@ -75,6 +75,10 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
         """The simulator's environment with a state of its own (`twin`)."""
 
     @abstractmethod
+    def ahead(self) -> Any:
+        """`inner` with a copy of its state: what is tried there does not happen here."""
+
+    @abstractmethod
     def named(self, raw: Mapping[str, NDArray[np.float64]]) -> Seen:
         """The simulator's observation by the contract's names."""
 
@@ -94,13 +98,23 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
         """Begin an episode."""
         super().reset(seed=seed)
         raw, _ = self.inner.reset(seed=seed)
-        return self.named(raw), {"success": False}
+        self.seen = self.named(raw)
+        return self.seen, {"success": False}
 
     def step(self, action: NDArray[np.float32]) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
         """One action."""
         raw, reward, terminated, truncated, info = self.inner.step(action.astype(np.float64))
         told = {"success": bool(info[self.success_key])}
-        return self.named(raw), float(reward), bool(terminated), bool(truncated), told
+        self.seen = self.named(raw)
+        return self.seen, float(reward), bool(terminated), bool(truncated), told
+
+    def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
+        """See `simulator.Expert`: `expert`'s next actions, which keep to the target once it is reached."""
+        inner, seen, actions = self.ahead(), self.seen, []
+        for _ in range(horizon):
+            actions.append(np.clip(self.expert(seen), -1.0, 1.0).astype(np.float32))
+            seen = self.named(inner.step(actions[-1].astype(np.float64))[0])
+        return np.stack(actions)
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """What the camera sees, uint8 [size, size, 3]."""

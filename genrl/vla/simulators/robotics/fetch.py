@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ class FetchEnv(RoboticsEnv):
     def slot(self) -> Any:
         made = self.shared.made
         return twin(made, data=self.shared.mujoco.MjData(made.model))
+
+    def ahead(self) -> Any:
+        return twin(self.inner, data=copy.copy(self.inner.data))
 
     def named(self, raw: Mapping[str, NDArray[np.float64]]) -> Seen:
         seen = raw["observation"]

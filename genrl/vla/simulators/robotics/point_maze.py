@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -45,6 +46,10 @@ class PointMazeEnv(RoboticsEnv):
         own = {"data": self.shared.mujoco.MjData(made.model), "init_qpos": made.point_env.init_qpos.copy()}
         ball = twin(made.point_env, **own)
         return twin(made, point_env=ball)
+
+    def ahead(self) -> Any:
+        ball = self.inner.point_env
+        return twin(self.inner, point_env=twin(ball, data=copy.copy(ball.data)))
 
     def named(self, raw: Mapping[str, NDArray[np.float64]]) -> Seen:
         return {"agent_pos": raw["observation"], "environment_state": raw["desired_goal"]}
