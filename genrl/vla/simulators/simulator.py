@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -259,7 +260,13 @@ def seed_of(number: int, reading: Reading) -> int:
 
 
 def headless() -> None:
-    """Let simulators render without a display where there is none; before their packages are imported."""
+    """Let simulators render without a display where there is none; before their packages are imported.
+
+    In a process with torch Triton comes first: imported after Mesa has drawn anything, it ends the process with a
+    segmentation fault (each brings an LLVM), and torch imports it some time or other.
+    """
+    if "torch" in sys.modules and importlib.util.find_spec("triton") is not None:
+        importlib.import_module("triton")
     if not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,21 @@ def test_the_experts_chunk_is_tried_on_a_copy(family: type[RoboticsEnv], task: s
             np.testing.assert_array_equal(followed.pop(0), action)
         seen, other = asked.step(action)[0], silent.step(action)[0]
         assert all((seen[name] == other[name]).all() for name in seen)
+
+
+@installed
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_triton_can_be_imported_after_a_picture_was_drawn() -> None:
+    """Here a segmentation fault would end the process that trains: Mesa and Triton have an LLVM each."""
+    lines = (
+        "import torch",
+        "from genrl.vla.simulators.contract import Simulation",
+        "from genrl.vla.simulators.environments import open_environment",
+        'env = open_environment(Simulation("point_maze", tasks=("umaze",), num_envs=1, chunk=2, image_size=32))',
+        "env.reset(seed=0)",
+        "from triton import knobs",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True)
 
 
 def test_a_shortest_way() -> None:
