@@ -62,7 +62,10 @@ def groot_shapes(s: Sizes) -> Shapes:
         linear(block + "mlp.linear_fc1", s.eye, s.eye_mlp)
         linear(block + "mlp.linear_fc2", s.eye_mlp, s.eye)
     wide = s.eye * s.merge**2
-    for merger, normed in ((eye + "merger", s.eye), *((f"{eye}deepstack_merger_list.{n}", wide) for n in range(s.deep))):
+    for merger, normed in (
+        (eye + "merger", s.eye),
+        *((f"{eye}deepstack_merger_list.{n}", wide) for n in range(s.deep)),
+    ):
         norm(merger + ".norm", normed)
         linear(merger + ".linear_fc1", wide, wide)
         linear(merger + ".linear_fc2", wide, s.width)

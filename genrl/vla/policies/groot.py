@@ -340,9 +340,7 @@ def _head(config: dict[str, Any]) -> dict[str, nn.Module]:
         "action_encoder": nn.ModuleDict(
             {"W1": linear(actions, width), "W2": linear(2 * width, width), "W3": linear(width, width)}
         ),
-        "action_decoder": nn.ModuleDict(
-            {"layer1": linear(hidden, hidden), "layer2": linear(hidden, actions)}
-        ),
+        "action_decoder": nn.ModuleDict({"layer1": linear(hidden, hidden), "layer2": linear(hidden, actions)}),
         "vlln": nn.LayerNorm(seen) if config["use_vlln"] else nn.Identity(),
         "vl_self_attention": nn.ModuleDict({"transformer_blocks": nn.ModuleList(above)}),
     }

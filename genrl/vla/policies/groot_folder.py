@@ -8,6 +8,7 @@ decoded. The tokenizer, with its chat template, is the backbone's: from `tokeniz
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Sequence
@@ -96,7 +97,9 @@ def backbone_config(folder: Folder, sizes: dict[str, Any]) -> Any:
     name = sizes["model_name"]
     found = _inside(folder, name)
     if found is None and name != BACKBONE:
-        raise FileNotFoundError(f"{folder.path}: put the config.json of the backbone {name!r} into {folder.path / name}")
+        raise FileNotFoundError(
+            f"{folder.path}: put the config.json of the backbone {name!r} into {folder.path / name}"
+        )
     if found is None:
         text = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
         text |= {"head_dim": 128, "num_hidden_layers": 28, "rms_norm_eps": 1e-6, "vocab_size": 151936}
@@ -107,7 +110,7 @@ def backbone_config(folder: Folder, sizes: dict[str, Any]) -> Any:
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
         ids = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
         found = {"text_config": text, "vision_config": vision, "vision_end_token_id": 151653} | ids
-    config = Qwen3VLConfig(**{k: v for k, v in found.items() if k != "model_type"})
+    config = Qwen3VLConfig(**copy.deepcopy({k: v for k, v in found.items() if k != "model_type"}))
     config.text_config.num_hidden_layers = min(config.text_config.num_hidden_layers, sizes["select_layer"])
     return config
 
@@ -135,7 +138,9 @@ class GrootRobot(Robot):
     def __init__(self, folder: Folder) -> None:
         pack = folder.step(GROOT_PACK)
         if not pack:
-            raise ValueError(f"{folder.path}/policy_preprocessor.json has no step {GROOT_PACK!r}: only N1.7 is supported")
+            raise ValueError(
+                f"{folder.path}/policy_preprocessor.json has no step {GROOT_PACK!r}: only N1.7 is supported"
+            )
         if pack.get("state_horizon", 1) != 1:
             raise ValueError(f"{folder.path}/policy_preprocessor.json: state_horizon must be 1")
         super().__init__(folder)
@@ -196,7 +201,9 @@ class GrootRobot(Robot):
         stats = _statistics(folder, next(step for step in steps if step["registry_name"] == GROOT_PACK))
         self.clips = bool(pack.get("clip_outliers", True))
         mode: Any = "MIN_MAX" if pack.get("normalize_min_max", True) else "IDENTITY"
-        self.modes = dict.fromkeys(self._types, "IDENTITY") | {ACTION: mode} | dict.fromkeys(self.vectors.values(), mode)
+        self.modes = (
+            dict.fromkeys(self._types, "IDENTITY") | {ACTION: mode} | dict.fromkeys(self.vectors.values(), mode)
+        )
         wrong = [name for name in self.vectors.values() if name != STATE]
         if wrong:
             raise ValueError(f"{folder.path}: a GR00T reads no {wrong[0]!r}, only pictures and {STATE!r}")
@@ -217,7 +224,9 @@ class GrootRobot(Robot):
             before = list(groups)[: list(groups).index("gripper")] if "gripper" in groups else None
             self.gripper = self.action_dim - 1 if before is None else sum(groups[name] for name in before)
         elif transform not in (None, "auto", "none"):
-            raise ValueError(f"{folder.path}/config.json: action_decode_transform must be libero or null, not {transform}")
+            raise ValueError(
+                f"{folder.path}/config.json: action_decode_transform must be libero or null, not {transform}"
+            )
         self.stats: Statistics = {}
         for name in (*self.vectors.values(), ACTION) if mode == "MIN_MAX" else ():
             width = self.action_dim if name == ACTION else self.widths[name]
@@ -227,7 +236,9 @@ class GrootRobot(Robot):
                     f"{folder.path} has no statistics of {name!r}: it is a base model; pass those of the data set that "
                     "it is to be trained on (Adapt(stats=...))"
                 )
-            self.stats[name] = {key: value.flatten()[:width].float() for key, value in bounds.items() if value is not None}
+            self.stats[name] = {
+                key: value.flatten()[:width].float() for key, value in bounds.items() if value is not None
+            }
             short = len(self.stats[name]["min"])
             if short != width:
                 raise ValueError(f"{folder.path}: statistics of {name!r} have {short} numbers, not {width}")

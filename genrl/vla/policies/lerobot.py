@@ -279,7 +279,9 @@ def _replace_statistics(folder: Folder, stats: Statistics) -> None:
     for processor, description in folder.processors.items():
         for place, step in enumerate(description["steps"]):
             if step["registry_name"] == GROOT_DECODE:
-                raise ValueError(f"{folder.path}: its actions have the base model's statistics, so stats= has no meaning")
+                raise ValueError(
+                    f"{folder.path}: its actions have the base model's statistics, so stats= has no meaning"
+                )
             if step["registry_name"] in (*NORMALISERS, GROOT_PACK, GROOT_UNPACK):
                 step.setdefault("state_file", f"{processor}_step_{place}_{step['registry_name']}.safetensors")
                 folder.states[step["state_file"]] = copy.copy(flat)

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from genrl.config.vla import PolicyLoRA
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.methods.imitation import flow_times
 from genrl.vla.policies import groot
+from genrl.vla.policies.adapters import is_adapter, with_lora
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.groot_folder import PUBLISHED, backbone_config, base_sizes, by_area
+from genrl.vla.policies.layers import compute_again
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import TOKENS, rows
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
@@ -109,7 +112,9 @@ def test_a_folder_comes_back_as_it_was(dtype: torch.dtype, tmp_path) -> None:
         assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
     described = [*(tmp_path / "a").glob("*.json"), *(tmp_path / "a" / "base").rglob("*.json")]
     for file in described:
-        assert json.loads(file.read_text()) == json.loads((tmp_path / "b" / file.relative_to(tmp_path / "a")).read_text())
+        assert json.loads(file.read_text()) == json.loads(
+            (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_text()
+        )
     ours, theirs = observation(policy), load_policy(tmp_path / "b")
     velocities = [p.velocity(p.encode(ours), chunk(), SIGMA) for p in (policy, theirs)]
     assert torch.equal(*velocities) and velocities[0].dtype == torch.float32 and len(described) == 5
@@ -173,6 +178,31 @@ def _after_noise() -> torch.Generator:
     return rng
 
 
+def test_adapters_are_in_the_head_and_layers_are_computed_again(folder, tmp_path) -> None:
+    seen, grads = None, []
+    for again in (False, True):
+        policy = load_policy(folder)
+        with_lora(policy, PolicyLoRA(rank=2, alpha=2.0), seed=0)
+        names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+        assert len(names) == (4 + 2) * 4 * 2 and all(is_adapter(name) and ".attn1.to_" in name for name in names)
+        if again:
+            compute_again(policy)
+        seen = observation(policy) if seen is None else seen
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_B" in name:
+                    parameter += 0.1
+        policy.velocity(policy.encode(seen), chunk(), SIGMA).square().sum().backward()
+        grads.append([parameter.grad for parameter in policy.parameters() if parameter.requires_grad])
+    assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(*grads, strict=True))
+    save_policy(policy, tmp_path)
+    merged = load_policy(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    ours, theirs, before = (p.velocity(p.encode(seen), chunk(), SIGMA) for p in (policy, merged, load_policy(folder)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (ours - before).abs().max() > 1e-3
+
+
 def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:
     groot_folder(tmp_path, chunk_size=4)
     policy = load_policy(tmp_path)
@@ -209,7 +239,9 @@ def test_units_cameras_and_words(folder, tmp_path) -> None:
     libero = load_policy(tmp_path)
     sides = torch.tensor([[0.1, 0.2, -1.0], [0.1, 0.2, 1.0]])
     torch.testing.assert_close(libero.actions(libero.normalised(sides)), sides)
-    stats = {name: {"min": -torch.ones(n), "max": torch.ones(n)} for name, n in (("observation.state", 5), ("action", 3))}
+    stats = {
+        name: {"min": -torch.ones(n), "max": torch.ones(n)} for name, n in (("observation.state", 5), ("action", 3))
+    }
     told = Adapt(rename={"observation.image": CAMERAS[1]}, stats=stats)
     one = load_policy(folder, adapt=told)
     assert one.inputs == ("observation.state", "observation.image", TOKENS)

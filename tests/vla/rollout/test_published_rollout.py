@@ -18,7 +18,7 @@ from genrl.vla.train import train
 from tests.vla.published_runs import made
 
 
-@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "diffusion"])
+@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "groot", "diffusion"])
 def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, tmp_path) -> None:
     values = {"pi0": 6, "smolvla": 6}.get(kind, 1)
     policy = made(kind, tmp_path / "a", values)
@@ -43,7 +43,7 @@ def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, 
     assert torch.equal(theirs.value(theirs.encode(batch.observation)), policy.value(policy.encode(batch.observation)))
 
 
-@pytest.mark.parametrize("kind", ["pi05", "smolvla"])
+@pytest.mark.parametrize("kind", ["pi05", "smolvla", "groot"])
 def test_it_imitates_the_expert_and_is_reinforced_from_that_run(kind: str, tmp_path) -> None:
     save_policy(made(kind, tmp_path / "a"), tmp_path / "base")
     common = {"environment": {"name": "minitable", "tasks": ["touch"], "num_envs": 4, "max_steps": 4, "chunk": 2}}
