@@ -201,6 +201,10 @@ def test_adapters_are_in_the_head_and_layers_are_computed_again(folder, tmp_path
     ours, theirs, before = (p.velocity(p.encode(seen), chunk(), SIGMA) for p in (policy, merged, load_policy(folder)))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert (ours - before).abs().max() > 1e-3
+    for parameter in policy.parameters():
+        parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+    halved = policy.velocity(policy.encode(seen), chunk(), SIGMA)  # policy.dtype: bfloat16
+    assert halved.dtype == torch.float32 and (halved - ours).abs().max() < 0.1 * ours.abs().max()
 
 
 def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:

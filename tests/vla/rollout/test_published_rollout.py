@@ -62,7 +62,7 @@ def test_it_imitates_the_expert_and_is_reinforced_from_that_run(kind: str, tmp_p
     second = trained("ppo", str(tmp_path / "sft"), trainer=reinforcement, sampler=noisy)
     assert second.critic and "noise_head" in dict(second.named_children())
     base, one, two = (dict(p.named_parameters()) for p in (load_policy(tmp_path / "base"), first, second))
-    frozen = "paligemma_with_expert.paligemma." if kind == "pi05" else "vlm_with_expert.vlm."
+    frozen = {"pi05": "paligemma_with_expert.paligemma.", "groot": "backbone."}.get(kind, "vlm_with_expert.vlm.")
     for name in base.keys() & two.keys():
         if "value_head" not in name:
             still = name.startswith(frozen)
