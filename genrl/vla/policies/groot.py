@@ -217,7 +217,8 @@ class Groot(PublishedFlow):
     def _read(self, hidden: Tensor) -> Tensor:
         decoder: Any = self.action_head["action_decoder"]
         action_minus_noise = decoder["layer2"](functional.relu(decoder["layer1"](hidden, self.number)), self.number)
-        return -action_minus_noise.float()
+        velocity: Tensor = -action_minus_noise.float()
+        return velocity
 
     def loss_noise(self, count: int, rng: torch.Generator) -> Batch:
         """Noise, and sigmas `.999 Beta(1.5, 1) + .001`, of flow matching."""

@@ -101,16 +101,28 @@ def backbone_config(folder: Folder, sizes: dict[str, Any]) -> Any:
             f"{folder.path}: put the config.json of the backbone {name!r} into {folder.path / name}"
         )
     if found is None:
-        text = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
+        text: dict[str, Any] = {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        }
         text |= {"head_dim": 128, "num_hidden_layers": 28, "rms_norm_eps": 1e-6, "vocab_size": 151936}
         scaling = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
         text |= {"rope_scaling": scaling, "rope_theta": 5000000, "max_position_embeddings": 262144}
-        vision = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "num_heads": 16, "patch_size": 16}
+        vision: dict[str, Any] = {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "depth": 24,
+            "num_heads": 16,
+            "patch_size": 16,
+        }
         vision |= {"out_hidden_size": 2048, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]}
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
-        ids = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
+        ids: dict[str, Any] = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
         found = {"text_config": text, "vision_config": vision, "vision_end_token_id": 151653} | ids
-    config = Qwen3VLConfig(**copy.deepcopy({k: v for k, v in found.items() if k != "model_type"}))
+    make: Any = Qwen3VLConfig
+    config = make(**copy.deepcopy({k: v for k, v in found.items() if k != "model_type"}))
     config.text_config.num_hidden_layers = min(config.text_config.num_hidden_layers, sizes["select_layer"])
     return config
 
@@ -314,7 +326,7 @@ class Eye:
     def __init__(self, folder: Folder, config: Any) -> None:
         """config: the backbone's."""
         told = folder.step("groot_n1_7_vlm_encode_v1")
-        self.target = told.get("image_target_size")
+        self.target: Any = told.get("image_target_size")
         if not told or not self.target:
             raise ValueError(f"{folder.path}/policy_preprocessor.json: the step groot_n1_7_vlm_encode_v1 must have an "
                              "image_target_size")  # fmt: skip
