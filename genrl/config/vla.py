@@ -87,14 +87,14 @@ class Policy(Section):
     """With a frozen encoder: train on the features that it computed in the rollout (pi0 and SmolVLA compute them again,
     since they are too big to keep)."""
     lora: PolicyLoRA | None = None
-    """pi0, pi0.5, SmolVLA, OpenVLA: low-rank adapters in the layers that would be trained; null = their weights
+    """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: low-rank adapters in the layers that would be trained; null = their weights
     are trained."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """pi0, pi0.5, SmolVLA, OpenVLA: numbers of the weights that are not trained, and of what these compute; null =
-    float32, and as in the file what the folder itself freezes. What is trained is float32."""
+    """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: numbers of the weights that are not trained, and of what these compute; null
+    = float32, and as in the file what the folder itself freezes. What is trained is float32."""
     gradient_checkpointing: Flag = False
-    """pi0, pi0.5, SmolVLA, OpenVLA: compute the activations of the layers again in the backward pass instead of keeping
-    them: less memory, a third more training time."""
+    """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: compute the activations of the layers again in the backward pass instead of
+    keeping them: less memory, a third more training time."""
 
     @property
     def frozen(self) -> bool:

@@ -73,7 +73,10 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
                 f"{path} is of type {kind}, which predicts {predicts}; write {SAMPLERS[predicts]}",
             )
         for asked in of_layers(config) if kind in (*EMBEDDED, *BOTH, "diffusion") else ():
-            yield tuple(asked.split(".")), f"is for pi0, pi0.5, SmolVLA and OpenVLA; {path} is a {kind}: leave it out"
+            yield (
+                tuple(asked.split(".")),
+                f"is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; {path} is a {kind}: leave it out",
+            )
         executed, held = config.environment.chunk, told.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"

@@ -13,6 +13,7 @@ PUBLISHED = {
     "pi0": "genrl.vla.policies.pi0:PI0",
     "pi05": "genrl.vla.policies.pi0:PI0",
     "smolvla": "genrl.vla.policies.smolvla:SmolVLA",
+    "groot": "genrl.vla.policies.groot:Groot",
     "diffusion": "genrl.vla.policies.diffusion_policy:DiffusionPolicy",
     "openvla": "genrl.vla.policies.openvla:OpenVLA",
 }

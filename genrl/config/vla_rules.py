@@ -103,7 +103,10 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
     """What is done to the layers of large policies."""
     for key in of_layers(config):
         if config.policy.new is not None:
-            yield (key, "policy.new"), "is for pi0, pi0.5, SmolVLA and OpenVLA; a new policy is small: leave it out"
+            yield (
+                (key, "policy.new"),
+                "is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; a new policy is small: leave it out",
+            )
         elif config.sampler.predicts == "noise":
             yield (key, "sampler.kind"), "is for pi0, pi0.5, SmolVLA and OpenVLA; leave it out"
     policy = config.policy

@@ -620,7 +620,7 @@ class TestFiles:
         assert key == "sampler.kind" and text.endswith("predicts actions; write regression")
         assert self.problems(tmp_path, NEW, **one, sampler={"kind": "regression"}) == []
         shards = {"distributed": {"fsdp": True}, "sampler": {"kind": "regression"}}
-        assert "is for pi0, pi0.5, SmolVLA and OpenVLA" in str(self.problems(tmp_path, NEW, **one, **shards))
+        assert "is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA" in str(self.problems(tmp_path, NEW, **one, **shards))
 
     @pytest.mark.parametrize(
         ("name", "says"),

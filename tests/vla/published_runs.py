@@ -12,6 +12,7 @@ from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import IMAGE
 from tests.vla import vla_runs
+from tests.vla.groot_folders import groot_folder
 from tests.vla.published import diffusion_folder, pi_folder, smol_folder
 
 KINDS = ("pi0", "pi05", "smolvla")
@@ -30,6 +31,8 @@ def made(kind: str, folder: Path, values: int = 1, **settings: Any) -> Any:
     if kind == "diffusion":
         features = {"observation.state": STATE3, "observation.images.camera0": {"type": "VISUAL", "shape": [3, 36, 36]}}
         diffusion_folder(folder, input_features=features, state=3, **settings)
+    elif kind == "groot":
+        groot_folder(folder, input_features=features, **settings)
     elif kind == "smolvla":
         smol_folder(folder, input_features=features, **settings)
     else:

@@ -12,7 +12,7 @@ from genrl.config.vla import PolicyLoRA
 from genrl.mdp.noise import derive_seed
 from genrl.vla.policies.lerobot import HEADS
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out")
 
 
 def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
@@ -22,12 +22,13 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from genrl.vla.policies.groot import Block
     from genrl.vla.policies.transformer import Layer
 
     linear = [
         f"{name}.{inner}"
         for name, layer in policy.named_modules()
-        if isinstance(layer, Layer)
+        if isinstance(layer, Layer | Block)
         for inner, module in layer.named_modules()
         if isinstance(module, nn.Linear) and module.weight.requires_grad
     ]

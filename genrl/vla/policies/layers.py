@@ -1,4 +1,4 @@
-"""The layers of a policy, where it is made of transformers' (pi0, pi0.5, SmolVLA, OpenVLA): what a run asks of them."""
+"""The layers of a policy, where it is made of some (pi0, pi0.5, SmolVLA, GR00T, OpenVLA): what a run asks of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layers_of(policy: nn.Module) -> list[list[Any]]:
 def require_layers(policy: nn.Module, key: str) -> None:
     """Raise ValueError, naming the key that asks for them, where a policy has none."""
     if not layers_of(policy):
-        text = "is for policies with layers of transformers (pi0, pi0.5, SmolVLA, OpenVLA)"
+        text = "is for policies with layers of transformers (pi0, pi0.5, SmolVLA, GR00T, OpenVLA)"
         raise ValueError(f"{key}: {text}, and a {type(policy).__name__} has none; leave it out")
 
 

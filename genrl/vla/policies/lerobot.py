@@ -30,6 +30,9 @@ from genrl.vla.policies.policy import Statistics
 HEADS = ("value_head.", "noise_head.")
 PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
 NORMALISERS = ("normalizer_processor", "unnormalizer_processor")
+GROOT_PACK = "groot_n1_7_pack_inputs_v1"
+GROOT_UNPACK, GROOT_DECODE = "groot_action_unpack_unnormalize_v2", "groot_n1_7_action_decode_v1"
+"""GR00T's steps that normalise: its inputs, and its actions by statistics of a data set or of its base model."""
 _KNOWN_STEPS = {
     *NORMALISERS,
     "rename_observations_processor",
@@ -39,6 +42,10 @@ _KNOWN_STEPS = {
     "pi0_new_line_processor",
     "smolvla_new_line_processor",
     "pi05_prepare_state_tokenizer_processor_step",
+    GROOT_PACK,
+    "groot_n1_7_vlm_encode_v1",
+    GROOT_UNPACK,
+    GROOT_DECODE,
 }
 
 
@@ -271,7 +278,11 @@ def _replace_statistics(folder: Folder, stats: Statistics) -> None:
     flat = {f"{name}.{key}": value.float().cpu() for name, found in stats.items() for key, value in found.items()}
     for processor, description in folder.processors.items():
         for place, step in enumerate(description["steps"]):
-            if step["registry_name"] in NORMALISERS:
+            if step["registry_name"] == GROOT_DECODE:
+                raise ValueError(
+                    f"{folder.path}: its actions have the base model's statistics, so stats= has no meaning"
+                )
+            if step["registry_name"] in (*NORMALISERS, GROOT_PACK, GROOT_UNPACK):
                 step.setdefault("state_file", f"{processor}_step_{place}_{step['registry_name']}.safetensors")
                 folder.states[step["state_file"]] = copy.copy(flat)
 

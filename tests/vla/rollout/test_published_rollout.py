@@ -18,7 +18,7 @@ from genrl.vla.train import train
 from tests.vla.published_runs import made
 
 
-@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "diffusion"])
+@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "groot", "diffusion"])
 def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, tmp_path) -> None:
     values = {"pi0": 6, "smolvla": 6}.get(kind, 1)
     policy = made(kind, tmp_path / "a", values)
@@ -43,7 +43,7 @@ def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, 
     assert torch.equal(theirs.value(theirs.encode(batch.observation)), policy.value(policy.encode(batch.observation)))
 
 
-@pytest.mark.parametrize("kind", ["pi05", "smolvla"])
+@pytest.mark.parametrize("kind", ["pi05", "smolvla", "groot"])
 def test_it_imitates_the_expert_and_is_reinforced_from_that_run(kind: str, tmp_path) -> None:
     save_policy(made(kind, tmp_path / "a"), tmp_path / "base")
     common = {"environment": {"name": "minitable", "tasks": ["touch"], "num_envs": 4, "max_steps": 4, "chunk": 2}}
@@ -62,7 +62,7 @@ def test_it_imitates_the_expert_and_is_reinforced_from_that_run(kind: str, tmp_p
     second = trained("ppo", str(tmp_path / "sft"), trainer=reinforcement, sampler=noisy)
     assert second.critic and "noise_head" in dict(second.named_children())
     base, one, two = (dict(p.named_parameters()) for p in (load_policy(tmp_path / "base"), first, second))
-    frozen = "paligemma_with_expert.paligemma." if kind == "pi05" else "vlm_with_expert.vlm."
+    frozen = {"pi05": "paligemma_with_expert.paligemma.", "groot": "backbone."}.get(kind, "vlm_with_expert.vlm.")
     for name in base.keys() & two.keys():
         if "value_head" not in name:
             still = name.startswith(frozen)
