@@ -22,7 +22,8 @@ BOTH = {"act": "genrl.vla.policies.act:ACT"}
 """Published policies that `policy.new` makes, too; `policy.new.args` are their settings by LeRobot's names."""
 PREDICTS = {
     **{"tiny_flow_vla": "velocity", "diffusion_mlp": "noise", "act": "actions"},
-    **{"pi0": "velocity", "pi05": "velocity", "smolvla": "velocity", "diffusion": "noise"},
+    **{"pi0": "velocity", "pi05": "velocity", "smolvla": "velocity", "groot": "velocity"},
+    "diffusion": "noise",
 }
 """What a policy of this type predicts."""
 SAMPLERS = {"velocity": "flow_sde", "noise": "diffusion", "tokens": "tokens", "actions": "regression"}

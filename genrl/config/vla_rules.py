@@ -108,7 +108,7 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
                 "is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; a new policy is small: leave it out",
             )
         elif config.sampler.predicts == "noise":
-            yield (key, "sampler.kind"), "is for pi0, pi0.5, SmolVLA and OpenVLA; leave it out"
+            yield (key, "sampler.kind"), "is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; leave it out"
     policy = config.policy
     if policy.dtype == "bfloat16" and policy.lora is None and not policy.frozen:
         text = "all that the folder does not freeze is trained, in float32; add policy.lora or policy.freeze: encoder"

@@ -419,7 +419,7 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         TRAINED,
         {"sampler": DPPO, "policy": {"path": "a", "gradient_checkpointing": True}},
         "policy.gradient_checkpointing, sampler.kind",
-        "is for pi0, pi0.5, SmolVLA and OpenVLA; leave it out",
+        "is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; leave it out",
     ),
 ]
 

@@ -101,7 +101,7 @@ def test_what_has_no_such_layers_is_refused(tmp_path: Path) -> None:
     again = {"gradient_checkpointing": True}
     with pytest.raises(ConfigError, match="a new policy is small"):
         vla_runs.config(tmp_path, **{**vla_runs.SFT, "policy": {**vla_runs.SFT["policy"], **again}})
-    with pytest.raises(ConfigError, match="which predict velocity"):
+    with pytest.raises(ConfigError, match="is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; leave it out"):
         vla_runs.config(tmp_path, sampler="diffusion", policy=again)
     with pytest.raises(ValueError, match="policy.gradient_checkpointing: .* a TinyFlowVLA has none; leave it out"):
         open_policy(vla_runs.config(tmp_path, policy=again))
