@@ -1,7 +1,7 @@
 """The offline methods on the embedded table beside their own baselines, three seeds each.
 
     python -m benchmarks.vla_offline train runs/vla_offline          # every row and seed that is not done yet
-    python -m benchmarks.vla_offline report                          # the table of docs/vla_offline.md
+    python -m benchmarks.vla_offline report                          # a table of all seeds; not made to its end yet
 
 A run is `genrl train configs/vla/NAME.yaml` with the changes of its row, in a process of its own with one thread. What
 the table needs of a finished run goes to benchmarks/results/vla_offline.json, and `report` reads that alone.
