@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def quantization_config(kind: str, loader: Any, dtype: torch.dtype) -> Any:
@@ -22,3 +23,14 @@ def quantization_config(kind: str, loader: Any, dtype: torch.dtype) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     return loader.TorchAoConfig(Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+
+
+def computed_one_way(model: nn.Module) -> None:
+    """Have nf4 layers compute the same in sampling as in training, on every CPU.
+
+    Where a CPU has AVX512-BF16, bitsandbytes (0.50) repacks the weights of a layer in evaluation and multiplies in
+    bfloat16, but not in training: ratios would not begin at 1. It also fails for layers with fewer than 64 inputs.
+    """
+    layers: list[Any] = [one for one in model.modules() if hasattr(one, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False

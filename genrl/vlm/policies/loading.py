@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from genrl.runtime.quantization import quantization_config
+from genrl.runtime.quantization import computed_one_way, quantization_config
 from genrl.vlm.policies.processor import load_processor
 from rewards.models.checkpoints import pretrained
 
@@ -44,6 +44,7 @@ def loaded(path: str, dtype: torch.dtype, quantize: str | None = None) -> Loaded
         architecture = transformers.AutoModelForImageTextToText
         held = None if quantize is None else quantization_config(quantize, transformers, dtype)
         model = pretrained(architecture, path, types=(), reward="policy", dtype=dtype, quantization=held)
+        computed_one_way(model)
         return Loaded(model, processor)
     except OSError as error:
         raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
