@@ -6,6 +6,7 @@ Shapes: clean, noise [B, ...]; levels a float, [] or [B]. float32, float64 if cl
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from genrl.mdp.gaussian import compute_dtype, per_sample
@@ -55,3 +56,8 @@ def diffusion_target(clean: Tensor, noise: Tensor, alpha_bar: Scalar, prediction
     if prediction_type == "sample":
         return clean.to(dtype)
     raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {prediction_type!r}")
+
+
+def flow_times(count: int, rng: torch.Generator) -> Tensor:
+    """`.999 Beta(1.5, 1) + .001`, float32 [count]: openpi's times, more of them near noise (A0 of pi0's training)."""
+    return 0.999 * torch.rand(count, generator=rng) ** (1.0 / 1.5) + 0.001

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Acting, Recorded], dict[str, Tensor]]
 
 
-def flow_times(count: int, rng: torch.Generator) -> Tensor:
-    """`.999 Beta(1.5, 1) + .001`, float32 [count]: openpi's times, more of them near noise (A0 of pi0's training)."""
-    return 0.999 * torch.rand(count, generator=rng) ** (1.0 / 1.5) + 0.001
-
-
 def flow_matching_loss(
     policy: PredictsVelocity, context: Batch, actions: Tensor, noise: Tensor, sigma: Tensor, valid: Tensor | None = None
 ) -> Tensor:
@@ -94,7 +89,7 @@ def recorded_frames(
 def _levels(policy: Policy, count: int, rng: torch.Generator, alpha_bars: Tensor) -> Tensor:
     """Times of a flow, or timesteps of a diffusion [count]."""
     if isinstance(policy, PredictsVelocity):
-        return flow_times(count, rng)
+        return forward.flow_times(count, rng)
     if isinstance(policy, PredictsNoise):
         return torch.randint(len(alpha_bars), (count,), generator=rng)
     raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and has no loss of its own")

@@ -19,7 +19,7 @@ from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.recordings import Steps, split
-from genrl.vla.methods.imitation import flow_times, observation_of
+from genrl.vla.methods.imitation import observation_of
 from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,
@@ -333,7 +333,7 @@ def recorded_chunks(
     actions = policy.normalised(action)
     noise = torch.randn(action.shape, generator=rng)
     if isinstance(policy, PredictsVelocity):
-        level = flow_times(len(actions), rng)
+        level = forward.flow_times(len(actions), rng)
     elif isinstance(policy, PredictsNoise):
         level = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
     else:

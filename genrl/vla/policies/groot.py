@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from genrl.mdp.forward import flow_times
 from genrl.vla.policies import lerobot
 from genrl.vla.policies.groot_folder import (
     BACKBONE,
@@ -223,7 +224,7 @@ class Groot(PublishedFlow):
     def loss_noise(self, count: int, rng: torch.Generator) -> Batch:
         """Noise, and sigmas `.999 Beta(1.5, 1) + .001`, of flow matching."""
         noise = torch.randn(count, self.horizon, self.action_dim, generator=rng)
-        return {"noise": noise, "level": 0.999 * torch.rand(count, generator=rng) ** (1.0 / 1.5) + 0.001}
+        return {"noise": noise, "level": flow_times(count, rng)}
 
     def errors(self, context: Batch, actions: Tensor, valid: Tensor, noise: Batch) -> Errors:
         """Flow matching by LeRobot's mask: of the robot's own numbers alone, as most of the 132 only pad an action, and

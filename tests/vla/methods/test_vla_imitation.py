@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from genrl.mdp import ddpm
+from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.vla.data.demonstrations import minitable_frames
 from genrl.vla.data.frames import STD_FLOOR, frame_statistics
-from genrl.vla.methods.imitation import flow_matching_loss, flow_times, imitate, noise_matching_loss
+from genrl.vla.methods.imitation import flow_matching_loss, imitate, noise_matching_loss
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, rows, tokenise
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, act

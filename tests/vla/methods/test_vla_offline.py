@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from genrl.mdp import ddpm, forward
+from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.runtime import state
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods import shared_settings
 from genrl.vla.methods.critics import Critics, train_iql
 from genrl.vla.methods.fisor.train import judged
-from genrl.vla.methods.imitation import flow_times
 from genrl.vla.methods.offline import (
     Store,
     Words,
