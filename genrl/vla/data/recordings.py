@@ -142,13 +142,12 @@ def _minari(file: Any, path: Path, success_key: str | None, cost_key: str | None
 def _ended(columns: list[Any]) -> Steps:
     """Of columns: a success terminates its episode, what was recorded after it until the episode's end is left out, and
     the last step ends one."""
-    steps = Steps(*columns)
-    done = steps.done.copy()
+    done = columns[-1].copy()
     done[-1] = True
-    episode: NDArray[Any] = np.cumsum(done) - done
+    steps = Steps(*columns)._replace(done=done)
     before: NDArray[Any] = np.cumsum(steps.success) - steps.success
     first = np.concatenate([[0], np.flatnonzero(done)[:-1] + 1])
-    kept: NDArray[np.bool_] = before == before[first][episode]
+    kept: NDArray[np.bool_] = before == before[first][steps.episode]
     ended = steps._replace(terminated=steps.terminated | steps.success, done=done | steps.success)
     every: list[Any] = [values[kept] for values in ended]
     return Steps(*every)

@@ -98,8 +98,7 @@ class Crew:
                     number,
                     held / 1e9,
                 )
-                link.end(kill=False)
-                self.links[number] = Link(link.worker, link.slots, self._inbox)
+                self._anew(link, kill=False)
                 self.renewed += 1
 
     def send(self, link: Link, work: Work, slots: list[int]) -> None:
@@ -125,8 +124,11 @@ class Crew:
 
     def restart(self, link: Link) -> Link:
         """A new link instead of one whose worker is gone."""
-        link.end(kill=True)
         self.restarts += 1
+        return self._anew(link, kill=True)
+
+    def _anew(self, link: Link, *, kill: bool) -> Link:
+        link.end(kill=kill)
         again = Link(link.worker, link.slots, self._inbox)
         self.links[self.links.index(link)] = again
         return again

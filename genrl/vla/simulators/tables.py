@@ -12,6 +12,7 @@ slot without an executed chunk between them are an error, with the worker's repo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,8 @@ class Simulators:
             if numbers.shape != (self.num_envs,):
                 raise ValueError(f"episodes must be [{self.num_envs}], got {list(numbers.shape)}")
         self._running[:] = self._vanished[:] = False
-        self.crew.renew(self._most_bytes)
+        if self._most_bytes < math.inf:  # else nobody looks through the processes of this machine for it
+            self.crew.renew(self._most_bytes)
         observation, _, _, _, info = self._round({slot: int(number) for slot, number in enumerate(numbers)}, {})
         return observation, info
 

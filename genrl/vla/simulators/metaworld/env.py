@@ -110,11 +110,13 @@ class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.floa
         inner.data, inner.curr_path_length = copy.copy(inner.data), 0
         actions = np.zeros((horizon, 4), dtype=np.float32)
         seen, success = self.seen, False
-        for k in range(horizon):
-            actions[k] = (0.0, 0.0, 0.0, actions[k - 1, 3]) if success else self.expert_action(seen)
-            seen, _, _, _, info = inner.step(actions[k])
-            success = success or bool(info["success"])
-        vars(inner).update(before)
+        try:
+            for k in range(horizon):
+                actions[k] = (0.0, 0.0, 0.0, actions[k - 1, 3]) if success else self.expert_action(seen)
+                seen, _, _, _, info = inner.step(actions[k])
+                success = success or bool(info["success"])
+        finally:
+            vars(inner).update(before)
         return actions
 
     def picture(self, size: int) -> NDArray[np.uint8]:
