@@ -82,7 +82,7 @@ class Model(Section):
     use_safetensors: Flag = True
     """Refuse pickled weight files, which may run code; false = take them where there are no others."""
     dtype: Precision = "float32"
-    """Precision in which the frozen weights are held; LoRA weights are always float32."""
+    """Precision in which the frozen weights are held; LoRA weights are always float32 (docs/adapters.md)."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """Precision of the forward passes; null = the weights' own."""
     scheduler: dict[Text, Any] = {}

@@ -14,6 +14,7 @@ from torch import nn
 from genrl.config import LoRA
 from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with, encoders_of
 from genrl.diffusion.policy.interfaces import Pipeline
+from genrl.runtime.low_rank import in_input_precision
 from genrl.runtime.sharding import Sharding, in_step, shard
 from genrl.runtime.weights import Weights
 
@@ -47,6 +48,7 @@ def trainable(
             network.requires_grad_(True)
         else:
             activate(network)
+            in_input_precision(network)
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

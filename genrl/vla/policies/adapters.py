@@ -22,6 +22,7 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from genrl.runtime.low_rank import in_input_precision
     from genrl.vla.policies.groot import Block
     from genrl.vla.policies.transformer import Layer
 
@@ -43,6 +44,7 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "adapters") % 2**32)
         inject_adapter_in_model(config, policy)
+    in_input_precision(policy)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(is_adapter(name) or name.startswith(HEADS))
 

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from genrl.config.vlm import VLMConfig
+from genrl.runtime.low_rank import in_input_precision
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
@@ -49,4 +50,5 @@ def with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    in_input_precision(made)
     return made

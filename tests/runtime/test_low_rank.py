@@ -1,0 +1,110 @@
+"""Adapters compute in the precision of what they adapt."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from genrl.runtime.low_rank import in_input_precision
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 48), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).view(-1, 3, 4, 4)).flatten(1)
+
+
+def adapted(dtype: torch.dtype, **settings: object) -> nn.Module:
+    """A network with one linear layer and one convolution, both with adapters in float32."""
+    torch.manual_seed(0)
+    net = inject_adapter_in_model(LoraConfig(r=4, target_modules=["first", "second"], **settings), Net().to(dtype))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape)
+    return net
+
+
+def kept(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The output, and what the backward pass keeps beside the parameters."""
+    own = {parameter.data_ptr() for parameter in net.parameters()}
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = net(x)
+    return out, found
+
+
+def test_nothing_is_kept_in_float32() -> None:
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    net = adapted(torch.bfloat16)
+    assert any(one.dtype == torch.float32 for one in kept(net, x)[1])  # as peft has it
+    in_input_precision(net)
+    out, found = kept(net, x)
+    assert out.dtype == torch.bfloat16 and all(one.dtype == torch.bfloat16 for one in found)
+
+
+def test_the_result_is_that_of_a_lora_loaded_in_half_precision() -> None:
+    """To the bit what diffusers computes with it; gradients come in float32 and within bfloat16's rounding."""
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    net = adapted(torch.bfloat16)
+    loaded, exact = copy.deepcopy(net).to(torch.bfloat16), copy.deepcopy(net).double()
+    in_input_precision(net)
+    assert torch.equal(net(x), loaded(x))
+    net(x).float().sum().backward()
+    exact(x.double()).sum().backward()
+    for (name, mine), truth in zip(net.named_parameters(), exact.parameters(), strict=True):
+        if "lora_" in name:
+            assert mine.dtype == torch.float32 and mine.grad is not None and mine.grad.dtype == torch.float32
+            assert truth.grad is not None
+            off = (mine.grad.double() - truth.grad).norm() / truth.grad.norm()
+            assert off < 0.02, (name, off)
+
+
+def test_float32_stays_as_it_is() -> None:
+    x = torch.randn(32, 64)
+    net = adapted(torch.float32)
+    before = net(x)
+    in_input_precision(net)
+    assert torch.equal(net(x), before)
+
+
+def test_under_autocast_the_numbers_are_the_same() -> None:
+    x = torch.randn(32, 64)
+    net = adapted(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = net(x)
+        in_input_precision(net)
+        assert torch.equal(net(x), before)
+
+
+def test_dora_is_left_alone() -> None:
+    net = adapted(torch.bfloat16, use_dora=True)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    before = net(x)
+    in_input_precision(net)
+    assert torch.equal(net(x), before)
+
+
+@pytest.mark.parametrize("twice", [1, 2])
+def test_names_and_copies(twice: int) -> None:
+    """The names of its state stay, it can be done again, and a copy computes the same."""
+    net = adapted(torch.bfloat16)
+    names = list(net.state_dict())
+    for _ in range(twice):
+        in_input_precision(net)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    assert list(net.state_dict()) == names
+    assert torch.equal(copy.deepcopy(net)(x), net(x))
