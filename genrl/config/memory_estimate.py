@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from genrl.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
 from genrl.config.folders import is_gguf
@@ -20,7 +20,35 @@ from genrl.config.optimizers import state_bytes
 from genrl.config.schema import Config
 
 HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KEPT, KEPT_WITH_LORA = 22, 13  # numbers kept per token, layer and unit of width: measured 21.4 to 22.9, 12.0 to 12.8
+
+
+class Kept(NamedTuple):
+    """Bytes kept for the backward pass per token, layer and unit of width, without attention scores."""
+
+    whole: float
+    """All weights are trained, in float32."""
+    lora: float
+    """Adapters alone, in float32."""
+    half: float
+    """Adapters alone, in a half precision: norms still compute in float32."""
+
+    def plus(self, other: Kept, times: float = 1.0) -> Kept:
+        """The sum, the other one taken so many times."""
+        return Kept(*(mine + times * more for mine, more in zip(self, other, strict=True)))
+
+
+KEPT = {
+    "SD3": Kept(84, 48, 27),
+    "Flux": Kept(91, 51, 31),
+    "QwenImage": Kept(103, 56, 40),
+    "Wan": Kept(140, 81, 53),
+}
+"""By the beginning of the denoiser's class; measured on blocks of width 768 (docs/memory.md)."""
+KEPT_ELSEWHERE = KEPT["QwenImage"]
+NORMED = Kept(16, 8, 12)
+"""Of SD3's blocks, where queries and keys are normed (SD3.5)."""
+DUAL = Kept(41, 29, 25)
+"""Of SD3's blocks, where pictures have a second attention: per token of the picture."""
 LARGEST_COPY = 32_000_000
 """Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
 BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.127}
@@ -37,9 +65,8 @@ EMBEDDINGS = ("shared", "embed", "wte", "position")
 def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str, int]]:
     """(what, bytes) of one process, largest parts first. Their sum is the peak on the device, beside the libraries.
 
-    Activations are an estimate for transformer denoisers: numbers kept for the backward pass per token, layer and unit
-    of width, measured on SD3 and FLUX blocks without attention scores. They are left out where the model's
-    configuration does not tell its width (UNets).
+    Activations are an estimate for transformer denoisers, by what blocks of their family keep. They are left out where
+    the model's configuration does not tell its width (UNets).
     """
     offload = config.model.offload
     weights = {component.name: weight_bytes(config, component) for component in components}
@@ -158,13 +185,13 @@ def _trained(config: Config, trained: int) -> list[tuple[str, int]]:
 
 def _activations(config: Config, components: tuple[Component, ...]) -> tuple[str, int]:
     """Kept for the backward pass of a micro-batch, or of all whose graphs are kept."""
-    numbers = _kept_numbers(config, components)
+    kept = _kept_bytes(config, components)
     if config.trainer.keeps_graphs:  # one process; several share it
-        return "activations kept from sampling (rough)", round(numbers * config.trainer.kept_graphs(config))
-    return "activations of one micro-batch (rough)", numbers
+        return "activations kept from sampling (rough)", round(kept * config.trainer.kept_graphs(config))
+    return "activations of one micro-batch (rough)", kept
 
 
-def _kept_numbers(config: Config, components: tuple[Component, ...]) -> int:
+def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
     vae, denoiser = _first(components, "vae"), _first(components, *DENOISERS)
     if denoiser is None:
         return 0
@@ -173,13 +200,27 @@ def _kept_numbers(config: Config, components: tuple[Component, ...]) -> int:
     layers = sum(number(settings.get(name)) for name in ("num_layers", "num_single_layers", "n_layers"))
     if not width or not layers:
         return 0
-    each = (KEPT if model.lora is None else KEPT_WITH_LORA) * width
-    if model.lora is not None:  # what stands between the two matrices of an adapter
-        each += adapted_ranks(denoiser, model.lora) // layers
-    numbers = each + layers * width if model.gradient_checkpointing else each * layers
-    length = tokens(config, settings, vae.settings if vae else {}) + text_tokens(config, components)
+    held = 2 if _half(config) else 4
+    picture, text = tokens(config, settings, vae.settings if vae else {}), text_tokens(config, components)
+    kept = _kept_by_blocks(denoiser, layers, picture / (picture + text))
+    if model.lora is None:
+        each = kept.whole * (kept.half / kept.lora if _half(config) else 1) * width
+    else:  # with what stands between the two matrices of an adapter
+        each = (kept.half if _half(config) else kept.lora) * width + held * adapted_ranks(denoiser, model.lora) / layers
+    of_token = each + held * layers * width if model.gradient_checkpointing else each * layers
     batch = config.sampling.batch_size * plan(config, components).guidance
-    return int(batch * length * numbers * (2 if _half(config) else 4) / config.distributed.context)
+    return int(batch * (picture + text) * of_token / config.distributed.context)
+
+
+def _kept_by_blocks(denoiser: Component, layers: int, picture: float) -> Kept:
+    """Of the mean block of a denoiser; picture: the picture's share of the tokens."""
+    kept = next((kept for kind, kept in KEPT.items() if denoiser.kind.startswith(kind)), KEPT_ELSEWHERE)
+    if not denoiser.kind.startswith("SD3"):
+        return kept
+    if denoiser.settings.get("qk_norm"):
+        kept = kept.plus(NORMED)
+    dual = denoiser.settings.get("dual_attention_layers")
+    return kept.plus(DUAL, picture * len(dual) / layers) if isinstance(dual, list | tuple) else kept
 
 
 def _width(settings: Mapping[str, Any]) -> int:

@@ -246,8 +246,8 @@ def test_activations_scale_with_tokens_batch_and_layers(tmp_path: Path) -> None:
         return dict(memory(config(sampling=sampling), components))[key]
 
     small = size(height=32, width=32)  # VAE scale 4, patch 2: 4 x 4 tokens
-    # batch, tokens, width x kept numbers and the rank of one adapter, layers, bytes
-    assert small == 4 * 16 * (32 * 13 + 32) * 2 * 4
+    # batch, tokens, layers, width x bytes kept by SD3's blocks and the rank of one adapter
+    assert small == 4 * 16 * 2 * (32 * 48 + 32 * 4)
     assert size(height=64, width=32) == 2 * small and size(height=32, width=32, batch_size=2) == small // 2
     assert size(height=32, width=32, guidance_scale=4.0) == 2 * small
     assert size() == size(height=64, width=64)  # the model's own size: 16 latents of 4 pixels

@@ -24,7 +24,7 @@ from genrl.vlm.policies.log_probs import LOGITS
 
 QUESTION = 1024
 """Tokens that a question is taken to have, its picture included."""
-KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (14.4, 3.0, 2.0)
+KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (7.3, 3.0, 2.3)
 """Numbers kept per token and layer, in units of its width, the width inside its MLP, and that of its keys. Measured on
 Qwen2's layers in bfloat16 with flash attention, four combinations of widths, rank 16 on the attention."""
 RECOMPUTED = 1.0  # of its width, where layers are computed again
