@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import subprocess
@@ -302,6 +303,7 @@ def _built(model: Published, place: Path, dry: bool, found: Found) -> Path:
 
 def _trained(config: AnyConfig) -> list[dict[str, float]]:
     """The metrics of the iterations of a run."""
+    gc.collect()  # the run before, which is in cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -109,7 +109,8 @@ def kernels(known: Found) -> str:
             continue
         others = [other for other in rows[0]["seconds"] if other != "ours"]
         body = [
-            [row["shape"], row["phase"], *(_us(row["seconds"].get(k)) for k in ("ours", *others)),
+            [row["shape"], row["phase"],
+             *(_us(row["seconds"].get(k)) + "*" * (k in row.get("as_launched", ())) for k in ("ours", *others)),
              f"{row['ratio']:.2f}", f"{row['roofline']:.0%}" if "roofline" in row else ""]
             for row in rows
         ]  # fmt: skip
@@ -214,8 +215,8 @@ are in `benchmarks/results/gpu.json`. On a machine without an index of packages,
 
 The largest |ratio - 1| before the first update, by `genrl train` on models of published size with random weights. 0
 means that training computes the bits that sampling computed. *Reduced* models have their full width and fewer blocks.
-UNets have no attention processors or fused kernels of ours. *No room*: several checks shared the card. The failures of
-FLUX.1 came before cuDNN's attention was left out (see below); the default was not run again since.
+UNets have no attention processors or fused kernels of ours. *No room*: several checks shared the card. FLUX.1 failed
+as it is, too, before cuDNN's attention was left out (see below); compiled it was not run again since.
 {ratios}
 ## torch's attention kernels
 
@@ -232,17 +233,31 @@ layout. If you train FLUX.1 with other code on such a card, call `torch.backends
 ## Kernels
 {kernels}
 Each call is recorded as a CUDA graph and timed by the GPU's events with a cold cache; the [rule of a
-default](kernels.md#timing) reads these tables.
+default](kernels.md#timing) reads these tables. A star marks calls that waited for the host and could not be recorded:
+theirs is the host's time.
+
+On the H200 no kernel of ours earns its place by default. What `torch.compile` makes of the definitions is faster,
+except for `adaln` forward, whose backward pass loses what that gains. Beside uncompiled code they still pay: the
+iteration below takes .90 of its time with `kernels.fused`. cuDNN's attention is 1.3 to 2 times as fast as the flash
+kernel that torch chooses without it, and `kernels.attention: cudnn` has it.
 
 ## An iteration
 
-One micro-batch of the published recipe at 512 px. The estimate is that of `genrl check`.
+One micro-batch of the published recipe at 512 px. The estimate is that of `genrl check` on that day.
 {speed}
+All this was measured while peft's adapters computed in float32. Since then [they compute in the model's
+precision](adapters.md#precision), and the estimate counts [what each family's blocks keep](memory.md#the-estimate): 28.3
+GB for the first row. Peaks of the rows below the first may hold up to 5 GB of the run before, which nobody had
+collected; the benchmark does now. Neither was measured again.
+
 ## Beside the usual loop
 
 [The stand-in of the usual loop](speed.md#the-choices-one-at-a-time) against genrl on SD3.5-medium at 256 px, both
 without cuDNN's attention.
 {peer}
+At equal work genrl was slower here, while on a CPU it is as fast. The stand-in's adapters are bfloat16, and genrl's
+computed in float32 that day, without tensor cores. That was changed, but not measured again.
+
 ## Language
 
 Qwen2.5-VL-3B's architecture: 32 answers of 256 tokens to questions with pictures, sampled by transformers, and an

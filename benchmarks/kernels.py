@@ -114,7 +114,7 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: 
             )
         elif kernel == "sde_step":
             x, noise = torch.randn(2, 1, 64 * tokens, device=device)  # 16 channels, patches of 2 x 2
-            a, b, s = torch.tensor([[0.9], [-0.1], [0.3]], device=device)
+            a, b, s = torch.tensor([[0.9], [-0.1], [0.3]])  # on the host, as in a run
             found[name] = Case(
                 [torch.randn_like(x)],
                 lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step(x, v, a, b, s, noise=n, backend=backend)[1:],
