@@ -246,8 +246,8 @@ kernel that torch chooses without it, and `kernels.attention: cudnn` has it.
 One micro-batch of the published recipe at 512 px. The estimate is that of `genrl check` on that day.
 {speed}
 All this was measured while peft's adapters computed in float32. Since then [they compute in the model's
-precision](adapters.md#precision), and the estimate counts [what each family's blocks keep](memory.md#the-estimate): 28.3
-GB for the first row. Peaks of the rows below the first may hold up to 5 GB of the run before, which nobody had
+precision](adapters.md#precision), and the estimate counts [what each family's blocks keep](memory.md#the-estimate):
+28.3 GB for the first row. Peaks of the rows below the first may hold up to 5 GB of the run before, which nobody had
 collected; the benchmark does now. Neither was measured again.
 
 ## Beside the usual loop
