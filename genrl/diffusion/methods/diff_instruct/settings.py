@@ -42,7 +42,7 @@ class DiffInstruct(Differentiating):
     not_divided: ClassVar[str] = "trains another model beside this one, which each process computes whole"
     checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    needs_flow: ClassVar[bool] = True
+    refers_to_base: ClassVar[bool] = True
     needs_reward: ClassVar[bool] = False
     not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by gradients of scores"
 
@@ -80,6 +80,9 @@ class DiffInstruct(Differentiating):
         ):
             if scale > 1:
                 yield (key, "trainer.algorithm"), f"{none}; write 1"
+        if config.model.lora is not None and config.model.lora.frozen:
+            text = "the teacher is the model without adapters, and the assistant begins as it; begin with a distilled LoRA"
+            yield ("model.lora.frozen", "trainer.algorithm"), f"{text} by model.lora.from"
         if "true_cfg_scale" in sampling.pipeline_args:
             yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; remove it"
 

@@ -1,0 +1,173 @@
+"""Diff-Instruct* on epsilon, v and sample prediction: Gaussians in closed form, UNets by one plain graph, the LoRA that
+the generator begins with, and the recipe of SDXL in tiny form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, EulerDiscreteScheduler
+from torch import Tensor
+
+from genrl.config import Config, load
+from genrl.diffusion.methods.diff_instruct import train as diff_instruct
+from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
+from genrl.diffusion.policy.export import export
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.train import train
+from genrl.mdp.noise import keyed_noise
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.methods.test_diff_instruct_trainer import Watched, config, run
+from tests.diffusion.methods.test_diffusion_nft import relative
+from tests.diffusion.methods.test_draft import SMOOTH, decoded, warmth
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+ROOT = Path(__file__).resolve().parents[3]
+AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
+ONE_STEP = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
+
+
+@pytest.fixture(autouse=True)
+def _rewards(folder: Path) -> None:
+    (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
+
+
+# -- Gaussians -------------------------------------------------------------------------------------------------------
+
+BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+
+
+class Gaussians:
+    """A run whose networks know the scores: the assistant that of N(mu, v), the teacher that of N(m, v)."""
+
+    def __init__(self, predicts: str, mu: Tensor, m: Tensor, blank: Tensor, v: float) -> None:
+        flow = predicts == "flow"
+        alphas = torch.cumprod(1 - BETAS.double(), 0)
+        self.head = SimpleNamespace(
+            parametrisation="flow" if flow else "diffusion", prediction_type=predicts, alphas_cumprod=alphas
+        )
+        self.predicts, self.mu, self.m, self.blank, self.v, self.of_teacher = predicts, mu, m, blank, v, False
+        self.policy = self.weights = self
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        assert name == "assistant"
+        yield
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        self.of_teacher = True
+        yield
+        self.of_teacher = False
+
+    def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        alpha_bar = self.head.alphas_cumprod[time] if self.predicts != "flow" else None
+        a, s = (1 - time, time) if alpha_bar is None else (alpha_bar.sqrt(), (1 - alpha_bar).sqrt())
+        return a[:, None], s[:, None]
+
+    def velocity(self, batch: Batch, x: Tensor, time: Tensor) -> Tensor:
+        mean = self.mu if not self.of_teacher else self.m if batch.prompts[0] else self.blank
+        a, s = self.levels(time)
+        noise = s * (x - a * mean) / (a * a * self.v + s * s)  # -s times the score
+        clean = (x - s * noise) / a
+        return {
+            "flow": noise - clean, "epsilon": noise, "v_prediction": a * noise - s * clean, "sample": clean
+        }[self.predicts]  # fmt: skip
+
+
+@pytest.mark.parametrize("predicts", ["flow", "epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("trainer", [{}, {"guidance": "none"}, {"divergence": "kl", "guidance": "none"}])
+def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trainer: dict[str, Any]) -> None:
+    """Of equal variance: y = a (mu - m) / (a^2 v + s^2) everywhere, so the divergence is s^2 (sqrt(|y|^2 + c^2) - c),
+    its gradient in mu is s^2 a d'(y) / (a^2 v + s^2), and each sample has it exactly. Of the Kullback-Leibler form:
+    s^2 a y. Guidance moves m to blank + g (m - blank)."""
+    settings = DiffInstruct.model_validate({"algorithm": "diff_instruct", "guidance_scale": 3.0, **trainer})
+    mu, m, blank = (keyed_noise((5,), name).double() for name in ("mu", "m", "blank"))
+    v, keys = 0.3, [(0, 0, k) for k in range(64)]
+    final = mu + v**0.5 * torch.stack([keyed_noise((5,), *key) for key in keys]).double()
+    net: Any = Gaussians(predicts, mu, m, blank, v)
+    batch = Batch(["a red star"] * len(keys), keys, {})
+    rollouts: Any = SimpleNamespace(mine={0: SimpleNamespace(final=final, batch=batch)})
+    ((given, _),) = diff_instruct.noised(net, rollouts, "generator", 0)
+    a, s = net.levels(given.time)
+    torch.testing.assert_close(given.noisy, a * final + s * given.noise)
+    gradient, divergence = diff_instruct.divergence_gradient(net, settings, batch, given)
+
+    variance = a * a * v + s * s
+    y = a * (mu - (m if settings.guidance == "none" else blank + 3.0 * (m - blank))) / variance
+    c = 0.00054 * 5**0.5
+    size = (y.square().sum(1) + c * c).sqrt()
+    torch.testing.assert_close(divergence, s[:, 0] ** 2 * (size - c), rtol=1e-6, atol=1e-9)
+    expected = s * s * a * (y / size[:, None] / variance if settings.divergence == "score" else y)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
+
+
+# -- UNets -----------------------------------------------------------------------------------------------------------
+
+
+class PlainUNet:
+    """Stable Diffusion 1.5's networks, loaded afresh."""
+
+    def __init__(self, config: Config, values: dict[str, Tensor] | None, *, trained: bool = False) -> None:
+        self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
+        for part in (self.pipe.unet, self.pipe.vae):
+            part.eval().requires_grad_(False)
+        self.named: dict[str, Any] = {}
+        if values is not None:
+            self.named = trainable({"unet": self.pipe.unet}, config.model.lora).named
+            with torch.no_grad():
+                for key, p in self.named.items():
+                    p.copy_(values[key])
+                    p.requires_grad_(trained)
+
+    def noise(self, prompts: list[str], x: Tensor, t: Tensor) -> Tensor:
+        text = self.pipe.encode_prompt(prompts, "cpu", 1, False)[0]
+        found: Tensor = self.pipe.unet(x, t, encoder_hidden_states=text).sample
+        return found
+
+
+@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
+def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) -> None:
+    """Of the third iteration, where generator, assistant and teacher are three different networks; the generator reads
+    its noise at timestep 399, as DMD2's and the paper's."""
+    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
+    settings = config(
+        folder, folder / "sd15", {"guidance_scale": 3.0}, model={"scheduler": AT_399, "lora": lora}, iterations=3,
+        optimizer={"lr": 1e-2 if lora else 1e-3}, sampling={"pipeline_args": {}},
+    )  # fmt: skip
+    seen: Watched = run(settings)
+    generator = PlainUNet(settings, seen.weights[2], trained=True)
+    assistant, teacher = PlainUNet(settings, seen.assistants[2][1]), PlainUNet(settings, None)
+    alphas: Tensor = generator.pipe.scheduler.alphas_cumprod
+    ab, last = alphas[399], alphas[0]
+    loss = torch.zeros(())
+    for one, (noisy, noise, t) in zip(seen.rollouts[2].mine.values(), seen.noised["generator"][2], strict=True):
+        prompts, z = one.batch.prompts, one.pieces[0].trajectory.initial
+        predicted = generator.noise(prompts, z, torch.full((len(z),), 399))
+        clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
+        x0 = last.sqrt() * clean + (1 - last).sqrt() * predicted  # diffusers ends there unless set_alpha_to_one
+        torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
+        a, s = (column.view(-1, 1, 1, 1) for column in (alphas[t].sqrt(), (1 - alphas[t]).sqrt()))
+        xt = a * x0 + s * noise
+        torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
+        ours, theirs, blank = (
+            -network.noise(texts, xt, t) / s
+            for network, texts in ((assistant, prompts), (teacher, prompts), (teacher, [""] * len(prompts)))
+        )
+        y = (ours - (blank + 3.0 * (theirs - blank))).flatten(1)
+        d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
+        regulariser = -(s.flatten() ** 2) * (d * (ours + noise / s).flatten(1)).sum(1)
+        loss = loss + (regulariser - 3.0 * warmth(decoded(generator.pipe, x0))).sum() / 6
+    found = torch.autograd.grad(loss, list(generator.named.values()), allow_unused=True)
+    expected = {
+        key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(generator.named.items(), found, strict=True)
+    }
+    assert relative(seen.gradients[2], expected) < 5e-4
