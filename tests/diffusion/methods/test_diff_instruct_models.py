@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, EulerDiscreteScheduler
+from diffusers import DDIMScheduler, DiffusionPipeline, EulerDiscreteScheduler
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor
 
 from genrl.config import Config, load
@@ -22,6 +24,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
+from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.test_diff_instruct_trainer import Watched, config, run
@@ -171,3 +174,106 @@ def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) ->
         key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(generator.named.items(), found, strict=True)
     }
     assert relative(seen.gradients[2], expected) < 5e-4
+
+
+# -- the recipe of SDXL ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny SDXL, and a LoRA on it that changes what it draws."""
+    folder = tmp_path_factory.mktemp("sdxl")
+    FAMILIES["sdxl"]().pipe.save_pretrained(folder / "base")
+    pipe: Any = DiffusionPipeline.from_pretrained(folder / "base")
+    pipe.unet.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    pipe.save_lora_weights(folder / "distilled", convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.unet)))
+    return folder / "base", folder / "distilled"
+
+
+def rehearsed(folder: Path, sdxl: tuple[Path, Path], *changes: str) -> Config:
+    """configs/diffusion/sdxl_diff_instruct.yaml with few small pictures."""
+    return load(
+        ROOT / "configs/diffusion/sdxl_diff_instruct.yaml",
+        [
+            f"model.path={sdxl[0]}",
+            "model.variant=null",
+            "model.dtype=float32",
+            f"model.lora.from={sdxl[1]}",
+            f"prompts.train={folder / 'train.txt'}",
+            f"prompts.eval={folder / 'eval.txt'}",
+            "prompts.column=prompt",
+            f"rewards=[{{name: '{folder / 'smooth.py'}:warmth', weight: 100}}]",
+            "sampling.height=16",
+            "sampling.width=16",
+            "sampling.prompts_per_iteration=4",
+            "evaluation.every=0",
+            "checkpoint.every=1",
+            "trackers=[]",
+            "ema=null",
+            "iterations=2",
+            f"output={folder / 'run'}",
+            *changes,
+        ],
+    )
+
+
+def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: Path, sdxl: tuple[Path, Path]) -> None:
+    settings = rehearsed(folder, sdxl)
+    batch = Batch(["a red star"], [("x", 0)], ONE_STEP)
+    x, t = keyed_noise((1, 4, 8, 8), "x"), torch.tensor([500])
+    with runs.opened(settings) as opened, torch.no_grad():
+        weights, policy = opened.weights, opened.policy
+        diff_instruct.begin_assistant(weights)
+        generator = policy.velocity(batch, x, t)
+        with weights.reference():
+            teacher = policy.velocity(batch, x, t)
+        with weights.use("assistant"):
+            assistant = policy.velocity(batch, x, t)
+        assert set(weights.snapshots) == {"assistant"}  # of the adapter: the base is there once
+        assert all(".lora_" in name for name in weights.named)
+        assert torch.equal(policy.velocity(batch, x, t), generator)
+    plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
+    text, _, pooled, _ = plain.encode_prompt("a red star", do_classifier_free_guidance=False)
+    added = {"text_embeds": pooled, "time_ids": torch.tensor([[16.0, 16, 0, 0, 16, 16]])}
+    base = plain.unet(x, t, encoder_hidden_states=text, added_cond_kwargs=added).sample.detach()
+    torch.testing.assert_close(teacher, base, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(assistant, base, rtol=1e-4, atol=1e-4)
+    assert float((generator - teacher).abs().max()) > 1e-2
+
+
+def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) -> None:
+    """Two iterations as written, resumed to the bit; the LoRA draws in one step of plain diffusers what was trained."""
+    straight = train(rehearsed(folder, sdxl))
+    stopped = train(rehearsed(folder, sdxl, "iterations=1", f"output={folder / 'stopped'}"))
+    written = Run(stopped).config
+    written.write_text(written.read_text().replace("iterations: 1\n", "iterations: 2\n"))
+    train(load(written), stopped)
+    assert runs.differences(straight, stopped) == []
+    assert {row["model_calls/train"] for row in runs.rows(straight)} == {4 * (5 + 1 + 2 + 1)}
+
+    plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
+    plain.scheduler = DDIMScheduler.from_config(plain.scheduler.config, timestep_spacing="trailing", clip_sample=False)
+    call = {**ONE_STEP, "output_type": "pt"}
+    begun = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
+    plain.load_lora_weights(export(straight, folder / "out"))
+    drawn = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
+    assert plain.scheduler.timesteps.tolist() == [999]
+    with runs.opened(rehearsed(folder, sdxl)) as opened, torch.no_grad():
+        opened.weights.restore(runs.last_state(straight).tensors)
+        noise = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(3))
+        batch = Batch(["a red star"], [("x", 0)], ONE_STEP)
+        trained = opened.policy.decode(batch, opened.policy.advance(batch, noise, 0))
+    torch.testing.assert_close(drawn.float(), trained, rtol=1e-3, atol=1e-3)
+    assert float((drawn - begun).abs().max()) > 1e-3
+
+
+def test_the_generator_reads_its_noise_at_the_timestep_of_the_scheduler(folder: Path, sdxl: tuple[Path, Path]) -> None:
+    """`steps_offset` of one leading step, as DMD2's one-step UNet has it: at 399."""
+    settings = rehearsed(folder, sdxl, f"model.scheduler={AT_399}")
+    with runs.opened(settings) as opened, torch.no_grad():
+        made = opened.policy.roll_out(Batch(["a red star"], [("x", 0)], ONE_STEP))
+        assert made.sigmas.tolist() == [399]
+    plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
+    plain.scheduler = EulerDiscreteScheduler.from_config(plain.scheduler.config, **AT_399)
+    plain("a red star", output_type="latent", **ONE_STEP)
+    assert plain.scheduler.timesteps.tolist() == [399.0]
