@@ -209,6 +209,16 @@ def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(fold
     assert second["diff_instruct/divergence"] > 0 and first["grad_norm"] > 0
 
 
+def test_variety_within_a_prompt_is_logged(folder: Path, model: Path) -> None:
+    """3 prompts with 2 samples each, in micro-batches of 4: the deviation of two numbers is their distance / sqrt 2."""
+    seen = run(config(folder, model, iterations=1))
+    drawn = {s: x for m in seen.rollouts[0].mine.values() for s, x in zip(m.slots, m.final, strict=True)}
+    apart = torch.stack([(drawn[2 * k] - drawn[2 * k + 1]).abs().mean() for k in range(3)])
+    assert seen.rows[0]["diff_instruct/spread"] == pytest.approx(float(apart.mean()) / 2**0.5, rel=1e-5)
+    alone = run(config(folder, model, iterations=1, sampling={"prompts_per_iteration": 4, "group_size": 1}))
+    assert "diff_instruct/spread" not in alone.rows[0]
+
+
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_two_and_two_iterations_are_four(folder: Path, model: Path, lora: Any) -> None:
     """To the bit, with the assistant and its optimiser; and the model calls are those that are foretold."""

@@ -26,6 +26,12 @@ METRICS = {
         "mean over samples of the norm of the weighted rewards' gradient at x_0",
         "Far above `pull`: the reward leads alone, and will be hacked; far below: it does nothing. Its weight decides.",
     ),
+    "diff_instruct/spread": MetricDoc(
+        "standard deviation of a number of x_0 over the samples of one prompt, mean over numbers and prompts; not logged "
+        "with `sampling.group_size: 1`",
+        "Variety, to be read beside the reward. Falling while the reward rises: the generator stops using its noise; "
+        "lower the reward's weight until `reward_pull` is far below `pull`.",
+    ),
     "assistant/error": MetricDoc(
         "mean over samples and their numbers of (noise - the assistant's prediction of it)^2",
         "Falls from the teacher's error on the generator's pictures. Rising: the generator runs away; lower its "

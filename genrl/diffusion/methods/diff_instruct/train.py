@@ -19,6 +19,7 @@ metrics and figures.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -88,6 +89,7 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     for _ in run.iterations():
         rollouts = run.collect(draw)
         meter = Meter()
+        meter.add("diff_instruct/spread", spread(rollouts))
         run.start_training(len(rollouts.mine))
         for k in range(settings.assistant_steps):
             follow(run, rollouts, optimizer, k, meter)
@@ -109,6 +111,16 @@ def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], N
     """Step 1: samples, whose piece begins with their noise."""
     made = policy.roll_out(batch)
     return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
+
+
+def spread(rollouts: Rollouts) -> Tensor:
+    """Standard deviation of a number of x_0 over the samples of a prompt, the mean over numbers: of each prompt of which
+    this process has two samples or more."""
+    samples: dict[int, list[Tensor]] = defaultdict(list)
+    for micro_batch in rollouts.mine.values():
+        for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
+            samples[int(rollouts.group[slot])].append(final.float())
+    return torch.tensor([float(torch.stack(same).std(dim=0).mean()) for same in samples.values() if len(same) > 1])
 
 
 def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
