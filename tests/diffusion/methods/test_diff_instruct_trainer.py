@@ -316,7 +316,7 @@ def test_a_dump_is_computed_again(folder: Path, model: Path) -> None:
         ({"evaluation": {"every": 1, "num_inference_steps": 8}}, r"evaluation\.num_inference_steps.*write null"),
         ({"sampling": {"guidance_scale": 4.0}}, r"sampling\.guidance_scale.*learnt from the teacher.*write 1"),
         ({"sampling": {"guidance_scale": None}}, r"sampling\.guidance_scale.*write 1"),
-        ({"lora": {"frozen": ["org/distilled"]}}, r"model\.lora\.frozen.*begin with a distilled LoRA by model\.lora\.from"),
+        ({"lora": {"frozen": ["org/distilled"]}}, r"model\.lora\.frozen.*name a distilled LoRA by model\.lora\.from"),
         ({"trainer": {"guidance": "both"}}, "allowed: one of none, inner, outer"),
     ],
 )

@@ -27,8 +27,8 @@ METRICS = {
         "Far above `pull`: the reward leads alone, and will be hacked; far below: it does nothing. Its weight decides.",
     ),
     "diff_instruct/spread": MetricDoc(
-        "standard deviation of a number of x_0 over the samples of one prompt, mean over numbers and prompts; not logged "
-        "with `sampling.group_size: 1`",
+        "standard deviation of a number of x_0 over the samples of one prompt, mean over numbers and prompts; with "
+        "`sampling.group_size` of 2 or more",
         "Variety, to be read beside the reward. Falling while the reward rises: the generator stops using its noise; "
         "lower the reward's weight until `reward_pull` is far below `pull`.",
     ),
@@ -87,8 +87,8 @@ class DiffInstruct(Differentiating):
             if scale > 1:
                 yield (key, "trainer.algorithm"), f"{none}; write 1"
         if config.model.lora is not None and config.model.lora.frozen:
-            text = "the teacher is the model without adapters, and the assistant begins as it; begin with a distilled LoRA"
-            yield ("model.lora.frozen", "trainer.algorithm"), f"{text} by model.lora.from"
+            text = "the teacher is the model without adapters, and the assistant begins as it"
+            yield ("model.lora.frozen", "trainer.algorithm"), f"{text}; name a distilled LoRA by model.lora.from"
         if "true_cfg_scale" in sampling.pipeline_args:
             yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; remove it"
 

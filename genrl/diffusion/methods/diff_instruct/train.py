@@ -114,8 +114,8 @@ def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], N
 
 
 def spread(rollouts: Rollouts) -> Tensor:
-    """Standard deviation of a number of x_0 over the samples of a prompt, the mean over numbers: of each prompt of which
-    this process has two samples or more."""
+    """Standard deviation of a number of x_0 over the samples of a prompt, its mean over numbers: for each prompt of
+    which this process has two samples or more."""
     samples: dict[int, list[Tensor]] = defaultdict(list)
     for micro_batch in rollouts.mine.values():
         for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
