@@ -30,6 +30,7 @@ from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.test_diff_instruct_trainer import Watched, config, run
 from tests.diffusion.methods.test_diffusion_nft import relative
 from tests.diffusion.methods.test_draft import SMOOTH, decoded, warmth
+from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -174,6 +175,19 @@ def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) ->
         key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(generator.named.items(), found, strict=True)
     }
     assert relative(seen.gradients[2], expected) < 5e-4
+
+
+@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
+def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
+    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole step
+    of rounding where a gradient is nearly 0."""
+    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
+    changes: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct", "assistant_lr": 1e-9}, "iterations": 1}
+    changes |= {"lora": lora, "rewards": [runs.reward(folder, "warmth")]}
+    changes["sampling"] = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
+    (alone,) = recorded(folder, folder / "sd15", 1, **changes)
+    parts = recorded(folder, folder / "sd15", 2, "sharded", **changes, **FSDP)
+    check_equal(parts, alone, 1e-5)
 
 
 # -- the recipe of SDXL ----------------------------------------------------------------------------------------------
