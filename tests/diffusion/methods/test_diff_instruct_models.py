@@ -179,8 +179,8 @@ def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) ->
 
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
-    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole step
-    of rounding where a gradient is nearly 0."""
+    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
+    step of rounding where a gradient is nearly 0."""
     FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
     changes: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct", "assistant_lr": 1e-9}, "iterations": 1}
     changes |= {"lora": lora, "rewards": [runs.reward(folder, "warmth")]}
