@@ -219,7 +219,7 @@ def rehearsed(folder: Path, sdxl: tuple[Path, Path], *changes: str) -> Config:
             f"rewards=[{{name: '{folder / 'smooth.py'}:warmth', weight: 100}}]",
             "sampling.height=16",
             "sampling.width=16",
-            "sampling.prompts_per_iteration=4",
+            "sampling.prompts_per_iteration=2",
             "evaluation.every=0",
             "checkpoint.every=1",
             "trackers=[]",
@@ -264,6 +264,7 @@ def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) 
     train(load(written), stopped)
     assert runs.differences(straight, stopped) == []
     assert {row["model_calls/train"] for row in runs.rows(straight)} == {4 * (5 + 1 + 2 + 1)}
+    assert all(row["diff_instruct/spread"] > 0 for row in runs.rows(straight))
 
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = DDIMScheduler.from_config(plain.scheduler.config, timestep_spacing="trailing", clip_sample=False)

@@ -30,7 +30,7 @@ METRICS = {
         "standard deviation of a number of x_0 over the samples of one prompt, mean over numbers and prompts; with "
         "`sampling.group_size` of 2 or more",
         "Variety, to be read beside the reward. Falling while the reward rises: the generator stops using its noise; "
-        "lower the reward's weight until `reward_pull` is far below `pull`.",
+        "lower the reward's weight.",
     ),
     "assistant/error": MetricDoc(
         "mean over samples and their numbers of (noise - the assistant's prediction of it)^2",
