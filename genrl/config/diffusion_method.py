@@ -48,6 +48,8 @@ class DiffusionMethod(Method):
     """How many samples a group has to have; None = any number."""
     needs_flow: ClassVar[bool] = False
     """Whether the model has to predict a velocity."""
+    refers_to_base: ClassVar[bool] = False
+    """Whether its reference is the model without adapters, also where training goes on with one (`model.lora.from`)."""
     needs_reward: ClassVar[bool] = True
     """Whether one reward at least must have a weight."""
     differentiates_rewards: ClassVar[bool] = False

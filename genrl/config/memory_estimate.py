@@ -166,7 +166,8 @@ def snapshots(config: Config) -> list[str]:
         names += ["best evaluation (monitor)"]
     names += config.trainer.snapshots(config)
     lora = config.model.lora
-    if (lora is None or lora.begin or lora.frozen) and config.uses_reference:  # else it is the model without adapters
+    is_base = lora is not None and (config.trainer.refers_to_base or not (lora.begin or lora.frozen))
+    if config.uses_reference and not is_base:  # else it is the model without adapters
         names.append("reference")
     return names
 

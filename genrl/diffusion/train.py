@@ -279,7 +279,14 @@ def sharding_of(config: Config, device: torch.device) -> Sharding | None:
 
 def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None = None) -> Weights:
     """The denoisers made trainable as configured, and the reference kept where it is a snapshot."""
-    weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharding=sharding, pipe=policy.pipe)
+    weights = trainable(
+        policy.denoisers,
+        config.model.lora,
+        seed=config.seed,
+        sharding=sharding,
+        pipe=policy.pipe,
+        refers_to_base=config.trainer.refers_to_base,
+    )
     policy.singly = weights.in_step
     if weights.refers_to_snapshot and config.uses_reference:
         weights.snapshot(REFERENCE)

@@ -26,13 +26,14 @@ def trainable(
     seed: int = 0,
     sharding: Sharding | None = None,
     pipe: Pipeline | None = None,
+    refers_to_base: bool = False,
 ) -> Weights:
     """The trained parameters of one or more denoisers, and of text encoders where `lora` says so, by
     `component.parameter`.
 
     denoisers: by component name; lora: the adapter to add in place, or None to train every parameter; sharding: how the
     denoisers are held, None = whole, where they are; pipe: theirs, which loads the adapters that `lora` names, and has
-    the text encoders.
+    the text encoders; refers_to_base: the reference is without adapters, also where training goes on with one.
     Trained parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
     trained: dict[str, Any] = dict(denoisers)
@@ -69,8 +70,8 @@ def trainable(
                 stack.callback(network.enable_adapters)
             yield
 
-    begins_as_base = lora is not None and lora.begin is None and not lora.frozen
-    reference = without_adapters if begins_as_base else None
+    is_base = lora is not None and (refers_to_base or (lora.begin is None and not lora.frozen))
+    reference = without_adapters if is_base else None
     together = any(in_step(denoiser) for denoiser in denoisers.values())
     return Weights(named, is_lora=lora is not None, in_step=together, reference=reference)
 

@@ -34,6 +34,24 @@ def score_from_noise(prediction: Tensor, sigma: Scalar) -> Tensor:
     return -prediction / _column(sigma, prediction)
 
 
+def score_from_prediction(noisy: Tensor, prediction: Tensor, alpha_bar: Scalar, prediction_type: str) -> Tensor:
+    """The score of a model on `x_t = sqrt(ab) x_0 + sqrt(1 - ab) eps`, [B, ...], by what it predicts.
+
+    `s = -eps / sqrt(1 - ab)` (arXiv 2011.13456, section 3.4), with eps itself (epsilon), `sqrt(ab) v + sqrt(1 - ab) x`
+    (v_prediction, arXiv 2202.00512, appendix D) or `(x - sqrt(ab) x_0) / sqrt(1 - ab)` (sample). alpha_bar a float, []
+    or [B] in (0, 1). Raises ValueError for another name.
+    """
+    level = _column(alpha_bar, noisy)
+    signal, sigma = level.sqrt(), (1.0 - level).sqrt()
+    if prediction_type == "epsilon":
+        return -prediction / sigma
+    if prediction_type == "v_prediction":
+        return -(signal * prediction + sigma * noisy) / sigma
+    if prediction_type == "sample":
+        return -(noisy - signal * prediction) / sigma**2
+    raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {prediction_type!r}")
+
+
 def guided_score(unconditional: Tensor, conditional: Tensor, guidance_scale: float) -> Tensor:
     """`s_0 + g (s_c - s_0)`: in place of the reference score, it makes guidance an implicit reward (the inner form).
 

@@ -18,6 +18,7 @@ from genrl.config import dump as to_yaml
 from genrl.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.policy.export import export
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
@@ -26,7 +27,6 @@ from genrl.runtime.guards import NonFiniteError
 from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.test_diffusion_nft import copied, relative, velocity
 from tests.diffusion.methods.test_draft import SMOOTH, decoded, warmth
 
@@ -42,7 +42,7 @@ def _rewards(folder: Path) -> None:
     (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
 
 
-def config(folder: Path, model: Path, trainer: dict[str, Any] | None = None, **changes: Any) -> Config:
+def config(folder: Path, model: Path, /, trainer: dict[str, Any] | None = None, **changes: Any) -> Config:
     changes = {"rewards": [{"name": f"{folder / 'smooth.py'}:warmth", "weight": 3.0}], **QUIET, **changes}
     changes["sampling"] = {**ONE_STEP, **changes.get("sampling", {})}
     return runs.config(folder, model, trainer={"algorithm": "diff_instruct", **(trainer or {})}, **changes)
@@ -83,9 +83,9 @@ def run(config: Config) -> Watched:
             seen.assistants.append((before, copied(weights.named)))
             return norm
 
-        def watched_noised(rollouts: Rollouts, name: str, k: int) -> Iterator[Any]:
-            found = list(noised(rollouts, name, k))
-            seen.noised.setdefault(name, []).append([one[:3] for one in found])
+        def watched_noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[Any]:
+            found = list(noised(policy, rollouts, name, k))
+            seen.noised.setdefault(name, []).append([(one.noisy, one.noise, one.time) for one, _ in found])
             yield from found
 
         def watched_collect(drawn: Any) -> Rollouts:
@@ -209,6 +209,16 @@ def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(fold
     assert second["diff_instruct/divergence"] > 0 and first["grad_norm"] > 0
 
 
+def test_variety_within_a_prompt_is_logged(folder: Path, model: Path) -> None:
+    """3 prompts with 2 samples each, in micro-batches of 4: the deviation of two numbers is their distance / sqrt 2."""
+    seen = run(config(folder, model, iterations=1))
+    drawn = {s: x for m in seen.rollouts[0].mine.values() for s, x in zip(m.slots, m.final, strict=True)}
+    apart = torch.stack([(drawn[2 * k] - drawn[2 * k + 1]).abs().mean() for k in range(3)])
+    assert seen.rows[0]["diff_instruct/spread"] == pytest.approx(float(apart.mean()) / 2**0.5, rel=1e-5)
+    alone = run(config(folder, model, iterations=1, sampling={"prompts_per_iteration": 4, "group_size": 1}))
+    assert "diff_instruct/spread" not in alone.rows[0]
+
+
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_two_and_two_iterations_are_four(folder: Path, model: Path, lora: Any) -> None:
     """To the bit, with the assistant and its optimiser; and the model calls are those that are foretold."""
@@ -306,6 +316,7 @@ def test_a_dump_is_computed_again(folder: Path, model: Path) -> None:
         ({"evaluation": {"every": 1, "num_inference_steps": 8}}, r"evaluation\.num_inference_steps.*write null"),
         ({"sampling": {"guidance_scale": 4.0}}, r"sampling\.guidance_scale.*learnt from the teacher.*write 1"),
         ({"sampling": {"guidance_scale": None}}, r"sampling\.guidance_scale.*write 1"),
+        ({"lora": {"frozen": ["org/distilled"]}}, r"model\.lora\.frozen.*name a distilled LoRA by model\.lora\.from"),
         ({"trainer": {"guidance": "both"}}, "allowed: one of none, inner, outer"),
     ],
 )
@@ -317,9 +328,3 @@ def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[st
 def test_a_reward_without_gradients_is_refused_by_its_source(folder: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"diff_instruct differentiates the reward, and .*brightness has no grad"):
         check_files(config(folder, model, rewards=[runs.reward(folder, "brightness")]))
-
-
-def test_a_model_that_is_no_flow_is_refused(folder: Path) -> None:
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
-    with pytest.raises(ConfigError, match=r"diff_instruct needs a flow model"):
-        check_files(config(folder, folder / "sd15"))

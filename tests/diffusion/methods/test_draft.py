@@ -112,7 +112,7 @@ def run(config: Config) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]
 
 
 def decoded(pipe: Any, latents: Tensor) -> Tensor:
-    scaled = latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
+    scaled = latents / pipe.vae.config.scaling_factor + (pipe.vae.config.shift_factor or 0.0)
     images: Tensor = pipe.vae.decode(scaled, return_dict=False)[0]
     return (images / 2 + 0.5).clamp(0, 1)
 

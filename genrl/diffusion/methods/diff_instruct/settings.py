@@ -26,6 +26,12 @@ METRICS = {
         "mean over samples of the norm of the weighted rewards' gradient at x_0",
         "Far above `pull`: the reward leads alone, and will be hacked; far below: it does nothing. Its weight decides.",
     ),
+    "diff_instruct/spread": MetricDoc(
+        "standard deviation of a number of x_0 over the samples of one prompt, mean over numbers and prompts; with "
+        "`sampling.group_size` of 2 or more",
+        "Variety, to be read beside the reward. Falling while the reward rises: the generator stops using its noise; "
+        "lower the reward's weight.",
+    ),
     "assistant/error": MetricDoc(
         "mean over samples and their numbers of (noise - the assistant's prediction of it)^2",
         "Falls from the teacher's error on the generator's pictures. Rising: the generator runs away; lower its "
@@ -42,7 +48,7 @@ class DiffInstruct(Differentiating):
     not_divided: ClassVar[str] = "trains another model beside this one, which each process computes whole"
     checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    needs_flow: ClassVar[bool] = True
+    refers_to_base: ClassVar[bool] = True
     needs_reward: ClassVar[bool] = False
     not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by gradients of scores"
 
@@ -80,6 +86,9 @@ class DiffInstruct(Differentiating):
         ):
             if scale > 1:
                 yield (key, "trainer.algorithm"), f"{none}; write 1"
+        if config.model.lora is not None and config.model.lora.frozen:
+            text = "the teacher is the model without adapters, and the assistant begins as it"
+            yield ("model.lora.frozen", "trainer.algorithm"), f"{text}; name a distilled LoRA by model.lora.from"
         if "true_cfg_scale" in sampling.pipeline_args:
             yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; remove it"
 

@@ -1,26 +1,28 @@
 """Diff-Instruct*: a one-step generator from a multi-step teacher, by score-based divergence (arXiv 2410.20898).
 
-The generator is the pipeline itself at one step, x_0 = z - v_theta(z, 1); the teacher, s_ref, is the model before
-training at all noise levels. One iteration, with x_s = (1 - sigma) x_0 + sigma eps, sigma ~ U(.02, .98) and eps drawn
-anew in (2) and (3):
+The generator is the pipeline itself at one step of its schedule; the teacher, s_ref, is the model before training
+(with LoRA: without adapters) at all noise levels. One iteration, with x_t = a x_0 + s eps, t uniform in the middle 96 %
+and eps drawn anew in (2) and (3); a flow has s = sigma, a = 1 - sigma, other models a^2 = alpha_bar, s^2 = 1 - a^2:
 
 1. collect   x_0 = g_theta(z, c), and its scores, for the log
 2. follow    the assistant s_phi, a second network which begins as the teacher, learns the scores of the generator's
-             samples by denoising score matching: sigma^2 |s_phi(x_s) + eps / sigma|^2
-3. update    minimise  -alpha r(x_0, c) + L_reg,  with y = s_phi(x_s) - s_ref(x_s), of which the parameters are frozen,
-             L_reg = -sigma^2 d'(y)^T (s_phi(x_s) + eps / sigma),  d'(y) = y / sqrt(|y|^2 + c^2)
-             whose gradient is that of the divergence sigma^2 d(y), d pseudo-Huber (score projection, 2410.16794);
-             divergence: kl takes sigma^2 sg(y)^T x_s instead (Diff-Instruct, 2305.18455)
+             samples by denoising score matching: s^2 |s_phi(x_t) + eps / s|^2
+3. update    minimise  -alpha r(x_0, c) + L_reg,  with y = s_phi(x_t) - s_ref(x_t), of which the parameters are frozen,
+             L_reg = -s^2 d'(y)^T (s_phi(x_t) + eps / s),  d'(y) = y / sqrt(|y|^2 + c^2)
+             whose gradient is that of the divergence s^2 d(y), d pseudo-Huber (score projection, 2410.16794);
+             divergence: kl takes s^2 sg(y)^T x_t instead (Diff-Instruct, 2305.18455)
 
 alpha are the rewards' weights; without any this is distillation. Guidance g of the teacher: in s_ref itself ("inner":
-s_0 + g (s_c - s_0)), or as a reward of its own ("outer": -g sigma^2 sg(s_c - s_0)^T x_s). docs/diff_instruct.md has
+s_0 + g (s_c - s_0)), or as a reward of its own ("outer": -g s^2 sg(s_c - s_0)^T x_t). docs/diff_instruct.md has
 metrics and figures.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +30,13 @@ from torch import Tensor
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import own_noise, require_flow
+from genrl.diffusion.methods.noising import own_noise
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import flow_sample
+from genrl.mdp.forward import diffusion_sample, flow_sample
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.diff_instruct import (
     diff_instruct_loss,
@@ -44,26 +46,42 @@ from genrl.objectives.forward.diff_instruct import (
     outer_guidance_loss,
     score_divergence,
     score_from_noise,
+    score_from_prediction,
     score_from_velocity,
     score_matching_loss,
 )
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.recorded import Recorded
+from genrl.runtime.weights import Weights
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
-LOW, HIGH = 0.02, 0.98  # of the noise levels
+LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
 GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
 
 __all__ = ["check", "loss", "train"]
 
 
+class Noised(NamedTuple):
+    """Samples on the forward process, x_t = a x_0 + s eps."""
+
+    noisy: Tensor
+    """x_t, [B, ...]."""
+    noise: Tensor
+    """eps, [B, ...]."""
+    time: Tensor
+    """What the network is told: sigma of a flow, else the timestep, [B]."""
+    signal: Tensor
+    """a, [B]."""
+    sigma: Tensor
+    """s, [B]."""
+
+
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     weights = run.weights
-    require_flow(run)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
-        weights.snapshot(ASSISTANT)
+        begin_assistant(weights)
     groups = [{"params": weights.parameters}]
     optimizer = make_optimizer(groups, run.config.optimizer, lr=settings.assistant_lr)
     run.loop.keep(OPTIMIZER, optimizer)
@@ -71,6 +89,7 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     for _ in run.iterations():
         rollouts = run.collect(draw)
         meter = Meter()
+        meter.add("diff_instruct/spread", spread(rollouts))
         run.start_training(len(rollouts.mine))
         for k in range(settings.assistant_steps):
             follow(run, rollouts, optimizer, k, meter)
@@ -79,29 +98,48 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
         run.finish(meter.result())
 
 
+def begin_assistant(weights: Weights) -> None:
+    """The assistant begins as the teacher: of an adapter that training goes on with (`model.lora.from`) the second
+    factor is left out, which is 0 in a new one."""
+    weights.snapshot(ASSISTANT)
+    for name, value in weights.snapshots[ASSISTANT].items():
+        if ".lora_B." in name:
+            value.zero_()
+
+
 def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
     """Step 1: samples, whose piece begins with their noise."""
     made = policy.roll_out(batch)
     return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
 
 
+def spread(rollouts: Rollouts) -> Tensor:
+    """Standard deviation of a number of x_0 over the samples of a prompt, its mean over numbers: for each prompt of
+    which this process has two samples or more."""
+    samples: dict[int, list[Tensor]] = defaultdict(list)
+    for micro_batch in rollouts.mine.values():
+        for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
+            samples[int(rollouts.group[slot])].append(final.float())
+    return torch.tensor([float(torch.stack(same).std(dim=0).mean()) for same in samples.values() if len(same) > 1])
+
+
 def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
     """Step 2: one step of the assistant on the generator's samples."""
     with run.weights.use(ASSISTANT):
-        for noisy, noise, sigma, micro_batch in noised(rollouts, "assistant", k):
-            score = score_of(run.policy, micro_batch.batch, noisy, sigma)
-            loss = score_matching_loss(score, score_from_noise(noise, sigma), weight=sigma**2)
+        for given, micro_batch in noised(run.policy, rollouts, "assistant", k):
+            score = score_of(run.policy, micro_batch.batch, given)
+            loss = score_matching_loss(score, score_from_noise(given.noise, given.sigma), weight=given.sigma**2)
             (loss.sum() / rollouts.num_samples).backward()
-            meter.add("assistant/error", loss / noisy[0].numel())
+            meter.add("assistant/error", loss / given.noisy[0].numel())
             run.loop.alive()
         meter.add("assistant/grad_norm", torch.tensor([run.loop.step_other(optimizer)]))
 
 
 def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter: Meter) -> None:
     """Step 3: one step of the generator."""
-    for noisy, noise, sigma, micro_batch in noised(rollouts, "generator", 0):
+    for given, micro_batch in noised(run.policy, rollouts, "generator", 0):
         batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        gradient, divergence = divergence_gradient(run, settings, batch, noisy, noise, sigma)
+        gradient, divergence = divergence_gradient(run, settings, batch, given)
         rewarded = reward_gradient(run, rollouts, micro_batch, reward_loss)
         recorded = recorded_chain(batch, z, range(1), gradient + rewarded.gradient.to(gradient))
         run.backward(settings, loss(settings, run.policy, recorded), recorded, divisor=rollouts.num_samples)
@@ -117,28 +155,29 @@ def loss(settings: DiffInstruct, policy: Policy, given: Recorded) -> dict[str, T
 
 
 def divergence_gradient(
-    run: DiffusionRun, settings: DiffInstruct, batch: Batch, noisy: Tensor, noise: Tensor, sigma: Tensor
+    run: DiffusionRun, settings: DiffInstruct, batch: Batch, given: Noised
 ) -> tuple[Tensor, Tensor]:
     """d L_reg / d x_0, [B, ...], and the divergence itself, [B].
 
     Each network is differentiated by its own weights: the gradients at the two scores first, then each one's way back
-    to x_s while its weights are in place.
+    to x_t while its weights are in place.
     """
     policy, weights = run.policy, run.weights
     through = settings.divergence == "score"  # the Kullback-Leibler form takes the scores as constants
-    leaf = noisy.detach().requires_grad_()
+    leaf = given.noisy.detach().requires_grad_()
+    at = given._replace(noisy=leaf)
     with torch.set_grad_enabled(through):
         with weights.use(ASSISTANT):
-            score = score_of(policy, batch, leaf, sigma)
+            score = score_of(policy, batch, at)
         with weights.reference():
-            conditioned, blank = teacher_scores(policy, settings, batch, leaf, sigma)
+            conditioned, blank = teacher_scores(policy, settings, batch, at)
     scale = settings.guidance_scale if settings.guidance == "inner" else 1.0
     reference = guided_score(blank, conditioned, scale)
-    weight, huber_c = sigma**2, huber_constant(noisy[0].numel())
+    weight, huber_c = given.sigma**2, huber_constant(leaf[0].numel())
     ours, theirs = score.detach().requires_grad_(), reference.detach().requires_grad_()
     divergence = score_divergence(ours, theirs, weight=weight, huber_c=huber_c).detach()
     if through:
-        conditional = score_from_noise(noise, sigma)
+        conditional = score_from_noise(given.noise, given.sigma)
         loss = diff_instruct_star_loss(ours, theirs, conditional, weight=weight, huber_c=huber_c)
         on_ours, on_theirs = torch.autograd.grad(loss.sum(), (ours, theirs))
         with weights.use(ASSISTANT):
@@ -151,38 +190,44 @@ def divergence_gradient(
     if settings.guidance == "outer":
         loss = settings.guidance_scale * outer_guidance_loss(leaf, blank, conditioned, weight=weight)
         gradient = gradient + torch.autograd.grad(loss.sum(), leaf)[0]
-    return (1.0 - column(sigma, noisy)) * gradient, divergence
+    return given.signal.reshape(-1, *[1] * (leaf.dim() - 1)) * gradient, divergence
 
 
-def teacher_scores(
-    policy: Policy, settings: DiffInstruct, batch: Batch, noisy: Tensor, sigma: Tensor
-) -> tuple[Tensor, Tensor]:
+def teacher_scores(policy: Policy, settings: DiffInstruct, batch: Batch, given: Noised) -> tuple[Tensor, Tensor]:
     """s_ref with the prompt, and without where guidance needs it (else the same again).
 
     Two calls and not the pipeline's own guidance, which takes one noise level for all samples.
     """
-    conditioned = score_of(policy, batch, noisy, sigma)
+    conditioned = score_of(policy, batch, given)
     if settings.guidance == "none":
         return conditioned, conditioned
     negative = batch.sampling.get("negative_prompt") or ""
-    return conditioned, score_of(policy, replace(batch, prompts=[negative] * len(batch)), noisy, sigma)
+    return conditioned, score_of(policy, replace(batch, prompts=[negative] * len(batch)), given)
 
 
-def score_of(policy: Policy, batch: Batch, noisy: Tensor, sigma: Tensor) -> Tensor:
-    """The score of the model under its present weights at noise levels [B], [B, ...]."""
+def score_of(policy: Policy, batch: Batch, given: Noised) -> Tensor:
+    """The score of the model under its present weights at x_t, [B, ...]."""
+    head = policy.head
+    if head.parametrisation == "diffusion":
+        output = policy.velocity(batch, given.noisy, given.time)
+        return score_from_prediction(given.noisy, output, given.signal**2, head.prediction_type)
     fine = replace(batch, sampling={**batch.sampling, "num_inference_steps": GRID})
-    return score_from_velocity(noisy, policy.velocity(fine, noisy, sigma), sigma)
+    return score_from_velocity(given.noisy, policy.velocity(fine, given.noisy, given.time), given.sigma)
 
 
-def noised(rollouts: Rollouts, name: str, k: int) -> Iterator[tuple[Tensor, Tensor, Tensor, MicroBatch]]:
-    """(x_s, eps, sigma [B], its micro-batch) of this process's samples, by their keys, `name` and `k`."""
+def noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[tuple[Noised, MicroBatch]]:
+    """This process's samples, noised by their keys, `name` and `k`, and the micro-batches that they are of."""
     for micro_batch in rollouts.mine.values():
         noise, keys = own_noise(micro_batch, name, k), micro_batch.batch.keys
         uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", name, k)) for key in keys])
-        sigma = (LOW + (HIGH - LOW) * uniform).to(noise)
-        yield flow_sample(micro_batch.final, noise, sigma), noise, sigma, micro_batch
-
-
-def column(sigma: Tensor, like: Tensor) -> Tensor:
-    """[B] as [B, 1, ...]."""
-    return sigma.reshape(-1, *[1] * (like.dim() - 1))
+        level = LOW + (HIGH - LOW) * uniform
+        if policy.head.parametrisation == "flow":
+            sigma = level.to(noise)
+            given = Noised(flow_sample(micro_batch.final, noise, sigma), noise, sigma, 1.0 - sigma, sigma)
+        else:
+            alphas = policy.head.alphas_cumprod
+            time = (level * len(alphas)).long()
+            alpha_bar = alphas[time.to(alphas.device)].to(noise)
+            noisy = diffusion_sample(micro_batch.final, noise, alpha_bar)
+            given = Noised(noisy, noise, time.to(noise.device), alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
+        yield given, micro_batch
