@@ -162,9 +162,9 @@ class DinoLayersAdversary:
     `temperature` of the score (released default 0.2; its configuration: 2 with layer 11 alone)
     `model`, `size`, `hidden`, `loss`, `seed`, `dtype` as for `dino_adversary`
 
-    With l_k the mean of the highest fifth of layer k's patch logits, `<l_k>` is trained as the logit of the picture, and
-    the score is `sigmoid(<l_k> / temperature)`. The released code weighs the layers by a learned gate instead, which is
-    1 for a single layer. The prompt is ignored. A video gets the mean over its frames.
+    With l_k the mean of the highest fifth of layer k's patch logits, `<l_k>` is trained as the picture's logit, and the
+    score is `sigmoid(<l_k> / temperature)`. The released code weighs the layers by a learned gate instead, which is 1
+    for a single layer. The prompt is ignored. A video gets the mean over its frames.
     """
 
     differentiable = True
