@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -42,20 +41,20 @@ FIGURES = {
 
 
 def train(runs: Path, seeds: list[int]) -> None:
-    """Make every run that is not there."""
+    """Make every run that is not there, and store what the tables need of each."""
     for seed in seeds:
         for row, changes in ROWS.items():
             known = stored()
             if seed in {one["seed"] for one in known.get(row, [])}:
                 continue
             run = Run(runs / f"{row.split()[0]}-{seed}")
-            shutil.rmtree(run.folder, ignore_errors=True)
-            begun = time.process_time()
-            train_run(load(Path(CONFIG), [*changes, f"seed={seed}", f"output={run.folder}", "trackers=[]"]))
-            cpu_s = time.process_time() - begun
+            config = load(Path(CONFIG), [*changes, f"seed={seed}", f"output={run.folder}", "trackers=[]"])
+            if not run.metrics.exists() or read_metrics(run.metrics)[-1]["step"] < config.iterations:
+                shutil.rmtree(run.folder, ignore_errors=True)
+                train_run(config)
             rows = [one for one in read_metrics(run.metrics) if "eval/total_mean" in one]
             curve = [{"step": one["step"], **{key: one[key] for key in FIGURES.values()}} for one in rows]
-            made = {"seed": seed, "curve": curve, "cpu_s": round(cpu_s, 1)}
+            made = {"seed": seed, "curve": curve}
             write_atomic(FILE, json.dumps(known | {row: [*known.get(row, []), made]}, indent=1) + "\n")
 
 
