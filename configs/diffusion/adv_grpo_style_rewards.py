@@ -16,8 +16,11 @@ ANY_SHAPE = re.compile("|".join(SHAPES))
 
 
 class OneShape(Shapes):
-    """`shapes`, of the caption with every shape replaced by `shape`; its part `shape` is the style, `count` and `colour`
-    are the content. A caption whose two groups become the same ("a red star and a red square") has no score."""
+    """`shapes`, of the caption with every shape replaced by `shape`.
+
+    Its part `shape` is the style, `count` and `colour` are the content. A caption whose two groups become the same
+    ("a red star and a red square") has no score.
+    """
 
     def __init__(self, shape: str = "circle") -> None:
         super().__init__()
