@@ -1,12 +1,15 @@
 """Make assets/references: for every training prompt of shapes some drawn pictures, the positives of Adv-GRPO.
 
-python assets/build_references.py assets/references [pictures per prompt]
+python assets/build_references.py assets/references [pictures per prompt [shape of all things]]
+
+With a shape they are of another style: `... assets/references_round 1 circle`.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -26,14 +29,17 @@ def png(picture: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def main(out: Path, pictures: int) -> None:
+def main(out: Path, pictures: int, shape: str | None) -> None:
     rows: list[dict[str, object]] = []
     for number, prompt in enumerate(load("assets/prompts/shapes_train.txt")):
         asked = parse(prompt.text)
         assert asked is not None, prompt.text
         rng = np.random.default_rng([SEED, number])
         for _ in range(pictures):
-            scene = world.Scene("single", world.place(rng, asked.groups, asked.relation), asked.groups, asked.relation)
+            things = world.place(rng, asked.groups, asked.relation)
+            if shape is not None:
+                things = tuple(replace(thing, shape=shape) for thing in things)
+            scene = world.Scene("single", things, asked.groups, asked.relation)
             rows.append({"prompt": prompt.text, "image": {"bytes": png(world.draw(scene)), "path": None}})
     columns = {"prompt": datasets.Value("string"), "image": datasets.Image()}
     out.mkdir(parents=True, exist_ok=True)
@@ -42,4 +48,5 @@ def main(out: Path, pictures: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4)
+    out, *given = sys.argv[1:]
+    main(Path(out), int(given[0]) if given else 4, given[1] if len(given) > 1 else None)

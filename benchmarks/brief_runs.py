@@ -60,6 +60,7 @@ WHERE_SET: Overrides = {
     "generation.staleness": 1,
     "task.curriculum.over": 2,
     "task.passes": 2,
+    "trainer.adversary.warmup": 1,
     "trainer.reference_every": 1,
     "trainer.tree.prune.slide_every": 1,
     "trainer.updates_per_iteration": 1,

@@ -44,6 +44,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "saturation": BuiltIn("rewards.scorers.pictures.statistics", "saturation", "0 to 1"),
     "dino": BuiltIn("rewards.scorers.pictures.dino", "DinoSimilarity", "-1 to 1"),
     "dino_adversary": BuiltIn("rewards.scorers.preference.adversary", "DinoAdversary", "unbounded, about -1 to 1"),
+    "dino_layers_adversary": BuiltIn("rewards.scorers.preference.adversary", "DinoLayersAdversary", "0 to 1"),
     "pickscore_adversary": BuiltIn("rewards.scorers.preference.adversary", "PickScoreAdversary", "as pickscore"),
     "hpsv3": BuiltIn("rewards.scorers.preference.reward_head", "HPSv3", "about -5 to 15"),
     "editreward": BuiltIn("rewards.scorers.preference.reward_head", "EditReward", "unbounded"),

@@ -33,6 +33,7 @@ FILES = {
 }
 FURTHER = {
     "adv_grpo": ["trainer.adversary.warmup=1"],  # the judge in the first iteration, the model in the second
+    "adv_grpo_style": ["trainer.adversary.warmup=1", "trainer.keep_graph=false"],  # workers keep no graphs
     "talk2move": ["trainer.exit_step=null", "trainer.step_evaluation={prompts: 1, samples: 2}"],
 }
 NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw"}

@@ -7,7 +7,6 @@ the two need not be equally many. Both sides must have gone through one and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,18 +53,6 @@ def patch_discriminator_loss(
 def accuracy(real: Tensor, fake: Tensor) -> float:
     """Mean of the shares of real images above 0 and of fake ones below, in [0, 1]."""
     return float((real.detach() > 0).double().mean() + (fake.detach() < 0).double().mean()) / 2.0
-
-
-def top_patches_reward(layers: Sequence[Tensor], *, share: float = 0.2, temperature: float = 0.2) -> Tensor:
-    """Mean over layers of `sigmoid(mean of the highest patch logits / temperature)`, [B] in (0, 1).
-
-    layers: patch logits [B, P] of each layer that has a head; of them the highest floor(share P), at least one, count.
-    """
-    rewards = []
-    for logits in layers:
-        count = max(1, int(share * logits.shape[1]))
-        rewards.append(torch.sigmoid(logits.topk(count, dim=1).values.mean(dim=1) / temperature))
-    return torch.stack(rewards).mean(dim=0)
 
 
 def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:

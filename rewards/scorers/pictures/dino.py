@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ MODEL = "facebook/dinov2-base"
 TYPES = ("dinov2", "dinov2_with_registers", "dinov3_vit")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, for all of them
 TOKENS = ("class", "patches")
+PAPERS_SIZE = 518  # pixels: DINOv2's own, and what Adv-GRPO shows to it
 CHUNK = 16  # pictures per forward pass, to bound memory
 
 
@@ -35,19 +37,26 @@ class DinoFeatures:
     """A frozen DINO as a function of pictures; its features are float32 for every `dtype`.
 
     `model` hub id or folder of a Dinov2Model, Dinov2WithRegistersModel or DINOv3ViTModel, weights in safetensors.
-    `size`  side in pixels of the square that the model sees; a multiple of its patch (14 in version 2, 16 in version 3)
+    `size`  side in pixels of the square that the model sees; a multiple of its patch (14 in version 2, 16 in version
+            3); None: the one nearest 518, which is 518 or 512
     Raises ValueError for another size, and for a checkpoint of another architecture or with missing weights.
     """
 
     def __init__(
-        self, model: str = MODEL, size: int = 224, device: str = "cpu", reward: str = "dino", dtype: str = "float32"
+        self,
+        model: str = MODEL,
+        size: int | None = 224,
+        device: str = "cpu",
+        reward: str = "dino",
+        dtype: str = "float32",
     ):
         precision = torch_dtype(dtype, reward)
         self.model = pretrained(transformers.AutoModel, model, types=TYPES, reward=reward, dtype=precision).to(device)
         self.to = self.model.to
         config = self.model.config
-        if size % config.patch_size:
-            fits = round(size / config.patch_size) * config.patch_size
+        fits = round((size or PAPERS_SIZE) / config.patch_size) * config.patch_size
+        size = fits if size is None else size
+        if size != fits:
             raise ValueError(
                 f"{reward}: size {size} is not a multiple of the patch of {model}, {config.patch_size}: {fits}?"
             )
@@ -62,9 +71,17 @@ class DinoFeatures:
         The shorter side becomes `size` (bicubic, antialiased), then the central square is cut out: always on tensors
         and without rounding, so that features for training and features for scoring are the same function.
         """
-        pixels = normalise(crop_to(images.to(self.model.device, torch.float32), self.size), MEAN, STD)
-        tokens = self.model(pixel_values=pixels.to(self.model.dtype)).last_hidden_state.float()
+        tokens = self.model(pixel_values=self._pixels(images)).last_hidden_state.float()
         return Features(tokens[:, 0], tokens[:, self.prefix :])
+
+    def patches_after(self, blocks: Sequence[int], images: torch.Tensor) -> list[torch.Tensor]:
+        """Patches [B, N, D] as each of these transformer blocks leaves them (0: the first), before any last norm."""
+        states = self.model(pixel_values=self._pixels(images), output_hidden_states=True).hidden_states
+        return [states[1 + block][:, self.prefix :].float() for block in blocks]  # states[0] goes into the first
+
+    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = normalise(crop_to(images.to(self.model.device, torch.float32), self.size), MEAN, STD)
+        return pixels.to(self.model.dtype)
 
 
 def patch_similarity(patches: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -81,12 +81,23 @@ def unit_scale(features: Tensor) -> Tensor:
     return scale * nn.functional.normalize(features, dim=-1, eps=1e-6)
 
 
+def head_of(width: int, hidden: int) -> nn.Sequential:
+    """The paper's head: linear, GELU, linear to one logit."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
+
+
+def top_patches(logits: Tensor, share: float = 0.2) -> Tensor:
+    """Mean of the highest floor(share P) of a picture's patch logits [B, P], at least one of them: [B]."""
+    count = max(1, int(share * logits.shape[1]))
+    return logits.topk(count, dim=1).values.mean(dim=1)
+
+
 class DinoAdversary:
     """Does it look like the references? A head on a frozen DINO, trained alongside the model (adv_grpo); unbounded.
 
     `model`        hub id or folder of a DINOv2 (with registers or without) or DINOv3
-    `size`         side of the square that it sees, in pixels (the paper: 518)
-    `hidden`       width of the head: linear, GELU, linear to one logit, the same for class token and patches
+    `size`         side of the square that it sees, in pixels; null: the multiple of its patch nearest the paper's 518
+    `hidden`       width of the head (`head_of`), the same for class token and patches
     `patch_weight` w in the score `(1 - w) h(class token) + w mean h(patches)`, and of the patches in the loss
     `loss`         `hinge` (default) or `bce`
     `seed`         of the head's initial weights
@@ -102,7 +113,7 @@ class DinoAdversary:
     def __init__(
         self,
         model: str = DINO_MODEL,
-        size: int = 224,
+        size: int | None = None,
         hidden: int = 512,
         patch_weight: float = 0.3,
         loss: Literal["hinge", "bce"] = "hinge",
@@ -116,8 +127,7 @@ class DinoAdversary:
         self.patch_weight = patch_weight
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            head = nn.Sequential(nn.Linear(self.dino.width, hidden), nn.GELU(), nn.Linear(hidden, 1))
-        self.head = head.to(device)
+            self.head = head_of(self.dino.width, hidden).to(device)
 
     def to(self, device: str) -> None:
         """Move the frozen model and the head."""
@@ -143,6 +153,72 @@ class DinoAdversary:
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         fill(self.head, state, "the saved head of dino_adversary")
+
+
+class DinoLayersAdversary:
+    """As `dino_adversary`, with a head for each of several layers and the best fifth of the patches; in (0, 1).
+
+    `layers`      blocks of the DINO, from 0, whose patches are judged (released default: 2, 5, 8, 11 of 12)
+    `temperature` of the score (released default 0.2; its configuration: 2 with layer 11 alone)
+    `model`, `size`, `hidden`, `loss`, `seed`, `dtype` as for `dino_adversary`
+
+    With l_k the mean of the highest fifth of layer k's patch logits, `<l_k>` is trained as the picture's logit, and the
+    score is `sigmoid(<l_k> / temperature)`. The released code weighs the layers by a learned gate instead, which is 1
+    for a single layer. The prompt is ignored. A video gets the mean over its frames.
+    """
+
+    differentiable = True
+    patch_weight = 0.0
+
+    def __init__(
+        self,
+        model: str = DINO_MODEL,
+        layers: Sequence[int] = (2, 5, 8, 11),
+        size: int | None = None,
+        hidden: int = 512,
+        temperature: float = 0.2,
+        loss: Literal["hinge", "bce"] = "hinge",
+        seed: int = 0,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
+        check_choice("dino_layers_adversary: unknown loss", loss, ("hinge", "bce"))
+        self.dino = DinoFeatures(model, size, device, "dino_layers_adversary", dtype)
+        last = self.dino.model.config.num_hidden_layers - 1
+        if not layers or not all(0 <= layer <= last for layer in layers):
+            raise ValueError(f"dino_layers_adversary: layers {[*layers]}; use one or more of 0 to {last}")
+        if temperature <= 0:
+            raise ValueError(f"dino_layers_adversary: temperature {temperature}; use more than 0")
+        self.loss: Loss = loss
+        self.layers, self.temperature = tuple(layers), temperature
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            self.heads = nn.ModuleList(head_of(self.dino.width, hidden) for _ in layers).to(device)
+
+    def to(self, device: str) -> None:
+        """Move the frozen model and the heads."""
+        self.dino.to(device)
+        self.heads.to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        scores = torch.sigmoid(self.logits(frames(images), ()) / self.temperature)
+        return mean_over_frames(scores, images).to(images.device)
+
+    def logits(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        wanted = wants_gradients(images)
+        with torch.set_grad_enabled(wanted):
+            patches = self.dino.patches_after(self.layers, images if wanted else eight_bit(images))
+        each = [top_patches(head(unit_scale(x))[..., 0]) for head, x in zip(self.heads, patches, strict=True)]
+        return torch.stack(each).mean(dim=0)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.heads.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.heads.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
+        fill(self.heads, state, "the saved heads of dino_layers_adversary")
 
 
 class PickScoreAdversary:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import Config, ConfigError, check_files, load
 from genrl.data.prompts import PromptError
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
 from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
@@ -25,6 +25,8 @@ from genrl.runtime import checkpoint
 from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
 from tests.diffusion import runs
+
+from transformers import Dinov2Config, Dinov2Model  # isort: skip  after the rewards, which mend its import
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -220,6 +222,7 @@ def test_turns() -> None:
     both, model, reward = (True, True), (True, False), (False, True)
     assert of(20) == ([reward] * 9 + [model]) * 2
     assert of(6, every=3, warmup=3) == [reward] * 5 + [model]
+    assert of(4, every=1, warmup=2) == [reward] * 2 + [model] * 2  # frozen after the warm-up
     assert of(3, schedule="together", warmup=1) == [reward, both, both]
     assert of(2, schedule="lag") == [model] * 2 and of(2, low, high, schedule="lag") == [reward] * 2
     assert of(2, schedule="lag", warmup=1) == [reward, model]
@@ -308,6 +311,32 @@ def test_logits_that_cannot_be_trained(critics: Path, model: Path, critic: str, 
         train(config(critics, model, critic, **QUIET))
 
 
+def test_the_published_recipe_on_tiny_models(
+    tmp_path: Path, model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SD3.5's configuration, with a tiny SD3 and a tiny DINOv2 of the published patch: one iteration of the reward, one
+    of the model, at the paper's 518 px."""
+    monkeypatch.chdir(root)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Dinov2Model(Dinov2Config(**sizes, patch_size=14, image_size=518)).save_pretrained(tmp_path / "dino")
+    published = root / "configs/diffusion/sd35_medium_adv_grpo.yaml"
+    assert load(published).sampling.height == 512
+    small = load(
+        published,
+        [
+            *(f"model.path={model}", "model.dtype=float32", f"rewards.0.args.model={tmp_path / 'dino'}"),
+            *("sampling.height=16", "sampling.width=16", "sampling.pipeline_args={max_sequence_length: 4}"),
+            *("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2"),
+            *("trainer.adversary.every=2", "iterations=2", "evaluation.every=0", "trackers=[]"),
+            *("rewards.1={name: saturation, weight: 0}", f"output={tmp_path / 'run'}"),
+        ],
+    )
+    first, second = runs.rows(train(small))
+    assert (first["adversary/updates"], second["adversary/updates"]) == (1, 0)
+    assert "loss" not in first and second["updates"] == 2
+    assert first["adversary/loss"] == pytest.approx(1.3, abs=0.2)  # a new head says nothing yet
+
+
 def test_the_reward_is_one_term_of_the_sum(critics: Path, model: Path) -> None:
     rewards = [
         {"name": f"{critics / 'critics.py'}:Critic", "weight": 0.5, "batch_size": 1},
@@ -378,7 +407,8 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
         ({"schedule": "lag", "every": 5}, {}, "is of schedule: alternate"),
         ({"every": 3}, {}, "none of 2 iterations trains the model"),
         ({"schedule": "lag", "warmup": 2}, {}, "use a warm-up of 1 or less"),
-        ({"every": 1}, {}, "2 or more"),
+        ({"every": 0}, {}, "1 or more"),
+        ({"schedule": "alternate", "every": 1}, {}, "the reward would never be trained; use a warm-up"),
         ({}, {"sampling": {"num_frames": 5}}, "references are pictures"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from genrl.mdp import noise
 from genrl.objectives.forward import adversarial
+from rewards.scorers.preference.adversary import top_patches
 from tests.reference.adv_grpo import adversarial_reward
 
 
@@ -45,7 +46,7 @@ def test_golden_discriminator(golden) -> None:
         unit = fake / (fake.norm(dim=-1, keepdim=True) + 1e-6)
         ours["reward_cls"], ours["reward_patch"] = logits(unit, arrays["in_idx_reward"])
         ours["reward"] = adversarial_reward(ours["reward_cls"], ours["reward_patch"], patch_weight=share)
-        ours["reward_multi_top20_sigmoid"] = adversarial.top_patches_reward([head(fake)[:, 1:, 0]])
+        ours["reward_multi_top20_sigmoid"] = torch.sigmoid(top_patches(head(fake)[:, 1:, 0]) / 0.2)
     real, real_patches = logits(arrays["in_feat_real"], arrays["in_idx_real"])
     fake, fake_patches = logits(arrays["in_feat_fake"], arrays["in_idx_fake"])
     out = adversarial.patch_discriminator_loss(real, fake, real_patches, fake_patches, patch_weight=share)
@@ -127,9 +128,8 @@ def test_training_the_head_raises_accuracy_and_the_rewards_order() -> None:
 
 def test_only_the_best_patches_count() -> None:
     logits = torch.tensor([[3.0, -50.0, 1.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0]])
-    got = adversarial.top_patches_reward([logits])
-    assert got.item() == pytest.approx(torch.sigmoid(torch.tensor(2.0 / 0.2)).item())
-    assert adversarial.top_patches_reward([logits[:, :3], logits[:, 1:2]]).item() == pytest.approx(0.5, abs=1e-4)
+    assert top_patches(logits).item() == 2.0  # a fifth of ten
+    assert top_patches(logits[:, 1:4]).item() == 1.0  # at least one
 
 
 def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:

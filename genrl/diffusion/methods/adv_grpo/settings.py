@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import FileFinding
 from genrl.config.method import Finding, MetricDoc
-from genrl.config.section import Count, Fraction, Positive, Section, Text, Ways, Whole
+from genrl.config.section import Count, Fraction, Positive, Section, Text, Whole
 from genrl.data import references
 from genrl.data.prompts import PromptError, is_data_set
 from genrl.diffusion.methods.policy_gradient import Windowed
@@ -53,8 +53,9 @@ class Adversary(Section):
     schedule: Literal["alternate", "lag", "together"] = "alternate"
     """Which iterations train it, and which the model: in turns (see every); it, while it scores samples above
     references, else the model (the paper's for PickScore); or both on the same samples."""
-    every: Ways = 10
-    """For alternate: one in so many iterations trains the model, all others the reward (Adv-GRPO: 10)."""
+    every: Count = 10
+    """For alternate: one in so many iterations trains the model, all others the reward (Adv-GRPO: 10); 1: the reward is
+    trained in the warm-up alone and frozen from there on, a baseline."""
     warmup: Whole = 0
     """First iterations that train the reward alone; with together at least 1."""
     steps: Count = 1
@@ -98,6 +99,9 @@ class AdvGRPO(Windowed):
         if adversary.schedule != "alternate" and adversary.every != type(adversary).model_fields["every"].default:
             text = f"is of schedule: alternate, and {adversary.schedule} needs none; remove it, or change the schedule"
             yield ("trainer.adversary.every", "trainer.adversary.schedule"), text
+        if adversary.schedule == "alternate" and adversary.every == 1 and adversary.warmup == 0:
+            text = "the reward would never be trained; use a warm-up, or train the model in every 2nd iteration or less"
+            yield ("trainer.adversary.every", "trainer.adversary.warmup"), text
         if config.model_iterations == 0:
             keys = ("trainer.adversary.every", "trainer.adversary.warmup", "iterations")
             text = f"none of {config.iterations} iterations trains the model"

@@ -1,4 +1,4 @@
-"""Rewards that are trained beside the model: the two built-in ones, and what is refused as one."""
+"""Rewards that are trained beside the model: the three built-in ones, and what is refused as one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import pytest
 import torch
 
 import rewards
-from genrl.objectives.forward.adversarial import patch_discriminator_loss, preference_loss
-from rewards.scorers.preference.adversary import DinoAdversary, PickScoreAdversary, check_trainable, unit_scale
+from genrl.objectives.forward.adversarial import discriminator_loss, patch_discriminator_loss, preference_loss
+from rewards.models.pixels import normalise
+from rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures
+from rewards.scorers.preference.adversary import (
+    DinoAdversary,
+    DinoLayersAdversary,
+    PickScoreAdversary,
+    check_trainable,
+    unit_scale,
+)
 from tests.reference.adv_grpo import adversarial_reward
 from tests.rewards.tiny_clip import save_tiny_clip
 
-from transformers import Dinov2Config, Dinov2Model  # isort: skip
+from transformers import Dinov2Config, Dinov2Model, DINOv3ViTConfig, DINOv3ViTModel  # isort: skip
 
 PROMPTS = ["a cat", "two dogs", "a cat"]
 
@@ -38,10 +46,14 @@ def pictures(seed: int, count: int = 3) -> torch.Tensor:
     return torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=["dino_adversary", "pickscore_adversary"])
+@pytest.fixture(params=["dino_adversary", "dino_layers_adversary", "pickscore_adversary"])
 def build(request: pytest.FixtureRequest, dino: str, clip: str) -> Callable[[], Any]:
     if request.param == "dino_adversary":
         return lambda: rewards.load("dino_adversary", {"model": dino, "size": 32, "hidden": 8})
+    if request.param == "dino_layers_adversary":
+        return lambda: rewards.load(
+            "dino_layers_adversary", {"model": dino, "size": 32, "hidden": 8, "layers": [0, 1], "temperature": 2.0}
+        )
     return lambda: rewards.load("pickscore_adversary", {"model": clip})
 
 
@@ -49,6 +61,8 @@ def loss_of(reward: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor
     sides = [reward.logits(x, PROMPTS) for x in (real, fake)]
     if reward.loss == "preference":
         return preference_loss(*sides).mean()
+    if isinstance(reward, DinoLayersAdversary):
+        return discriminator_loss(*sides)
     (real_whole, real_patches), (fake_whole, fake_patches) = sides
     return patch_discriminator_loss(
         real_whole, fake_whole, real_patches, fake_patches, patch_weight=reward.patch_weight
@@ -82,7 +96,7 @@ def test_only_what_is_trained_has_gradients(build: Callable[[], Any]) -> None:
     reward = build()
     loss_of(reward, pictures(1), pictures(2)).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in reward.parameters() if p.ndim > 1)
-    frozen = reward.dino.model if isinstance(reward, DinoAdversary) else reward.scorer.model
+    frozen = reward.scorer.model if isinstance(reward, PickScoreAdversary) else reward.dino.model
     trained = {id(p) for p in reward.parameters()}
     assert all(p.grad is None for p in frozen.parameters() if id(p) not in trained)
 
@@ -102,6 +116,44 @@ def test_scores_and_logits_are_of_the_same_features_in_8_bit(dino: str) -> None:
     leaf = images.clone().requires_grad_()
     rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+def test_layers_by_hand(dino: str, layers: list[int]) -> None:
+    """A head per block on its patches without any norm; the best three of sixteen patches; their mean over blocks."""
+    reward = DinoLayersAdversary(dino, layers=layers, size=32, hidden=8)
+    images = pictures(4)
+    leaf = images.clone().requires_grad_()
+    rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    model = Dinov2Model.from_pretrained(dino).eval()
+    found: list[torch.Tensor] = []
+    for block in model.encoder.layer:
+        block.register_forward_hook(lambda module, given, out: found.append(out[0] if isinstance(out, tuple) else out))
+    rounded = (images * 255).round() / 255
+    with torch.no_grad():
+        model(pixel_values=normalise(rounded, MEAN, STD))
+        expected = torch.zeros(3)
+        for head, layer in zip(reward.heads, layers, strict=True):
+            logits = head(4 * torch.nn.functional.normalize(found[layer][:, 1:], dim=-1))[..., 0]  # 4: root of 16
+            expected += logits.sort(dim=1, descending=True).values[:, :3].mean(1) / len(layers)
+        torch.testing.assert_close(reward.logits(images, PROMPTS), expected, atol=1e-5, rtol=1e-5)
+    scores = rewards.score(reward, images=images, prompts=PROMPTS).values
+    assert scores == pytest.approx(torch.sigmoid(expected / 0.2).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("patch", "size"), [(14, 518), (16, 512)])
+def test_the_papers_size_unless_told_otherwise(tmp_path: Path, patch: int, size: int) -> None:
+    """Of the released checkpoints' patches: version 2 has 14 pixels, version 3 has 16."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": patch}
+    three = DINOv3ViTConfig(**sizes, intermediate_size=32, num_register_tokens=4)
+    model = Dinov2Model(Dinov2Config(**sizes, image_size=518)) if patch == 14 else DINOv3ViTModel(three)
+    model.save_pretrained(tmp_path)
+    reward = DinoAdversary(str(tmp_path), hidden=4)
+    assert reward.dino.size == size
+    with torch.no_grad():
+        assert reward.logits(pictures(0, 1), PROMPTS[:1])[1].shape == (1, (size // patch) ** 2)
+    assert DinoFeatures(str(tmp_path), size=None).size == size
 
 
 def test_only_the_direction_of_features_counts() -> None:
@@ -160,6 +212,12 @@ def test_what_is_no_trainable_reward_is_told_why() -> None:
 def test_arguments_that_do_not_fit(dino: str, clip: str) -> None:
     with pytest.raises(ValueError, match="unknown loss 'hinges'. Did you mean 'hinge'"):
         DinoAdversary(dino, size=32, loss="hinges")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"layers \[2, 5\]; use one or more of 0 to 1"):
+        DinoLayersAdversary(dino, layers=[2, 5], size=32)
+    with pytest.raises(ValueError, match=r"layers \[\]"):
+        DinoLayersAdversary(dino, layers=[], size=32)
+    with pytest.raises(ValueError, match="temperature 0; use more than 0"):
+        DinoLayersAdversary(dino, layers=[0], size=32, temperature=0)
     with pytest.raises(ValueError, match="3 of 2 vision layers; use 1 to 2"):
         PickScoreAdversary(clip, layers=3)
     with pytest.raises(ValueError, match="unknown scale 'raws'. Did you mean 'raw'"):
@@ -169,6 +227,6 @@ def test_arguments_that_do_not_fit(dino: str, clip: str) -> None:
 def test_a_trainable_reward_is_known_by_its_source(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
-    names = [f"{file}:Own", "dino_adversary", "pickscore_adversary"]
+    names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]
     assert all(rewards.declaration(rewards.resolve(name)).trainable for name in names)
     assert not rewards.declaration(rewards.resolve("pickscore")).trainable
