@@ -107,8 +107,9 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("generation.engine", "vlm.output"), f"vLLM answers with text, not {makes}; write transformers"
     if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
         yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
-    if (output == "text" or makes not in (None, "image")) and config.generation.guidance_scale is not None:
-        yield ("generation.guidance_scale", "vlm.output"), "only pictures are sampled with guidance; leave it out"
+    if (output == "text" or makes not in (None, "image", "music")) and config.generation.guidance_scale is not None:
+        text = "only pictures and MusicGen's music are sampled with guidance; leave it out"
+        yield ("generation.guidance_scale", "vlm.output"), text
 
 
 def _quantized(config: VLMConfig) -> Iterator[Finding]:
