@@ -53,7 +53,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     for number, stage in enumerate(config.stages):
         if stage.task is not None:
             part = config.parts[number].model_copy(update={"stages": ()})
-            if part.trainer.taught is not None:  # its answers are given, no reward sees them
+            if not part.trainer.samples:  # its answers are given, no reward sees them
                 part = part.model_copy(update={"rewards": ()})
             yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")
     if config.synthesis is not None:

@@ -7,9 +7,12 @@ steps late (of a stereo model the pairs of books), and what is before or after i
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +52,21 @@ def text_states(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return found
 
 
+def read_wav(file: str | Path, *, header: bool = False) -> tuple[Tensor, int]:
+    """A .wav file of 16 bits: the waveform in [-1, 1], [S] or [channels, S], and its rate. header: no samples of it,
+    S = 0. Raises ValueError for any other file."""
+    try:
+        with wave.open(str(file), "rb") as stream:
+            if stream.getsampwidth() != 2:
+                raise ValueError(f"{file} has {8 * stream.getsampwidth()} bits; write it with 16")
+            data, channels = stream.readframes(0 if header else stream.getnframes()), stream.getnchannels()
+            rate = stream.getframerate()
+    except (wave.Error, EOFError, OSError) as error:
+        raise ValueError(f"{file} is no .wav file that can be read: {error}") from error
+    sound = torch.from_numpy(np.frombuffer(data, dtype="<i2") / np.float32(32767))
+    return (sound if channels == 1 else sound.view(-1, channels).T), rate
+
+
 class MusicgenReward(transformers.MusicgenForConditionalGeneration):
     """A MusicGen with a linear head that gives one number to a text and the codes of a piece."""
 
@@ -79,14 +97,18 @@ class MusicgenReward(transformers.MusicgenForConditionalGeneration):
         found: Tensor = self.reward_head(mean.to(self.reward_head.weight.dtype))[:, 0].float()
         return found
 
-    @torch.no_grad()
-    def heard(self, sound: Tensor, rate: int) -> Tensor:
-        """The codes int64 [K, F] of a waveform [S], by its own EnCodec. Raises ValueError for another rate, for stereo,
-        and where EnCodec has other books than the decoder."""
+    def check_sound(self, sound: Tensor, rate: int) -> None:
+        """Raises ValueError for a waveform that this model does not hear: stereo, or of another rate."""
         own = int(self.config.sampling_rate)
         if rate != own or sound.ndim != 1:
             kind = f"{rate} samples per second" if rate != own else f"{len(sound)} channels"
             raise ValueError(f"a sound of {kind}; this model hears one channel of {own}: resample it first")
+
+    @torch.no_grad()
+    def heard(self, sound: Tensor, rate: int) -> Tensor:
+        """The codes int64 [K, F] of a waveform [S], by its own EnCodec. Raises ValueError as `check_sound`, and where
+        EnCodec has other books than the decoder."""
+        self.check_sound(sound, rate)
         codes = self.audio_encoder.encode(sound.to(self.device).float()[None, None]).audio_codes
         if codes.shape[0] != 1 or codes.shape[2] != self.decoder.num_codebooks:
             books = f"{codes.shape[0]} chunks of {codes.shape[2]} books"

@@ -35,7 +35,8 @@ TOGETHER = 16
 class MusicPolicy:
     """A MusicGen and its processor.
 
-    steps: of the decoder, as `generate(max_new_tokens=steps)` counts them; of K books a piece has steps + 1 - K frames.
+    steps: of the decoder, as `generate(max_new_tokens=steps)` counts them; of K books a piece has steps + 1 - K frames;
+    None = the fewest.
     guidance: scale s, None = the model's own (`generation_config.guidance_scale`); 1 = no guidance, and half the work.
     Raises ValueError where the checkpoint is no MusicGen, or cannot be read, and for steps that are no piece.
     """
@@ -57,7 +58,7 @@ class MusicPolicy:
     def __init__(
         self,
         path: str,
-        steps: int,
+        steps: int | None,
         *,
         guidance: float | None = None,
         lora: Lora | None = None,
@@ -85,6 +86,7 @@ class MusicPolicy:
         decoder = self.model.decoder
         self.guidance = float(guidance or self.model.generation_config.guidance_scale or 3.0)
         least, most = max(2 * delays(decoder), 1), decoder.config.max_position_embeddings
+        steps = least if steps is None else steps
         if not least <= steps <= most:
             text = f"of {decoder.num_codebooks} books the decoder takes {least} to {most} steps"
             raise ValueError(f"generation.max_new_tokens: {steps}; {text}")
@@ -267,6 +269,11 @@ class MusicRewardPolicy(MusicPolicy):
 
     output: ClassVar[str] = "music_reward"
     trained: ClassVar[tuple[str, ...]] = ("decoder.model", "enc_to_dec_proj", "reward_head")
+
+    @classmethod
+    def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
+        """The model in `path` as a run trains it; pieces of any length are scored."""
+        return cls(path, None, dtype=dtype_of(config), device=device)
 
     def loaded(self, path: str) -> Any:
         return with_reward_head(path)
