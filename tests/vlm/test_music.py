@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import rewards
 from genrl.cli.app import app
+from genrl.config import load
 from genrl.config.errors import ConfigError
 from genrl.runtime.compare.media import as_wav
 from genrl.vlm.methods.music_preference.train import loss, piece, recorded
@@ -23,9 +24,11 @@ from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.train import train
 from rewards.models.checkpoints import transformers
 from rewards.models.musicgen import MusicgenReward, read_wav, with_reward_head
+from tests.rewards.tiny_clap import save_tiny_clap
 from tests.run_folders import differences, rows
 from tests.vlm import tiny_musicgen, vlm_runs
 
+RECIPE = Path(__file__).resolve().parents[2] / "configs" / "vlm" / "musicgen_small.yaml"
 LORA = {"lora": {"rank": 2, "targets": ["q_proj", "out_proj"]}}
 
 
@@ -122,6 +125,17 @@ class TestMusicRL:
         assert torch.allclose(*scores, atol=1e-5)
         before = MusicPolicy(model, 7).log_probs(prompt, drawn.tokens, drawn.mask, group=group).log_prob
         assert not torch.allclose(before, scores[0], atol=1e-4)
+
+
+    def test_the_recipe_for_the_published_model_runs_on_a_tiny_one(self, model: str, tmp_path: Path) -> None:
+        captions = tmp_path / "captions.jsonl"
+        captions.write_text("\n".join(json.dumps({"caption": f"a {word} tune"}) for word in ("low", "high", "steady")))
+        changes = [f"vlm.path={model}", f"task.train={captions}", "evaluation.every=0", "checkpoint.every=1"]
+        changes += ["task.eval=null", "generation.max_new_tokens=7", "generation.prompts_per_iteration=3", "iterations=1"]
+        changes += [f"rewards.0.args.model={save_tiny_clap(tmp_path / 'clap')}", f"output={tmp_path / 'run'}"]
+        run = train(load(RECIPE, changes))
+        (row,) = [row for row in rows(run) if "loss" in row]
+        assert math.isfinite(row["loss"]) and row["grad_norm"] > 0 and -1 <= row["reward/clap_mean"] <= 1
 
 
 class TestRewardModel:
