@@ -1,6 +1,6 @@
 """Make the pairs of pieces that MusicRL's reward model learns from (configs/vlm/musicgen_reward.yaml).
 
-    python assets/build_music_pairs.py     # assets/preferences/tunes_{train,eval}.jsonl, from assets/tiny-musicgen
+    python assets/build_music_pairs.py     # assets/tune-pairs/{train,eval}.jsonl, from assets/tiny-musicgen
 
 Two pieces of the embedded MusicGen to each text; preferred is the one that gets louder (`louder` in
 rewards/scorers/texts/tunes.py), a rule that is nowhere in the files. Pieces are written as their codes.
@@ -33,7 +33,11 @@ def pairs(policy: MusicPolicy, split: Split) -> list[str]:
             first, second = 2 * number, 2 * number + 1
             if scores[first] < scores[second]:
                 first, second = second, first
-            told = {"prompt": one.columns["question"], "preferred": codes[first].tolist(), "other": codes[second].tolist()}
+            told = {
+                "prompt": one.columns["question"],
+                "preferred": codes[first].tolist(),
+                "other": codes[second].tolist(),
+            }
             lines.append(json.dumps(told))
     return lines
 
@@ -41,7 +45,7 @@ def pairs(policy: MusicPolicy, split: Split) -> list[str]:
 def main() -> None:
     policy = MusicPolicy(str(ASSETS / "tiny-musicgen"), STEPS)
     for split in get_args(Split):
-        file = ASSETS / "preferences" / f"tunes_{split}.jsonl"
+        file = ASSETS / "tune-pairs" / f"{split}.jsonl"
         file.write_text("\n".join(pairs(policy, split)) + "\n", encoding="utf-8")
 
 

@@ -172,8 +172,8 @@ class Generation(Section):
     (vllm.url) samples while the model is trained. Methods over groups of answers, or of episodes, with clipped ratios
     (docs/ray.md)."""
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
-    """vlm.output image and music: scale of classifier-free guidance, in sampling and in the log-probabilities that are trained; 1
-    = none, null = the model's own."""
+    """vlm.output image and music: scale of classifier-free guidance, in sampling and in the log-probabilities that are
+    trained; 1 = none, null = the model's own."""
     elbo_samples: Count = 16
     """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
     denoising_steps: Count | None = None

@@ -24,7 +24,7 @@ from rewards.given import given, is_given
 from rewards.scorers.texts.completions import GIVEN, resolve_text
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-PROCESSED = {"text": "image processor", "image": "image processor", **dict.fromkeys(("music", "music_reward"), "processor")}
+PROCESSED = {"text": "image processor", "image": "image processor", "music": "processor", "music_reward": "processor"}
 CODEC = "codec.safetensors"
 GENERATED = ("answer", "question", "level")
 """Columns of the generated tasks; some have more."""

@@ -109,7 +109,9 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
     run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
-    groups += [{"params": [p for p in head.parameters() if p.requires_grad], "name": name} for name, head in run.heads.items()]
+    groups += [
+        {"params": [p for p in head.parameters() if p.requires_grad], "name": name} for name, head in run.heads.items()
+    ]
     rates = {group["name"]: config.optimizer.lr for group in groups}
     weights = trained_weights(policy, run.heads)
     optimizer = make_optimizer(groups, config.optimizer)

@@ -67,7 +67,10 @@ def read_wav(file: str | Path, *, header: bool = False) -> tuple[Tensor, int]:
     return (sound if channels == 1 else sound.view(-1, channels).T), rate
 
 
-class MusicgenReward(transformers.MusicgenForConditionalGeneration):
+_Musicgen: Any = transformers.MusicgenForConditionalGeneration  # its signatures are typed in part only
+
+
+class MusicgenReward(_Musicgen):  # type: ignore[misc]
     """A MusicGen with a linear head that gives one number to a text and the codes of a piece."""
 
     def __init__(self, config: Any) -> None:
@@ -127,4 +130,5 @@ def with_reward_head(path: str) -> MusicgenReward:
             torch.nn.init.zeros_(parameter)
     elif missing:
         raise ValueError(f"{path!r} lacks {len(missing)} weights of a MusicGen ({', '.join(missing[:3])}...)")
-    return model.eval().requires_grad_(False)
+    found: MusicgenReward = model.eval().requires_grad_(False)
+    return found

@@ -1,4 +1,4 @@
-"""Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, GRPO, and the reward model of preferences."""
+"""Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, GRPO, the reward model of preferences."""
 
 from __future__ import annotations
 
@@ -126,12 +126,16 @@ class TestMusicRL:
         before = MusicPolicy(model, 7).log_probs(prompt, drawn.tokens, drawn.mask, group=group).log_prob
         assert not torch.allclose(before, scores[0], atol=1e-4)
 
-
     def test_the_recipe_for_the_published_model_runs_on_a_tiny_one(self, model: str, tmp_path: Path) -> None:
         captions = tmp_path / "captions.jsonl"
         captions.write_text("\n".join(json.dumps({"caption": f"a {word} tune"}) for word in ("low", "high", "steady")))
         changes = [f"vlm.path={model}", f"task.train={captions}", "evaluation.every=0", "checkpoint.every=1"]
-        changes += ["task.eval=null", "generation.max_new_tokens=7", "generation.prompts_per_iteration=3", "iterations=1"]
+        changes += [
+            "task.eval=null",
+            "generation.max_new_tokens=7",
+            "generation.prompts_per_iteration=3",
+            "iterations=1",
+        ]
         changes += [f"rewards.0.args.model={save_tiny_clap(tmp_path / 'clap')}", f"output={tmp_path / 'run'}"]
         run = train(load(RECIPE, changes))
         (row,) = [row for row in rows(run) if "loss" in row]
@@ -235,9 +239,7 @@ class TestRewardModel:
             ({"rewards": [{"name": "exact"}]}, "pairs say what is better"),
         ],
     )
-    def test_what_does_not_fit_is_refused(
-        self, changes: dict[str, Any], text: str, model: str, tmp_path: Path
-    ) -> None:
+    def test_what_does_not_fit_is_refused(self, changes: dict[str, Any], text: str, model: str, tmp_path: Path) -> None:
         sections = pairs(tmp_path / "data", model)
         merged = {**sections, **changes, "vlm": {**sections["vlm"], **changes.get("vlm", {})}}
         with pytest.raises(ConfigError, match=text):

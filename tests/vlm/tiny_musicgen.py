@@ -45,7 +45,7 @@ def save(folder: Path, *, books: int = 4, channels: int = 1, hidden: int = 32) -
     config = transformers.MusicgenConfig(text_encoder=text, audio_encoder=audio, decoder=decoder)
     made = transformers.MusicgenForConditionalGeneration(config)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for parameter in made.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.2)  # larger than a new model's, so that text and codes count
         for layer in made.audio_encoder.quantizer.layers:

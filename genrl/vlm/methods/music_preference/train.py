@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -129,13 +129,14 @@ def check(config: VLMConfig, policy: Any) -> None:
 def evaluate(run: AnswersRun) -> dict[str, float]:
     """The share of held-out pairs whose preferred piece has the higher score, with its 95 % interval."""
     whole: VLMConfig = run.loop.config
+    settings = cast(MusicPreference, whole.trainer)
     questions = Questions(whole, "eval")
     mine = share_of(run.process, len(questions))
     run.loop.phase("evaluating", len(mine))
     right = 0
-    for part in torch.tensor(mine).split(whole.trainer.rows_per_pass or len(mine)):
+    for part in torch.tensor(mine).split(settings.rows_per_pass):
         given = recorded(run.policy, [questions[number] for number in part.tolist()], 1)
-        right += int((loss(whole.trainer, run.policy, given)["margin"] > 0).sum())
+        right += int((loss(settings, run.policy, given)["margin"] > 0).sum())
         run.loop.advance_or_leave(len(part))
     every = sum(gather_object([right]))
     low, high = wilson(every, len(questions))

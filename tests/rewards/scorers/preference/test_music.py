@@ -30,7 +30,9 @@ class TestClap:
         sounds, prompts = [tone(100, SECONDS, RATE), tone(40, 1, RATE)], ["low", "a very high tune"]
         scores = reward(sounds, [RATE] * 2, prompts)
         model, words = transformers.ClapModel.from_pretrained(clap), transformers.ClapProcessor.from_pretrained(clap)
-        told = words(text=prompts, audio=[s.numpy() for s in sounds], sampling_rate=RATE, padding=True, return_tensors="pt")
+        told = words(
+            text=prompts, audio=[s.numpy() for s in sounds], sampling_rate=RATE, padding=True, return_tensors="pt"
+        )
         with torch.no_grad():
             found = model(**told)
         wanted = (found.audio_embeds * found.text_embeds).sum(1)
