@@ -19,8 +19,8 @@ class MusicPreference(VLMMethod):
     title: ClassVar[str] = "MusicRL's reward model"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "pairs/accuracy": MetricDoc(
-            "share of an iteration's pairs whose preferred piece has the higher score; of held-out pairs it is "
-            "`eval/accuracy_mean`",
+            "share of an iteration's pairs whose preferred piece has the higher score, a tie being half; of held-out "
+            "pairs it is `eval/accuracy_mean`",
             ".5: nothing is learnt. Far above the held-out one: the pairs are learnt by heart; fewer iterations.",
             "share 0..1",
         ),

@@ -60,7 +60,7 @@ def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:
                 given = recorded(run.policy, [run.questions[k] for k in part.tolist()], size)
                 results = loss(settings, run.policy, given)
                 sums["loss"] += float(results["loss"].detach())
-                sums["pairs/accuracy"] += float((results["margin"] > 0).sum()) / size
+                sums["pairs/accuracy"] += right(results["margin"]) / size
                 sums["pairs/margin"] += float(results["margin"].sum()) / size
             loop.backward(settings, results, given)
             loop.advance(len(part))
@@ -91,6 +91,11 @@ def loss(settings: MusicPreference, policy: Any, given: Recorded) -> dict[str, T
     preferred, other = scores(given["preferred"]), scores(given["other"])
     found = preference_loss(preferred, other).sum() / int(given["size"])
     return {"loss": found, "margin": (preferred - other).detach()}
+
+
+def right(margin: Tensor) -> float:
+    """How many pairs are ranked as given, a tie being half of one."""
+    return float((margin > 0).sum()) + float((margin == 0).sum()) / 2
 
 
 def piece(policy: Any, row: Row, column: str, *, header: bool = False) -> Tensor:
@@ -133,11 +138,11 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
     questions = Questions(whole, "eval")
     mine = share_of(run.process, len(questions))
     run.loop.phase("evaluating", len(mine))
-    right = 0
+    mine_right = 0.0
     for part in torch.tensor(mine).split(settings.rows_per_pass):
         given = recorded(run.policy, [questions[number] for number in part.tolist()], 1)
-        right += int((loss(settings, run.policy, given)["margin"] > 0).sum())
+        mine_right += right(loss(settings, run.policy, given)["margin"])
         run.loop.advance_or_leave(len(part))
-    every = sum(gather_object([right]))
+    every = sum(gather_object([mine_right]))
     low, high = wilson(every, len(questions))
     return {"eval/accuracy_mean": every / len(questions), "eval/accuracy_low": low, "eval/accuracy_high": high}
