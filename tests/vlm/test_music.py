@@ -28,7 +28,7 @@ from tests.rewards.tiny_clap import save_tiny_clap
 from tests.run_folders import differences, rows
 from tests.vlm import tiny_musicgen, vlm_runs
 
-RECIPE = Path(__file__).resolve().parents[2] / "configs" / "vlm" / "musicgen_small.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "vlm"
 LORA = {"lora": {"rank": 2, "targets": ["q_proj", "out_proj"]}}
 
 
@@ -137,7 +137,7 @@ class TestMusicRL:
             "iterations=1",
         ]
         changes += [f"rewards.0.args.model={save_tiny_clap(tmp_path / 'clap')}", f"output={tmp_path / 'run'}"]
-        run = train(load(RECIPE, changes))
+        run = train(load(CONFIGS / "musicgen_small.yaml", changes))
         (row,) = [row for row in rows(run) if "loss" in row]
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0 and -1 <= row["reward/clap_mean"] <= 1
 
@@ -173,6 +173,20 @@ class TestRewardModel:
             codes = [held.heard(sounds[0], tiny_musicgen.RATE)]
             wanted = held.scores(ids.input_ids, ids.attention_mask, codes)
         assert codes[0].shape == (4, 5) and scores[0] == pytest.approx(float(wanted), abs=1e-5)
+
+    def test_the_embedded_stages_run_one_after_the_other(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """MusicRL-R, the reward model of the embedded pairs, and from R's model MusicRL-U with it: RU."""
+        monkeypatch.chdir(root)
+        small = ["generation.prompts_per_iteration=2", "iterations=1", "evaluation.every=0", "checkpoint.every=1"]
+        first = train(load(CONFIGS / "musicgen.yaml", [*small, f"output={tmp_path / 'r'}"]))
+        learnt = ["trainer.batch_size=4", *small[1:], f"output={tmp_path / 'reward'}"]
+        judge = train(load(CONFIGS / "musicgen_reward.yaml", learnt))
+        changes = [f"vlm.path={first / 'model'}", f"rewards.0.args.model={judge / 'model'}", *small]
+        second = train(load(CONFIGS / "musicgen_preference.yaml", [*changes, f"output={tmp_path / 'u'}"]))
+        (row,) = [row for row in rows(second) if "loss" in row]
+        assert math.isfinite(row["reward/music_preference_mean"]) and row["kl"] == pytest.approx(0.0, abs=1e-6)
 
     def test_the_loss_is_that_of_bradley_and_terry_over_the_update(self, model: str, tmp_path: Path) -> None:
         settings = vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model))
