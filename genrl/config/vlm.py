@@ -45,8 +45,9 @@ class VLM(Section):
     docs/sequence_policies.md says."""
     output: Annotated[Text, Field(examples=sorted(OUTPUTS.built_in))] = "text"
     """What it answers: text about pictures; image, by tokens (Janus); masked_text, as a masked diffusion model; voxels
-    or audio, by the codes of a causal language model with a codec; or a policy of your own, path/file.py:Name
-    (genrl/vlm/policies/contract.py says what it is)."""
+    or audio, by the codes of a causal language model with a codec; music, by MusicGen; music_reward: no answer but a
+    score of pieces, by MusicGen; or a policy of your own, path/file.py:Name (genrl/vlm/policies/contract.py says what
+    it is)."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -160,7 +161,8 @@ class Generation(Section):
     group_size: Count = 8
     """Answers to each, compared with each other (8 is usual)."""
     max_new_tokens: Count = 64
-    """Longest answer."""
+    """Longest answer. vlm.output music: steps of the decoder, of K books steps + 1 - K frames (musicgen-small: 503 are
+    10 s)."""
     temperature: Positive = 1.0
     """Of sampling and of the log-probabilities that are trained."""
     batch_size: Count | None = None
@@ -170,8 +172,8 @@ class Generation(Section):
     (vllm.url) samples while the model is trained. Methods over groups of answers, or of episodes, with clipped ratios
     (docs/ray.md)."""
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
-    """vlm.output image: scale of classifier-free guidance, in sampling and in the log-probabilities that are trained; 1
-    = none, null = the model's own."""
+    """vlm.output image and music: scale of classifier-free guidance, in sampling and in the log-probabilities that are
+    trained; 1 = none, null = the model's own."""
     elbo_samples: Count = 16
     """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
     denoising_steps: Count | None = None

@@ -24,6 +24,7 @@ from rewards.given import given, is_given
 from rewards.scorers.texts.completions import GIVEN, resolve_text
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+PROCESSED = {"text": "image processor", "image": "image processor", "music": "processor", "music_reward": "processor"}
 CODEC = "codec.safetensors"
 GENERATED = ("answer", "question", "level")
 """Columns of the generated tasks; some have more."""
@@ -52,7 +53,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     for number, stage in enumerate(config.stages):
         if stage.task is not None:
             part = config.parts[number].model_copy(update={"stages": ()})
-            if part.trainer.taught is not None:  # its answers are given, no reward sees them
+            if not part.trainer.samples:  # its answers are given, no reward sees them
                 part = part.model_copy(update={"rewards": ()})
             yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")
     if config.synthesis is not None:
@@ -170,8 +171,8 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield key, f"{path} has no config.json with a model_type, so it is no saved transformers model"
     elif config.vlm.makes in ("voxels", "audio") and not (path / CODEC).is_file():
         yield key, f"{path} has no {CODEC}, by which codes are decoded; docs/sequence_policies.md says what is in it"
-    elif config.vlm.output in ("text", "image") and not any((path / name).is_file() for name in PROCESSORS):
-        text = f"{path} has no image processor ({' or '.join(PROCESSORS)})"
+    elif config.vlm.output in PROCESSED and not any((path / name).is_file() for name in PROCESSORS):
+        text = f"{path} has no {PROCESSED[config.vlm.output]} ({' or '.join(PROCESSORS)})"
         yield key, f"{text}; save the processor of the original model there"
     elif not (path / "tokenizer_config.json").is_file():
         yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
@@ -261,7 +262,7 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
             continue
         for name, known in columns:
-            made = ("audio", "rate") if config.vlm.makes == "audio" else ()
+            made = ("audio", "rate") if config.vlm.makes in ("audio", "music") else ()
             missing = [c for c in declared.columns if c not in known and c not in (*GIVEN, *made)]
             if missing:
                 asks = (

@@ -91,6 +91,11 @@ class VLMMethod(Method):
         return None
 
     @property
+    def samples(self) -> bool:
+        """Whether it learns from answers that the model samples, which rewards score."""
+        return self.taught is None
+
+    @property
     def demonstrations(self) -> tuple[str, str] | None:
         """Answers of the data that it reads, taught or beside the model's own: the key that names them, and which."""
         return None if self.taught is None else ("trainer.target", self.taught)

@@ -12,6 +12,8 @@ OUTPUTS = Group(
         "masked_text": "genrl.vlm.policies.masked_text:MaskedPolicy",
         "voxels": "genrl.vlm.policies.codes:CodePolicy",
         "audio": "genrl.vlm.policies.codes:CodePolicy",
+        "music": "genrl.vlm.policies.music_tokens:MusicPolicy",
+        "music_reward": "genrl.vlm.policies.music_tokens:MusicRewardPolicy",
     },
     "genrl.policies",
 )

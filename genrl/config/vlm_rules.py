@@ -58,7 +58,7 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
-    samples = any(part.trainer.taught is None for part in config.parts)
+    samples = any(part.trainer.samples for part in config.parts)
     if not config.rewards and samples:
         yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
     if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
@@ -83,6 +83,8 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
     output, makes = config.vlm.output, config.vlm.makes
     if wrong := _unknown(output, OUTPUTS):
         yield ("vlm.output",), wrong
+    if makes == "music_reward" and any(part.trainer.samples for part in config.parts):
+        yield ("trainer.algorithm", "vlm.output"), "a score answers nothing; write music_preference, or output: music"
     if config.vlm.gradient_checkpointing:
         if makes:
             text = f"{makes} is trained without; write false"
@@ -107,8 +109,9 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("generation.engine", "vlm.output"), f"vLLM answers with text, not {makes}; write transformers"
     if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
         yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
-    if (output == "text" or makes not in (None, "image")) and config.generation.guidance_scale is not None:
-        yield ("generation.guidance_scale", "vlm.output"), "only pictures are sampled with guidance; leave it out"
+    if (output == "text" or makes not in (None, "image", "music")) and config.generation.guidance_scale is not None:
+        text = "only pictures and MusicGen's music are sampled with guidance; leave it out"
+        yield ("generation.guidance_scale", "vlm.output"), text
 
 
 def _quantized(config: VLMConfig) -> Iterator[Finding]:

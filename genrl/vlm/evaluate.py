@@ -140,7 +140,10 @@ def held_out(
     policy: Policy, config: VLMConfig, begin: Callable[[int], None], advance: Callable[[int], None]
 ) -> tuple[dict[str, float], int]:
     """Metrics of a model on its held-out questions, also with black pictures where the configuration asks for it, and
-    how many questions they are. begin: told how many answers there will be; advance: how many more there are."""
+    how many questions they are. begin: told how many answers there will be; advance: how many more there are. Raises
+    ValueError without rewards."""
+    if not config.rewards:
+        raise ValueError("rewards: there are none to judge answers by; the run's metrics.jsonl has what it measured")
     asked, opened = Questions(config, "eval"), open_rewards(config)
     blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
     numbers = range(len(asked))

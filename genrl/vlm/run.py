@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
+from genrl.config.method import module_of
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_method import columns_of
 from genrl.runtime.loop import Loop
@@ -248,6 +249,8 @@ class AnswersRun:
         row = self._target_loss(whole, iteration)
         if whole.rewards:
             row |= self._judged(whole, iteration)
+        if evaluate := getattr(module_of(whole.trainer), "evaluate", None):  # the method's own
+            row |= evaluate(self)
         if whole.ema is not None:  # the caller puts the trained ones back
             weights_changed(self.policy)
         return row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from genrl.config.plugins import beside
+from genrl.config.method import module_of
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
@@ -73,10 +72,12 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
     key, number = config.trainer.shared(config)
     if len(questions) < number:
         raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")
-    if config.trainer.taught is None:
+    if config.trainer.samples:
         policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
     if config.trainer.demonstrations is not None:
         tell(policy, [questions[0]], config.trainer.demonstrations[1])
+    if check := getattr(module_of(config.trainer), "check", None):  # what else the method reads
+        check(config, policy)
 
 
 def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
@@ -108,7 +109,9 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
     run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
-    groups += [{"params": list(head.parameters()), "name": name} for name, head in run.heads.items()]
+    groups += [
+        {"params": [p for p in head.parameters() if p.requires_grad], "name": name} for name, head in run.heads.items()
+    ]
     rates = {group["name"]: config.optimizer.lr for group in groups}
     weights = trained_weights(policy, run.heads)
     optimizer = make_optimizer(groups, config.optimizer)
@@ -132,7 +135,7 @@ def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
     """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
     if not config.trainer.with_heads:
         return {}
-    found: dict[str, nn.Module] = beside(sys.modules[type(config.trainer).__module__], "train").heads(policy)
+    found: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
     return found
 
 

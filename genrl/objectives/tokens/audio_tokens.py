@@ -1,6 +1,6 @@
 """MusicRL (arXiv 2402.04229): reinforcement learning of autoregressive audio tokens from one reward at the end.
 
-Its preference reward model is Bradley-Terry: `adversarial.preference_loss(score of the preferred, of the other)`.
+Its preference reward model is Bradley-Terry (`genrl.vlm.methods.music_preference`).
 """
 
 from __future__ import annotations

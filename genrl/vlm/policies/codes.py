@@ -276,6 +276,22 @@ class CodePolicy:
         cut = torch.zeros(len(rows), dtype=torch.bool)
         return Sampled(found.cpu(), mask.cpu(), log_prob.cpu(), cut, texts, self._made(found))
 
+    @property
+    def body(self) -> Any:
+        """What has the hidden states, of which MusicRL's value function is a copy."""
+        return self.model.base_model
+
+    def choices(self, tokens: Tensor) -> Tensor:
+        """Which of the tokens of answers int64 [B, T] are codes: bool [B, T]."""
+        return self.kinds(tokens)[0] == CODE
+
+    def code_rows(self, prompts: Sequence[Encoded], tokens: Tensor, temperature: float) -> Tensor:
+        """log softmax [B, K, N] over the N codes at the K places of codes; nothing else may stand there."""
+        kinds, _ = self.kinds(tokens)
+        places = kinds == CODE
+        rows = self.log_rows(self.states(prompts, tokens)[places], kinds[places], temperature)[:, self.code_ids]
+        return rows.view(len(tokens), -1, len(self.code_ids))
+
     def things(self, tokens: Tensor) -> Tensor:
         """The codes of answers int64 [B, T], as rows of the codec's table: int64 [B, steps, K]."""
         kinds, _ = self.kinds(tokens)

@@ -96,6 +96,8 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
         return out
     policy.tokenizer.save_pretrained(out)
     if policy.processor is not None:
-        policy.processor.image_processor.save_pretrained(out)
-        (out / "chat_template.jinja").write_text(policy.processor.chat_template, encoding="utf-8")
+        parts = ("image_processor", "feature_extractor")  # the second is MusicGen's
+        next(getattr(policy.processor, part) for part in parts if hasattr(policy.processor, part)).save_pretrained(out)
+        if policy.processor.chat_template:
+            (out / "chat_template.jinja").write_text(policy.processor.chat_template, encoding="utf-8")
     return out

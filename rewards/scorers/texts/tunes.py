@@ -66,3 +66,18 @@ def sound_quality(audio: Sequence[torch.Tensor], rate: Sequence[int]) -> list[fl
         third = max(1, len(purity) // 3)
         scores.append(float((purity[:third].mean() + purity[-third:].mean()) / 2))
     return scores
+
+
+def louder(audio: Sequence[torch.Tensor], rate: Sequence[int]) -> list[float]:
+    """How steadily tunes get louder, in [-1, 1]: the correlation of each note's root mean square with its time. 0 where
+    all are equally loud."""
+    scores = []
+    for sound, own in zip(audio, rate, strict=True):
+        samples = round(NOTE_S * own)
+        notes = sound.numpy().astype(np.float64)[: len(sound) // samples * samples].reshape(-1, samples)
+        loud = np.sqrt((notes**2).mean(1))
+        time = np.arange(len(loud)) - (len(loud) - 1) / 2
+        loud = loud - loud.mean()
+        scale = np.linalg.norm(loud) * np.linalg.norm(time)
+        scores.append(float(loud @ time / scale) if scale > 1e-9 else 0.0)
+    return scores

@@ -41,8 +41,6 @@ class MusicRL(VLMMethod):
         return self.micro_batch
 
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
-        if config.vlm.output != "audio":
-            text = "music_rl is of models whose output is audio; write it, or algorithm: answers"
+        if config.vlm.output not in ("audio", "music"):
+            text = "music_rl is of models whose output is music or audio; write it, or algorithm: answers"
             yield ("trainer.algorithm", "vlm.output"), text
-        if config.vlm.lora is not None:
-            yield ("vlm.lora",), "all weights of this model are trained (music_rl); leave it out"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -24,19 +24,21 @@ from genrl.runtime.recorded import Recorded
 from genrl.vlm.common import Headed, check_gap
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.methods.sharing import updates_of
-from genrl.vlm.policies.codes import CODE, CodePolicy
-from genrl.vlm.policies.policy import Encoded
+from genrl.vlm.policies.codes import CodePolicy
+from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import Answers, totals
 from genrl.vlm.run import AnswersRun
 
 
 class Baseline(nn.Module):
-    """V(s_t): a copy of the model with an output of one number, which begins at 0."""
+    """V(s_t): a copy of the model with an output of one number, which begins at 0. Weights that are not trained, those
+    below a LoRA, are the policy's own."""
 
-    def __init__(self, policy: CodePolicy) -> None:
+    def __init__(self, policy: CodePolicy | MusicPolicy) -> None:
         super().__init__()
-        self.body: Any = copy.deepcopy(policy.model.base_model)
+        shared = {id(p): p for p in policy.body.parameters() if not p.requires_grad}
+        self.body: Any = copy.deepcopy(policy.body, shared)
         self.head = nn.Linear(self.body.config.hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -47,7 +49,7 @@ class Baseline(nn.Module):
         return values
 
 
-def heads(policy: CodePolicy) -> dict[str, nn.Module]:
+def heads(policy: CodePolicy | MusicPolicy) -> dict[str, nn.Module]:
     """What is trained beside the policy."""
     return {"baseline": Baseline(policy)}
 
@@ -65,7 +67,6 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
     loop, config, alpha = run.loop, run.config, settings.alpha
     headed = Headed(run.policy, run.heads)
-    policy: Any = run.policy
     reward = totals(config, answers.scores).float()
     size, micro = config.generation.group_size, settings.micro_batch
     (update,) = updates_of(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
@@ -85,7 +86,7 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
                         "loss": results["loss"] / share,
                         "loss/policy": -(1 - alpha) * results["policy"],
                         "loss/kl": alpha * results["kl"],
-                        "kl": results["kl"] / policy.codec.length,
+                        "kl": results["kl"] / given["ref_rows"].shape[1],
                         "loss/value": results["value_loss"],
                         "sampler/gap_mean": results["gap"],
                     }
@@ -105,12 +106,12 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
 def recorded(run: AnswersRun, answers: Answers, rows: Tensor, reward: Tensor, share: float) -> Recorded:
     """All that the loss of some pieces reads; share: theirs in the update."""
     policy: Any = run.policy
-    assert run.reference is not None, "opened for a method that reads it"
     asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature)
     prompts = [answers.prompts[number] for number in asked.group.tolist()]
     tokens = answers.tokens[rows].to(policy.device)
-    with torch.no_grad():
-        ref_rows = code_rows(run.reference, prompts, tokens, asked.temperature)
+    reference: Any = run.reference or policy  # with a LoRA, the model without it
+    with torch.no_grad(), policy.reference() if run.reference is None else nullcontext():
+        ref_rows = reference.code_rows(prompts, tokens, asked.temperature)
     tensors = {"answers": tokens, "ref_rows": ref_rows, "reward": reward, "sampler": answers.sampler_log_prob[rows]}
     return Recorded(asked, tensors | {"share": torch.tensor(share, dtype=torch.float64)})
 
@@ -121,11 +122,11 @@ def loss(settings: MusicRL, headed: Headed, given: Recorded) -> dict[str, Tensor
     asked: Asked = given.batch
     prompts = [asked.prompts[number] for number in asked.group.tolist()]
     tokens = given["answers"].to(policy.device)
-    log_rows = code_rows(policy, prompts, tokens, asked.temperature)
-    places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
+    log_rows = policy.code_rows(prompts, tokens, asked.temperature)
+    places = policy.choices(tokens)
     baseline = cast(Baseline, headed.heads["baseline"])
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
-    codes = policy.things(tokens)[:, -1]
+    codes = policy.things(tokens).flatten(1)
     found = music_rl_loss(
         log_rows,
         given["ref_rows"],
@@ -139,12 +140,3 @@ def loss(settings: MusicRL, headed: Headed, given: Recorded) -> dict[str, Tensor
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()
     whole = float(given["share"]) * (found.loss + found.value_loss)
     return {"loss": whole, "policy": found.policy, "kl": found.kl, "value_loss": found.value_loss, "gap": gap}
-
-
-def code_rows(policy: Any, prompts: Sequence[Encoded], tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax [B, K, N] over the N codes at the K places of codes; nothing else may stand there."""
-    kinds, _ = policy.kinds(tokens)
-    places = (kinds == CODE).nonzero(as_tuple=True)
-    rows = policy.log_rows(policy.states(prompts, tokens)[places], kinds[places], temperature)[:, policy.code_ids]
-    found: Tensor = rows.view(len(tokens), -1, len(policy.code_ids))
-    return found

@@ -1,0 +1,1 @@
+"""MusicRL's reward model of preferences."""
