@@ -4,9 +4,10 @@
 
 No weights are downloaded: each denoiser and autoencoder is made from its published configuration, its text encoders are
 tiny ones of the right width, and the pipeline is saved in bfloat16 as diffusers saves it. FLUX, Z-Image, SD3.5 large,
-Wan 2.2 and Qwen-Image have their full width but few blocks; the others are whole. Then, for each recipe of the model (where
-there is none, Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and rewards
-alone, and with the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its own:
+Wan 2.2 and Qwen-Image have their full width but few blocks; the others are whole. Then, for each recipe of the model
+(where there is none, Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and
+rewards alone, and with the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its
+own:
 
 - `genrl train` for one iteration: the ratio of the first update, model calls, seconds, and the peak of the process's
   own memory without what its libraries held before the model was loaded, beside the estimate of `genrl check`; the C
