@@ -150,7 +150,7 @@ MODELS: dict[str, Published] = {
             "text_encoder_2": lambda: parts.clip_projection_encoder(1280),
         },
         "stabilityai/stable-diffusion-xl-base-1.0",
-        ("sdxl_flow_grpo", "sdxl_turbo_flow_grpo", "sdxl_lightning_flow_grpo", "sdxl_spo", "sdxl_dpo_offline"),
+        ("sdxl_flow_grpo", "sdxl_turbo_flow_grpo", "sdxl_lightning_flow_grpo", "sdxl_spo"),
         changes=NO_FROZEN,
     ),
     "pixart_sigma": Published(
@@ -369,8 +369,11 @@ FURTHER: dict[str, tuple[str, ...]] = {
     ),
     "flux1_dev_branch_grpo": ("sampling.group_size=4", "trainer.tree.at=[0, 1]", "trainer.tree.prune={depths: [3]}"),
     "sd14_draft": ("rewards=[{name: sharpness}]",),
-    "sdxl_spo": ("trainer.first=1",),
-    "sdxl_dpo_offline": ("prompts={train: 'assets/preferences:train', eval: assets/prompts/shapes_eval.txt}",),
+    "sdxl_spo": ("trainer.first=1", "trainer.threshold=1e-6"),
+    "sdxl_dpo_offline": (
+        "prompts={train: 'assets/preferences:train', eval: assets/prompts/shapes_eval.txt}",
+        "optimizer.warmup_steps=0",
+    ),
     "flux1_kontext_flow_grpo": (EDITS, "sampling.pipeline_args.max_area=4096"),
     "qwen_image_edit_talk2move": (EDITS, "trainer.exit_step=2"),
 }

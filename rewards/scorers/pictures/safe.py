@@ -47,5 +47,5 @@ class Safe:
     @torch.no_grad()
     def _chances(self, pictures: list[Any]) -> torch.Tensor:
         pixels = self.processor(images=pictures, return_tensors="pt")["pixel_values"]
-        logits = self.model(pixel_values=pixels.to(self.model.device, self.model.dtype)).logits
+        logits: torch.Tensor = self.model(pixel_values=pixels.to(self.model.device, self.model.dtype)).logits
         return logits.float().softmax(-1)[:, self.label].cpu()
