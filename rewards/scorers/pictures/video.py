@@ -132,10 +132,10 @@ def smoothness(images: torch.Tensor) -> torch.Tensor:
             both = [cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in (before, after)]
             half = flow.calc(*both, None) / 2
             drawn = [
-                cv2.remap(picture, *at, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE).astype(np.float32)
-                for picture, at in ((before, cv2.split(place - half)), (after, cv2.split(place + half)))
+                cv2.remap(picture, at[..., 0], at[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+                for picture, at in ((before, place - half), (after, place + half))
             ]
-            errors.append(np.abs(sum(drawn) / 2 - frame).mean() / 255)
+            errors.append(np.abs(np.mean(drawn, axis=0) - frame).mean() / 255)
         scores.append(1 - float(np.mean(errors)))
     return torch.tensor(scores)
 
