@@ -374,7 +374,11 @@ FURTHER: dict[str, tuple[str, ...]] = {
         "prompts={train: 'assets/preferences:train', eval: assets/prompts/shapes_eval.txt}",
         "optimizer.warmup_steps=0",
     ),
-    "flux1_kontext_flow_grpo": (EDITS, "sampling.pipeline_args.max_area=4096"),
+    "flux1_kontext_flow_grpo": (
+        EDITS,
+        "sampling.pipeline_args.max_area=4096",
+        "sampling.pipeline_args.max_sequence_length=32",
+    ),
     "qwen_image_edit_talk2move": (EDITS, "trainer.exit_step=2"),
 }
 """What a recipe needs beside `SMALL`: data of its kind that is here, trees of few leaves."""
