@@ -3,10 +3,11 @@
     python -m benchmarks.full_size [--models sd15 wan21_1_3b] [--pixels 64] [--folder DIR]
 
 No weights are downloaded: each denoiser and autoencoder is made from its published configuration, its text encoders are
-tiny ones of the right width, and the pipeline is saved in bfloat16 as diffusers saves it. FLUX, Z-Image, SD3.5 large
-and Qwen-Image have their full width but few blocks; the others are whole. Then, for each recipe of the model (where
-there is none, Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and rewards
-alone, and with the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its own:
+tiny ones of the right width, and the pipeline is saved in bfloat16 as diffusers saves it. FLUX, Z-Image, SD3.5 large,
+Wan 2.2 and Qwen-Image have their full width but few blocks; the others are whole. Then, for each recipe of the model
+(where there is none, Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and
+rewards alone, and with the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its
+own:
 
 - `genrl train` for one iteration: the ratio of the first update, model calls, seconds, and the peak of the process's
   own memory without what its libraries held before the model was loaded, beside the estimate of `genrl check`; the C
@@ -58,7 +59,7 @@ from genrl.config import Config, ConfigError, check_files, dump, load, load_loca
 from genrl.config.estimate import read_components
 from genrl.config.memory_estimate import memory
 from genrl.runtime.frame import train
-from tests.diffusion import further_families, image_families, video_families
+from tests.diffusion import editing_families, further_families, image_families, video_families
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.tiny_parts import Family
 
@@ -123,6 +124,7 @@ MODELS: dict[str, Published] = {
         (AutoencoderKL, KL | {"latent_channels": 4, "scaling_factor": 0.18215, "sample_size": 512}),
         {"text_encoder": lambda: parts.clip_encoder(768)},
         "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        ("flow_grpo", "sd15_ddpo", "sd15_d3po", "sd14_prdp", "sd14_b2_diffurl", "sd14_draft", "diffusion_nft"),
     ),
     "sdxl": Published(
         image_families.sdxl,
@@ -148,7 +150,7 @@ MODELS: dict[str, Published] = {
             "text_encoder_2": lambda: parts.clip_projection_encoder(1280),
         },
         "stabilityai/stable-diffusion-xl-base-1.0",
-        ("sdxl_flow_grpo", "sdxl_turbo_flow_grpo", "sdxl_lightning_flow_grpo"),
+        ("sdxl_flow_grpo", "sdxl_turbo_flow_grpo", "sdxl_lightning_flow_grpo", "sdxl_spo"),
         changes=NO_FROZEN,
     ),
     "pixart_sigma": Published(
@@ -200,7 +202,14 @@ MODELS: dict[str, Published] = {
             "text_encoder_3": lambda: parts.t5_encoder(4096),
         },
         "stabilityai/stable-diffusion-3.5-medium",
-        ("sd35_medium_flow_grpo", "sd35_medium_flow_grpo_fast", "sd35_medium_diffusion_nft"),
+        (
+            "sd35_medium_flow_grpo",
+            "sd35_medium_flow_grpo_fast",
+            "sd35_medium_diffusion_nft",
+            "sd35_medium_adv_grpo",
+            "sd35_medium_tree_grpo",
+            "sd35_medium_several_rewards",
+        ),
         changes=FEW_WORDS,
     ),
     "sd35_large": Published(
@@ -247,6 +256,24 @@ MODELS: dict[str, Published] = {
         ("wan21_t2v_1_3b_flow_grpo", "diffusion_nft"),
         frames=5,
     ),
+    "wan22_a14b": Published(
+        video_families.wan22,
+        (
+            WanTransformer3DModel,
+            {
+                "num_attention_heads": 40,
+                "num_layers": 1,
+                "ffn_dim": 13824,
+                "cross_attn_norm": True,
+                "qk_norm": "rms_norm_across_heads",
+            },
+        ),
+        (AutoencoderKLWan, {}),
+        {"text_encoder": lambda: parts.umt5_encoder(4096)},
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        ("wan22_t2v_a14b_flow_grpo",),
+        frames=5,
+    ),
     "lumina2": Published(
         image_families.lumina2,
         (
@@ -263,8 +290,16 @@ MODELS: dict[str, Published] = {
         (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
         "black-forest-labs/FLUX.1-dev",
-        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo", "flux1_dev_paco_grpo", "flux1_dev_24gb"),
+        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo", "flux1_dev_paco_grpo", "flux1_dev_24gb", "flux1_dev_branch_grpo"),
         changes=("model.encodings=null",),
+    ),
+    "flux1_kontext": Published(
+        editing_families.flux_kontext,
+        (FluxTransformer2DModel, {"guidance_embeds": True, "num_layers": 1, "num_single_layers": 1}),
+        (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
+        "black-forest-labs/FLUX.1-Kontext-dev",
+        ("flux1_kontext_flow_grpo",),
     ),
     "flux1_schnell": Published(
         image_families.flux,
@@ -308,7 +343,45 @@ MODELS: dict[str, Published] = {
         ("qwen_image_flow_grpo", "qwen_image_lightning_diffusion_nft"),
         changes=NO_FROZEN,
     ),
+    "qwen_image_edit": Published(
+        editing_families.qwen_image_edit,
+        (QwenImageTransformer2DModel, {"num_layers": 2}),
+        (AutoencoderKLQwenImage, {}),
+        {"text_encoder": lambda: parts.qwen_vl_encoder(3584)},
+        "Qwen/Qwen-Image-Edit",
+        ("qwen_image_edit_talk2move",),
+    ),
 }
+SHAPES = "prompts={train: assets/prompts/shapes_train.txt, eval: assets/prompts/shapes_eval.txt}"
+EDITS = "prompts={train: assets/edits/move_train.jsonl, eval: assets/edits/move_eval.jsonl}"
+FURTHER: dict[str, tuple[str, ...]] = {
+    "sd35_medium_adv_grpo": (
+        SHAPES,
+        "rewards=[{name: dino_adversary, args: {model: assets/tiny-dino, size: 64}}]",
+        "trainer.adversary={references: 'assets/references:train', every: 2}",
+        "iterations=2",  # the head, then the model
+    ),
+    "sd35_medium_tree_grpo": ("sampling.group_size=9", "sampling.batch_size=9"),
+    "sd14_b2_diffurl": (
+        "sampling.group_size=5",
+        "sampling.batch_size=5",
+        "trainer.window={size: 3, high: 3, schedule: backward, shortest: 2}",
+    ),
+    "flux1_dev_branch_grpo": ("sampling.group_size=4", "trainer.tree.at=[0, 1]", "trainer.tree.prune={depths: [3]}"),
+    "sd14_draft": ("rewards=[{name: sharpness}]",),
+    "sdxl_spo": ("trainer.first=1", "trainer.threshold=1e-6"),
+    "sdxl_dpo_offline": (
+        "prompts={train: 'assets/preferences:train', eval: assets/prompts/shapes_eval.txt}",
+        "optimizer.warmup_steps=0",
+    ),
+    "flux1_kontext_flow_grpo": (
+        EDITS,
+        "sampling.pipeline_args.max_area=4096",
+        "sampling.pipeline_args.max_sequence_length=32",
+    ),
+    "qwen_image_edit_talk2move": (EDITS, "trainer.exit_step=2"),
+}
+"""What a recipe needs beside `SMALL`: data of its kind that is here, trees of few leaves."""
 EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/quickstart.yaml"}
 PROMPTS = ("a red cube", "two blue dogs", "a cat under a table", "a green star", "the word genrl")
 """Few: encodings that are made ahead are kept in the memory of the host, which is that of the device here."""
@@ -321,6 +394,7 @@ SMALL = (
     "model.variant=null",
     "distributed.fsdp=false",
     "evaluation.every=0",
+    "evaluation.monitor=null",
     "checkpoint.every=1",
     "trackers=[]",
     "iterations=1",
@@ -333,18 +407,18 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def build(model: Published, folder: Path, device: str = "cpu") -> int:
     """Save the pipeline in bfloat16; returns the number of the denoiser's weights. device: where they are drawn."""
     pipe: Any = model.tiny().pipe
-    name = "unet" if "unet" in pipe.components else "transformer"
+    names = [name for name in ("unet", "transformer", "transformer_2") if pipe.components.get(name) is not None]
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        for part, (kind, settings) in ((name, model.denoiser), ("vae", model.vae)):
+        for part, (kind, settings) in (*((name, model.denoiser) for name in names), ("vae", model.vae)):
             with torch.device(device):
                 pipe.register_modules(**{part: kind(**settings)})
     finally:
         torch.set_default_dtype(torch.float32)
     pipe.register_modules(**{part: make() for part, make in model.encoders.items()})
     pipe.to(torch.bfloat16).save_pretrained(folder)
-    return sum(p.numel() for p in pipe.components[name].parameters())
+    return sum(p.numel() for name in names for p in pipe.components[name].parameters())
 
 
 def configured(
@@ -371,7 +445,7 @@ def configured(
     changes += [] if steps is None else _of_steps(config, steps)
     if recipe in EMBEDDED:
         changes += ["sampling.pipeline_args={}", "model.lora.targets=null"]  # theirs are of the embedded model
-    changes += model.changes
+    changes += [*model.changes, *FURTHER.get(recipe, ())]
     if recipe == "flow_grpo":
         changes += ["sampling.guidance_scale=4.5", *_kernel(pipeline)]
     changes += further

@@ -73,6 +73,15 @@ def dino(folder: Path) -> Callable[[torch.Tensor], Any]:
     return lambda images: reward(images, [rewards.to_pil(images[:1])[0]] * len(images))
 
 
+def safe(folder: Path) -> Callable[[torch.Tensor], Any]:
+    """A ViT-B/16 with two labels."""
+    config = transformers.ViTConfig(id2label={0: "normal", 1: "nsfw"}, num_labels=2)
+    transformers.ViTForImageClassification(config).save_pretrained(folder)
+    transformers.ViTImageProcessorPil().save_pretrained(folder)
+    reward = rewards.load("safe", {"model": str(folder)})
+    return lambda images: reward(rewards.to_pil(images))
+
+
 def similarity(folder: Path) -> Callable[[torch.Tensor], Any]:
     reward = rewards.load("similarity")
     return lambda images: reward(images, [rewards.to_pil(images[:1])[0]] * len(images))
@@ -104,8 +113,10 @@ MAKERS: dict[str, tuple[Callable[[Path], Any], int, int]] = {  # with how many p
     "saturation": (plain("saturation"), 16, 1),
     "similarity": (similarity, 4, 1),
     "motion": (plain("motion"), 2, 8),
+    "smoothness": (plain("smoothness"), 2, 9),
     "steadiness": (plain("steadiness"), 2, 8),
     "dino": (dino, 2, 1),
+    "safe": (safe, 4, 1),
     "aesthetic": (aesthetic, 2, 1),
     "imagereward": (imagereward, 2, 1),
     "geneval": (geneval, 2, 1),

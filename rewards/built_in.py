@@ -43,6 +43,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     "sharpness": BuiltIn("rewards.scorers.pictures.statistics", "sharpness", "0 to 16"),
     "saturation": BuiltIn("rewards.scorers.pictures.statistics", "saturation", "0 to 1"),
     "dino": BuiltIn("rewards.scorers.pictures.dino", "DinoSimilarity", "-1 to 1"),
+    "diversity": BuiltIn("rewards.scorers.pictures.dino", "Diversity", "0 to 2, usually below 1"),
+    "safe": BuiltIn("rewards.scorers.pictures.safe", "Safe", "0 to 1"),
     "dino_adversary": BuiltIn("rewards.scorers.preference.adversary", "DinoAdversary", "unbounded, about -1 to 1"),
     "dino_layers_adversary": BuiltIn("rewards.scorers.preference.adversary", "DinoLayersAdversary", "0 to 1"),
     "pickscore_adversary": BuiltIn("rewards.scorers.preference.adversary", "PickScoreAdversary", "as pickscore"),
@@ -50,6 +52,9 @@ BUILT_IN: dict[str, BuiltIn] = {
     "editreward": BuiltIn("rewards.scorers.preference.reward_head", "EditReward", "unbounded"),
     "unifiedreward": BuiltIn("rewards.scorers.preference.unifiedreward", "UnifiedReward", "0 to 1"),
     "judge": BuiltIn("rewards.scorers.judges.judge", "Judge", "0 to 1"),
+    "questions": BuiltIn(
+        "rewards.scorers.judges.questions", "Questions", "0 to 1", needs="pil_images and a column", column="questions"
+    ),
     "text_judge": BuiltIn("rewards.scorers.texts.answerer", "TextJudge", "0 to 1"),
     "consistent": BuiltIn("rewards.scorers.texts.answerer", "Consistent", "0 to 2"),
     "answered": BuiltIn("rewards.scorers.texts.answerer", "Answered", "0 or 1"),
@@ -76,6 +81,9 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "motion": BuiltIn(
         "rewards.scorers.pictures.video", "motion", "0 up, usually .005 to .05", extra="ocr", packages=("cv2",)
+    ),
+    "smoothness": BuiltIn(
+        "rewards.scorers.pictures.video", "smoothness", "0 to 1, usually above .9", extra="ocr", packages=("cv2",)
     ),
     "steadiness": BuiltIn("rewards.scorers.pictures.video", "steadiness", "0 to 1"),
     "video_consistency": BuiltIn("rewards.scorers.pictures.video", "VideoConsistency", "-1 to 1"),

@@ -73,7 +73,9 @@ class EMA(Section):
     """Moving average of the trained weights; evaluation and export use it."""
 
     decay: Fraction = 0.9
-    """Share of the average kept at each optimiser step (Flow-GRPO and DiffusionNFT: 0.9)."""
+    """Share of the average kept when it is renewed (Flow-GRPO and DiffusionNFT: 0.9)."""
+    every: Count = 1
+    """Optimiser steps from one renewal to the next (DiffusionNFT: 1; Flow-GRPO: 8)."""
 
 
 class Monitor(Section):

@@ -130,11 +130,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         settings: Settings = self.config
-        average = None if settings.ema is None else settings.ema.decay
         self.optimization = Optimization(
-            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, average
+            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, settings.ema
         )
-        if average is not None and AVERAGE not in self.weights.snapshots:
+        if settings.ema is not None and AVERAGE not in self.weights.snapshots:
             self.weights.snapshot(AVERAGE)
 
     @property

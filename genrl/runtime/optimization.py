@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from genrl.config.method import Method
-from genrl.config.sections import Optimizer
+from genrl.config.sections import EMA, Optimizer
 from genrl.runtime.guards import non_finite, require_finite
 from genrl.runtime.optimizers import Masters, set_rate
 from genrl.runtime.recorded import Recorded
@@ -68,8 +68,8 @@ class Optimization:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     dumps: Path
-    average: float | None
-    """Decay of the moving average; None = none is kept."""
+    average: EMA | None
+    """Of the weights; None = none is kept."""
     loss_scale: float = 1.0
     """Factor on losses before their backward pass, undone in the gradients: for float16."""
     iteration: int = 0
@@ -139,10 +139,10 @@ class Optimization:
         if moved:
             self.optimizer.step()
             self.updates += 1
-            if self.average is not None:
-                self.weights.blend(AVERAGE, self.average)
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
+        if moved and self.average is not None and self.steps % self.average.every == 0:
+            self.weights.blend(AVERAGE, self.average.decay)
         return {name: float(norm) for name, norm in norms.items()}
 
     def step_other(self, optimizer: torch.optim.Optimizer) -> float:

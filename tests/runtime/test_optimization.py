@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.config.sections import Optimizer
+from genrl.config.sections import EMA, Optimizer
 from genrl.runtime.guards import NonFiniteError, read_dump
 from genrl.runtime.optimization import scheduled
 from genrl.runtime.optimizers import AdamW
@@ -36,6 +36,17 @@ class TestStep:
         backward(one, policy=1.0, critic=1.0)
         before = values(one)
         assert set(one.step()) == moved(one, before) == {"policy", "critic"}
+
+    def test_the_average_is_renewed_as_often_as_it_says(self, tmp_path: Path) -> None:
+        one = loop(tmp_path, Settings(ema=EMA(decay=0.75, every=3)))
+        start, ends = values(one), []
+        for _ in range(7):
+            backward(one, policy=1.0, critic=1.0)
+            one.step()
+            ends.append(values(one))
+        for name, value in start.items():
+            wanted = 0.75 * (0.75 * value + 0.25 * ends[2][name]) + 0.25 * ends[5][name]
+            torch.testing.assert_close(one.weights.snapshots["average"][name], wanted)
 
     def test_a_divisor_and_a_loss_scale_leave_the_gradient_of_the_mean(self, tmp_path: Path) -> None:
         """The scale is of the backward pass alone."""

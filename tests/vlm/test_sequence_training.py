@@ -13,6 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
+from genrl.config import load
 from genrl.objectives.preferences.preference import dpo_loss
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
@@ -64,6 +65,25 @@ METHODS = [
 def config(place: Path, kind: str, preset: str, **changes: Any) -> Any:
     place.mkdir(parents=True, exist_ok=True)
     return vlm_runs.config(place, **{**KINDS[kind], "trainer": {"preset": preset}, "iterations": 2, **changes})
+
+
+@pytest.mark.parametrize("recipe", ["janus_pro_7b_grpo", "janus_pro_7b_dpo"])
+def test_recipes_for_a_published_model_train_a_tiny_one(recipe: str, tmp_path: Path) -> None:
+    changes = [
+        f"vlm.path={ASSETS / 'tiny-janus'}",
+        "vlm.dtype=float32",
+        "task={name: captions}",
+        "generation={prompts_per_iteration: 2, group_size: 4, max_new_tokens: 16, guidance_scale: 5.0, batch_size: 8}",
+        "rewards=[{name: shapes}]",
+        "trainer.micro_batch=8",
+        "evaluation.every=0",
+        "trackers=[]",
+        "iterations=1",
+        f"output={tmp_path / 'run'}",
+    ]
+    train(load(ASSETS.parent / "configs" / "vlm" / f"{recipe}.yaml", changes))
+    (row,) = rows(tmp_path / "run")
+    assert row["updates"] == 1 and row["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("kind", "preset"), METHODS)

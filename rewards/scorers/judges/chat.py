@@ -79,8 +79,17 @@ class ChatServer:
         """How likely "yes" is compared with "no" as the first word, of the 20 likeliest tokens; NaN if neither is."""
         from rewards.scorers.judges.vlm import yes_or_no
 
-        options = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
-        return [yes_or_no(row) for row in self._ask_all(questions, options, _alternatives)]
+        return [yes_or_no(row) for row in self._first_tokens(questions)]
+
+    def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
+        """How likely each answer is to begin with its word; 0 where that is not among the 20 likeliest tokens."""
+        from rewards.scorers.judges.vlm import chance
+
+        rows = self._first_tokens(questions)
+        return [chance(row, word) for row, word in zip(rows, words, strict=True)]
+
+    def _first_tokens(self, questions: Sequence[Question]) -> list[list[tuple[str, float]]]:
+        return self._ask_all(questions, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}, _alternatives)
 
     def answers(self, questions: Sequence[Question], max_tokens: int) -> list[str]:
         """Answers at temperature 0."""
@@ -134,8 +143,8 @@ def _alternatives(choice: Any) -> list[tuple[str, float]]:
         return [(str(row["token"]), float(row["logprob"])) for row in first]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerFailed(
-            "the judge's server gives no log-probabilities of its first token (`logprobs`, `top_logprobs`), which a "
-            "yes-or-no score needs: ask for a written score instead, or use a server that gives them"
+            "the judge's server gives no log-probabilities of its first token (`logprobs`, `top_logprobs`), which "
+            "this score needs: ask for a written score instead, or use a server that gives them"
         ) from error
 
 

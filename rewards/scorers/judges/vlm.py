@@ -1,7 +1,7 @@
 """Ask a vision-language model about pictures: a local transformers model, or any OpenAI-compatible server.
 
-Both answer the same two kinds of question: how likely is "yes" compared with "no" as the next word, and what is the
-whole answer. Decoding is greedy, so that an answer is a function of what was asked.
+Both answer the same three kinds of question: how likely is "yes" compared with "no" as the next word, how likely is a
+given word, and what is the whole answer. Decoding is greedy, so that an answer is a function of what was asked.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 BATCH = 4  # questions per forward pass
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 Question: TypeAlias = Sequence[Image | str]
 """Pictures and pieces of text in the order in which the model gets them."""
@@ -51,11 +52,27 @@ def yes_or_no(next_word: Iterable[tuple[str, float]]) -> Answer:
     return Answer(sums["yes"] / mass if mass > 0 else math.nan, mass)
 
 
+def spellings(word: str) -> frozenset[str]:
+    """A word in lower case; of a number up to ten both ways to write it."""
+    plain = word.strip().lower()
+    number = plain if plain.isdecimal() else str(NUMBERS.index(plain)) if plain in NUMBERS else ""
+    return frozenset([plain, *([number, NUMBERS[int(number)]] if number and int(number) < len(NUMBERS) else [])])
+
+
+def chance(next_word: Iterable[tuple[str, float]], word: str) -> float:
+    """The probability of a word in (token, log-probability) pairs of the next token, over all its spellings."""
+    wanted = spellings(word)
+    return math.fsum(math.exp(value) for token, value in next_word if token.strip().lower() in wanted)
+
+
 class VLM(Protocol):
     """What a reward needs of a vision-language model."""
 
     def yes_no(self, questions: Sequence[Question]) -> list[Answer]:
         """How likely "yes" is compared with "no" as the first word of each answer."""
+
+    def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
+        """How likely each answer is to begin with its one of `words`, in [0, 1]."""
 
     def answers(self, questions: Sequence[Question], max_tokens: int) -> list[str]:
         """The whole answers, cut at `max_tokens`."""
@@ -77,18 +94,32 @@ class LocalModel:
     def __init__(self, model: Any, tokenizer: Any, inputs: Callable[[Sequence[Question]], Inputs]):
         self.model, self.tokenizer, self.inputs = model, tokenizer, inputs
         self.to = model.to
-        spelled = {i: spelling(token) for token, i in tokenizer.get_vocab().items()}
-        self.words = {i: word for i, word in sorted(spelled.items()) if word.strip().lower() in ("yes", "no")}
+        self.spelled = {i: spelling(token) for token, i in tokenizer.get_vocab().items()}
 
-    @torch.no_grad()
     def yes_no(self, questions: Sequence[Question]) -> list[Answer]:
         """How likely "yes" is compared with "no" as the first word, from the logits of the first token."""
-        answers = []
+        return [yes_or_no(row) for row in self._first_tokens(questions, frozenset(["yes", "no"]))]
+
+    def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
+        """How likely each answer is to begin with its word. Raises ValueError for a word that is no single token."""
+        wanted = frozenset().union(*map(spellings, words))
+        known = {token.strip().lower() for token in self.spelled.values()}
+        for word in words:
+            if not spellings(word) & known:
+                raise ValueError(f"the answer {word!r} is no single token of the model; ask for yes, no or a number")
+        rows = self._first_tokens(questions, wanted)
+        return [chance(row, word) for row, word in zip(rows, words, strict=True)]
+
+    @torch.no_grad()
+    def _first_tokens(self, questions: Sequence[Question], wanted: frozenset[str]) -> list[list[tuple[str, float]]]:
+        """Of each answer, the tokens that spell one of these words, with their log-probabilities."""
+        tokens = {i: word for i, word in sorted(self.spelled.items()) if word.strip().lower() in wanted}
+        rows = []
         for inputs in self._batches(questions):
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1]
-            log_probabilities = logits.float().log_softmax(-1)[:, list(self.words)].tolist()
-            answers += [yes_or_no(zip(self.words.values(), row, strict=True)) for row in log_probabilities]
-        return answers
+            log_probabilities = logits.float().log_softmax(-1)[:, list(tokens)].tolist()
+            rows += [list(zip(tokens.values(), row, strict=True)) for row in log_probabilities]
+        return rows
 
     @torch.no_grad()
     def answers(self, questions: Sequence[Question], max_tokens: int) -> list[str]:

@@ -93,6 +93,29 @@ def patch_similarity(patches: torch.Tensor, reference: torch.Tensor) -> torch.Te
     return (unit @ unit_reference.transpose(1, 2)).amax(2).mean(1)
 
 
+class Diversity:
+    """How different a picture is from the others of its group: 1 - the mean cosine of DINO's class tokens, in [0, 2].
+
+    A monitor, with weight 0: it falls where a policy comes to draw one picture for all noises. Groupwise; no score for
+    a group of one, so evaluation needs `group_size: 2` or more. Of a video, the tokens are averaged over its frames.
+
+    `model`, `size`, `dtype` as in `dino`
+    """
+
+    def __init__(self, model: str = MODEL, size: int = 224, dtype: str = "float32", device: str = "cpu"):
+        self.dino = DinoFeatures(model, size, device, "diversity", dtype)
+        self.to = self.dino.to
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor, group: list[int]) -> torch.Tensor:
+        tokens = in_batches(lambda pictures: self.dino.features(pictures).class_token, CHUNK, frames(images))
+        unit = torch.nn.functional.normalize(tokens.view(len(images), -1, tokens.shape[-1]).mean(1), dim=-1)
+        groups = torch.tensor(group, device=unit.device)
+        same = (groups[:, None] == groups).float()
+        others = same.sum(1) - 1  # 0 / 0 for a group of one: no score
+        return (1 - ((unit @ unit.T * same).sum(1) - 1) / others).where(others > 0, torch.nan).to(images.device)
+
+
 class DinoSimilarity:
     """Similarity to the sample's reference picture: cosine of DINOv2's or DINOv3's tokens, in [-1, 1].
 

@@ -127,7 +127,7 @@ def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: 
     inputs = processor(text=[chat], images=[[picture(0)]], return_tensors="pt")
     with torch.no_grad():
         logits = Idefics3ForConditionalGeneration.from_pretrained(folder).eval()(**inputs).logits[0, -1]
-    own = yes_or_no([(token, logits.log_softmax(-1)[i].item()) for i, token in vlm.words.items()])
+    own = yes_or_no([(token, logits.log_softmax(-1)[i].item()) for i, token in vlm.spelled.items()])
     assert together[0].yes == pytest.approx(own.yes, abs=1e-5)
     assert vlm.answers(questions, 2) == [vlm.answers([q], 2)[0] for q in questions]
     assert 0 < vlm.yes_no([["no picture at all"]])[0].yes < 1

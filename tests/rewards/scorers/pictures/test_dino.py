@@ -125,3 +125,16 @@ def test_what_does_not_fit_is_refused(saved: tuple[str, Path], tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ValueError, match="is a 'vit' model; this reward needs 'dinov2' or"):
         rewards.load("dino", {"model": str(tmp_path)})
+
+
+def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:
+    _, folder = saved
+    images = as_tensor(picture(0), picture(1), picture(1), picture(2), picture(3), picture(3))
+    reward = rewards.load("diversity", {"model": str(folder), "size": 32})
+    scores = rewards.score(reward, images=images, prompts=[""] * 6, group=[0, 0, 0, 1, 2, 2])
+    assert not scores.failures, scores.failures[0].traceback
+    tokens = DinoFeatures(str(folder), size=32).features(images).class_token
+    cosine = torch.nn.functional.cosine_similarity(tokens[:, None], tokens[None], dim=-1)
+    assert scores.values[0] == pytest.approx(1 - float(cosine[0, 1] + cosine[0, 2]) / 2, abs=1e-5)
+    assert scores.values[1] == pytest.approx(1 - float(cosine[1, 0] + cosine[1, 2]) / 2, abs=1e-5)
+    assert np.isnan(scores.values[3]) and scores.values[4:] == pytest.approx([0, 0], abs=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rewards
-from rewards.scorers.pictures.video import motion, spread, steadiness
+from rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
 
@@ -71,6 +71,16 @@ def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
 def test_motion_is_the_shift_as_a_share_of_the_side(step: float) -> None:
     pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
     assert motion(moving(step)).item() == pytest.approx(step / 64, abs=0.3 / 64 if step else 1e-6)
+
+
+def test_smooth_motion_is_foreseen_and_a_jerk_is_not() -> None:
+    pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
+    assert smoothness(moving(0.0, frames=5)).item() == pytest.approx(1, abs=1e-6)
+    even = moving(2.0, frames=5)
+    jerk = torch.cat([even[:, :1], moving(8.0, frames=5)[:, 1:2], even[:, 2:]], 1)
+    assert smoothness(even).item() > 0.97 and smoothness(jerk).item() < smoothness(even).item() - 0.05
+    scores = rewards.score(rewards.load("smoothness"), images=even[:, :2], prompts=[""])
+    assert "at least 3 frames" in scores.failures[0].error
 
 
 def test_steadiness_falls_with_flicker_and_is_differentiable() -> None:
