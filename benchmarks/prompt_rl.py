@@ -29,8 +29,8 @@ WORLD = "benchmarks/prompt_rl_world.py"
 FLOW = "kernel: flow_sde, noise_level: 0.7, window: {size: 3, high: 5}, advantage_scale: group, clip_range: 5e-3"
 ARMS = {
     "flow_grpo": (f"trainer={{algorithm: flow_grpo, {FLOW}}}",),
-    "retained 0 of 12": ("trainer.retained=0",),
     "retained 3 of 12": (),
+    "retained 0 of 12": ("trainer.retained=0",),
 }
 COMMON = (
     "rewards=[{name: 'configs/diffusion/prompt_rl_rewards.py:CaptionShapes'}, "

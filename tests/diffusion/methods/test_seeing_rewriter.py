@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Model
+from genrl.config import Model, load
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Settings
 from genrl.diffusion.run import DiffusionRun
@@ -24,6 +24,7 @@ from genrl.objectives.advantages.prompt_rl import rewriter_loss
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES as PIPELINES
 from tests.diffusion.methods.test_rewriter import anything, moved
 from tests.diffusion.policy.test_editing import editing
 from tests.vlm import tiny_checkpoints
@@ -33,6 +34,7 @@ from transformers import AutoModelForImageTextToText  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
+ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
 
 
@@ -172,6 +174,38 @@ def test_genrl_sample_shows_it_the_pictures(
     )
     assert shown == [("a", (0,), [images[0]]), ("b", (1,), [images[1]])]
     assert [row["drawn"] for row in json.loads((tmp_path / "out" / "prompts.json").read_text())] == ["a now", "b now"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flux1_dev_prompt_rl", "flux1_kontext_prompt_rl"])
+def test_the_recipes_of_published_models_in_tiny_form(
+    name: str, folder: Path, kontext: Path, saved: Callable[[str], Path]
+) -> None:
+    """One iteration with the recipe's own groups, steps, window, dtypes and losses; models, sizes and answers tiny."""
+    edits = name == "flux1_kontext_prompt_rl"
+    config = editing(folder, kontext)
+    if not edits:
+        PIPELINES["flux"]().pipe.save_pretrained(folder / "flux")
+    changes = [
+        f"model.path={kontext if edits else folder / 'flux'}",
+        f"trainer.rewriter.path={saved('qwen2_5_vl')}",
+        "trainer.rewriter.max_new_tokens=8",
+        f"prompts={{train: {config.prompts.train}, eval: {config.prompts.eval}}}",
+        f"rewards=[{{name: '{config.rewards[0].name}'}}]",
+        "sampling.height=16",
+        "sampling.width=16",
+        "sampling.prompts_per_iteration=1",
+        f"sampling.pipeline_args={{max_sequence_length: 512{', max_area: 256, _auto_resize: false' if edits else ''}}}",
+        "evaluation={every: 1, num_prompts: 1}",
+        "trackers=[]",
+        "iterations=1",
+        f"output={folder / 'recipe'}",
+    ]
+    rows = runs.rows(train(load(ROOT / f"configs/diffusion/{name}.yaml", changes)))
+    assert rows[1]["ratio/max_abs_dev"] == 0.0 and rows[1]["grad_norm"] > 0 and rows[1]["rewriter/grad_norm"] > 0
+    assert rows[1]["rewriter/ratio/mean_abs_dev"] < 0.05 and rows[1]["rewriter/tokens"] <= 8
+    steps, trained = (8, 4) if edits else (20, 10)
+    assert rows[1]["model_calls/sample"] == 8 * steps and rows[1]["model_calls/train"] == 2 * 8 * trained  # and KL
 
 
 def test_a_folder_that_sees_passes_the_check_with_its_processor(saved: Callable[[str], Path], tmp_path: Path) -> None:
