@@ -36,7 +36,7 @@ COMMON = (
     "rewards=[{name: 'configs/diffusion/prompt_rl_rewards.py:CaptionShapes'}, "
     f"{{name: '{WORLD}:OnCaptions', weight: 0}}, {{name: '{WORLD}:OnParaphrases', weight: 0}}, "
     "{name: 'configs/diffusion/prompt_rl_rewards.py:CaptionClip', weight: 0, args: {model: assets/tiny-clip}}]",
-    *("iterations=20", "evaluation.every=5"),
+    *("iterations=10", "evaluation.every=5"),
 )
 NAMES = ("total", "OnCaptions", "OnParaphrases", "CaptionClip")
 KINDS = ("eval", "eval_rewritten")
@@ -71,7 +71,8 @@ def summary(run: Run) -> dict[str, Any]:
         key: [(round(row["step"] * each, 3), round(row[key], 4)) for row in rows if row.get(key) is not None]
         for key in keys
     }
-    return {"curves": {k: v for k, v in curves.items() if v}, "cpu_s": json.loads(cost_of(run).read_text())["cpu_s"]}
+    cost = json.loads(cost_of(run).read_text())["cpu_s"] if cost_of(run).exists() else None
+    return {"curves": {k: v for k, v in curves.items() if v}, "cpu_s": cost}
 
 
 def report() -> str:

@@ -30,7 +30,7 @@ from tests.diffusion.policy.test_editing import editing
 from tests.vlm import tiny_checkpoints
 
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
-from transformers import AutoModelForImageTextToText  # isort: skip
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
@@ -220,3 +220,12 @@ def test_a_folder_that_sees_passes_the_check_with_its_processor(saved: Callable[
     found = problems(tmp_path)
     assert "sees, but has no image processor (processor_config.json or preprocessor_config.json); save the" in found
     assert "12 new tokens leave no place for the prompt in 8 positions" in found
+
+
+def test_a_model_that_sees_without_a_processor_is_refused(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SmolVLM's is where there is no torchvision: transformers then gives the tokenizer alone."""
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
+    with pytest.raises(ValueError, match=r"trainer.rewriter.path: .*llava' \(llava\) has no processor of pictures"):
+        opened(saved("llava"))
