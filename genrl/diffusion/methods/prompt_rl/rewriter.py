@@ -113,14 +113,13 @@ class Rewriter:
         pictures: shown before the instruction to a model that sees; others are told the text alone.
         """
         text = self.settings.instruction.replace("{prompt}", prompt)
+        chat = [{"role": "user", "content": text}]
         if self.see:
             asked = self.see([[*pictures, text]])
-        elif not self.tokenizer.chat_template:
-            asked = self.tokenizer(text, return_tensors="pt")
         else:
-            chat = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            asked = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            if told := bool(self.tokenizer.chat_template):
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            asked = self.tokenizer(text, add_special_tokens=not told, return_tensors="pt", return_token_type_ids=False)
         floats = self.model.dtype
         return {k: v.to(self.model.device, floats if v.is_floating_point() else None) for k, v in asked.items()}
 
