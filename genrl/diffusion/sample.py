@@ -61,14 +61,15 @@ def sample(
 
     The pictures of an earlier call, which its prompts.json lists, are removed; no other files are. arguments: of the
     pipeline call (num_inference_steps, guidance_scale, height, ...); inputs: those with a value per prompt. rewriter:
-    prompt k is drawn as this model rewrites it, by the key (seed + k,). Raises ValueError for an argument that the
-    pipeline does not take.
+    prompt k is drawn as this model, shown its pictures where it sees, rewrites it by the key (seed + k,). Raises
+    ValueError for an argument that the pipeline does not take.
     """
     check_call_arguments(pipe, arguments or (), section=None)
     texts = list(prompts)
     if rewriter is not None:
         fits = TextRoom(pipe, arguments or {})
-        texts = [rewriter.rewrite(prompt, (seed + k,), fits) for k, prompt in enumerate(prompts)]
+        seen = [[values[k] for values in inputs.values()] for k in range(len(prompts))]
+        texts = [rewriter.rewrite(prompt, (seed + k,), fits, seen[k]) for k, prompt in enumerate(prompts)]
     out.mkdir(parents=True, exist_ok=True)
     for old in sampled_pictures(out):
         old.unlink(missing_ok=True)

@@ -157,6 +157,11 @@ class LocalVLM(LocalModel):
             prepare = QwenInputs(tokenizer, transformers.Qwen2VLImageProcessorPil.from_pretrained(model))
         else:
             processor: Any = transformers.AutoProcessor.from_pretrained(model)
+            if not hasattr(processor, "tokenizer"):  # the class of a tokenizer alone, where there is nothing else
+                raise ValueError(
+                    f"{reward}: {model!r} ({kind}) has no processor of pictures that can be loaded: save that of the "
+                    "original model beside the weights; some need torchvision"
+                )
             tokenizer = processor.tokenizer
             tokenizer.padding_side = "left"
             prepare = ProcessorInputs(processor)

@@ -91,7 +91,7 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
     for p, written in mine.items():
         for k in range(3):
             tokens = written.tokens[k][written.mask[k]]
-            asked = rewriter.asked(written.prompt)[0]
+            asked = written.asked["input_ids"][0]
             whole = torch.cat([asked, tokens])[None]
             log_p = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
             with torch.no_grad(), rewriter.reference():

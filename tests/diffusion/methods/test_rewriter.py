@@ -92,7 +92,7 @@ def test_tokens_are_drawn_from_the_model(saved: Callable[[str], Path]) -> None:
     rewriter = Rewriter(settings(saved("llama"), max_new_tokens=1))
     written = rewriter.write("a jade disc", 20_000, ("key",), anything)
     with torch.no_grad():
-        p = rewriter.model(rewriter.asked("a jade disc")).logits[0, -1].double().softmax(-1)
+        p = rewriter.model(**rewriter.asked("a jade disc")).logits[0, -1].double().softmax(-1)
     assert float(written.log_probs.mean()) == pytest.approx(float((p * p.log()).sum()), abs=0.04)
     found = torch.bincount(written.tokens[:, 0], minlength=len(p)).double() / 20_000
     assert float((found - p).abs().max()) < 5 * float((p.max() / 20_000).sqrt())
@@ -168,7 +168,7 @@ def test_the_saved_adapter_is_peft_s_and_writes_the_same(tmp_path: Path) -> None
     rewriter = moved(Rewriter(settings(TINY, max_new_tokens=32)))
     rewriter.save_pretrained(tmp_path)
     plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path).eval()
-    asked = rewriter.asked("a jade disc")
+    asked = rewriter.asked("a jade disc")["input_ids"]
     assert torch.equal(plain(asked).logits, rewriter.model(asked).logits)
     again = load_rewriter(tmp_path)
     assert [again.rewrite("a jade disc", (0, k)) for k in range(4)] == [
@@ -185,9 +185,9 @@ def test_without_a_chat_template_the_instruction_is_the_text(tmp_path: Path, sav
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     rewriter = Rewriter(settings(folder, instruction="Say {prompt}:"))
-    assert rewriter.tokenizer.decode(rewriter.asked("a {jade} disc")[0]) == "Say a {jade} disc:"
+    assert rewriter.tokenizer.decode(rewriter.asked("a {jade} disc")["input_ids"][0]) == "Say a {jade} disc:"
     chat = Rewriter(settings(TINY, instruction="Say {prompt}:"))
-    assert chat.tokenizer.decode(chat.asked("a disc")[0]) == "<|user|>Say a disc:<|end|><|assistant|>"
+    assert chat.tokenizer.decode(chat.asked("a disc")["input_ids"][0]) == "<|user|>Say a disc:<|end|><|assistant|>"
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path, saved: Callable[[str], Path]) -> None:

@@ -1,9 +1,9 @@
-"""A causal language model that rewrites prompts: sampling, log-probabilities, adapter (PromptRL, arXiv 2602.01382).
+"""The model that rewrites prompts: sampling, log-probabilities, adapter (PromptRL, arXiv 2602.01382).
 
-Any model that transformers' `AutoModelForCausalLM` loads, with a peft LoRA: switched off it is the model before
-training, so there is never a second copy of the weights. Answers to one prompt are written together and one prompt at a
-time, from a generator of their own: they are a function of the weights, the prompt and its key, whoever writes what
-else.
+Any model that transformers' `AutoModelForCausalLM` or `AutoModelForImageTextToText` loads; one of the latter is shown
+the pictures that the pipeline is given with a prompt. With a peft LoRA: switched off it is the model before training,
+so there is never a second copy of the weights. Answers to one prompt are written together and one prompt at a time,
+from a generator of their own: they are a function of the weights, the prompt and its key, whoever writes what else.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from genrl.diffusion.methods.prompt_rl.settings import Rewriter as RewriterSettings
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.prompt_rl import completion_mask
 from genrl.runtime.run import write_atomic
-from rewards.models.torchvision_compat import ensure
+from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees  # first: transformers beside any torchvision
 
-ensure()  # before transformers is imported for the first time
-
-from peft import (  # noqa: E402
+from peft import (  # isort: skip
     LoraConfig,
     get_peft_model,
     get_peft_model_state_dict,
     load_peft_weights,
     set_peft_model_state_dict,
 )
-from transformers import (  # noqa: E402
+from transformers import (  # isort: skip
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
 )
-from transformers.utils import logging as transformers_logging  # noqa: E402
+from transformers.utils import logging as transformers_logging  # isort: skip
 
 SETTINGS = "rewriter.json"
 TAGS = ("<answer>", "</answer>")
@@ -54,7 +54,8 @@ ANY = 1_000_000
 class Written:
     """R answers to one prompt."""
 
-    prompt: str
+    asked: Inputs
+    """What the model was called with: ids [1, P], and of pictures what the model reads."""
     tokens: Tensor
     """What was written, int64 [R, L]; after an answer's end anything."""
     log_probs: Tensor
@@ -75,12 +76,15 @@ class Rewriter:
 
     def __init__(self, settings: RewriterSettings, *, seed: int = 0, device: str | torch.device = "cpu") -> None:
         self.settings = settings
-        self.tokenizer, base = load_base(settings)
+        self.tokenizer, base, self.see = load_base(settings)
         self.end = int(self.tokenizer.eos_token_id)
+        self.forbidden = torch.tensor(_placeholders(base, self.tokenizer) if self.see else [], dtype=torch.int64)
+        """Ids that stand for pictures or turns: never drawn, and left out of the normalisation of log-probabilities."""
         config = LoraConfig(
             r=settings.lora.rank,
             lora_alpha=settings.lora.alpha,  # type: ignore[arg-type]  # peft takes any number
             target_modules=list(settings.lora.targets) if settings.lora.targets else "all-linear",
+            exclude_modules=_outside(base) if self.see else None,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -101,44 +105,53 @@ class Rewriter:
     @property
     def room(self) -> int | None:
         """Positions of the model; None where it says nothing."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def asked(self, prompt: str) -> Tensor:
-        """The model's input for a prompt: the instruction in the tokenizer's chat template, or plain; int64 [1, P]."""
+    def asked(self, prompt: str, pictures: Sequence[Image] = ()) -> dict[str, Tensor]:
+        """The model's input for a prompt: the instruction in the chat template, or plain; input_ids int64 [1, P].
+
+        pictures: shown before the instruction to a model that sees; others are told the text alone.
+        """
         text = self.settings.instruction.replace("{prompt}", prompt)
-        if not self.tokenizer.chat_template:
-            asked = self.tokenizer(text, return_tensors="pt")
+        chat = [{"role": "user", "content": text}]
+        if self.see:
+            asked = self.see([[*pictures, text]])
         else:
-            chat = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            asked = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        tokens: Tensor = asked.input_ids
-        return tokens.to(self.model.device)
+            if told := bool(self.tokenizer.chat_template):
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            asked = self.tokenizer(text, add_special_tokens=not told, return_tensors="pt", return_token_type_ids=False)
+        floats = self.model.dtype
+        return {k: v.to(self.model.device, floats if v.is_floating_point() else None) for k, v in asked.items()}
 
     @torch.no_grad()
-    def write(self, prompt: str, count: int, key: Sequence[int | str], fits: Callable[[str], bool]) -> Written:
+    def write(
+        self,
+        prompt: str,
+        count: int,
+        key: Sequence[int | str],
+        fits: Callable[[str], bool],
+        pictures: Sequence[Image] = (),
+    ) -> Written:
         """`count` answers, drawn from the policy by Gumbel noise of a generator seeded by `key`.
 
         fits: whether the text encoders take a text whole. Raises ValueError where the model has too few positions.
         """
-        asked, longest = self.asked(prompt), self.settings.max_new_tokens
-        if self.room is not None and asked.shape[1] + longest > self.room:
+        asked, longest = self.asked(prompt, pictures), self.settings.max_new_tokens
+        length = asked["input_ids"].shape[1]
+        if self.room is not None and length + longest > self.room:
             raise ValueError(
-                f"trainer.rewriter.max_new_tokens: {asked.shape[1]} tokens of instruction and prompt and {longest} new "
+                f"trainer.rewriter.max_new_tokens: {length} tokens of instruction and prompt and {longest} new "
                 f"ones are more than the {self.room} positions of {self.settings.path}: {prompt!r}; use fewer"
             )
-        draw = _Draw(self.settings.temperature, generator(*key))
+        draw = _Draw(self._log_softmax, generator(*key))
         found = self.model.generate(
-            input_ids=asked.expand(count, -1),
-            attention_mask=torch.ones_like(asked).expand(count, -1),
-            max_new_tokens=longest,
-            logits_processor=LogitsProcessorList([draw]),
+            **_repeated(asked, count), max_new_tokens=longest, logits_processor=LogitsProcessorList([draw])
         )
-        tokens = found[:, asked.shape[1] :]
+        tokens = found[:, length:]
         mask = completion_mask(tokens, self.end)
         answers = [self._new_prompt(row[kept], fits) for row, kept in zip(tokens, mask, strict=True)]
         texts = [prompt if answer is None else answer for answer in answers]
-        return Written(prompt, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
+        return Written(asked, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
 
     def _new_prompt(self, tokens: Tensor, fits: Callable[[str], bool]) -> str | None:
         """What one answer holds between its tags; None where it does not end, or holds not just one thing there."""
@@ -154,11 +167,20 @@ class Rewriter:
 
     def log_probs(self, written: Written) -> Tensor:
         """Of each token under the present weights, float32 [R, L], with gradients; teacher forcing without a cache."""
-        asked, count = self.asked(written.prompt), len(written.tokens)
-        tokens = torch.cat([asked.expand(count, -1), written.tokens], 1)
-        logits: Tensor = self.model(input_ids=tokens[:, :-1], use_cache=False).logits[:, asked.shape[1] - 1 :]
-        log_p = (logits.float() / self.settings.temperature).log_softmax(-1)
-        return log_p.gather(2, written.tokens[..., None])[..., 0]
+        count, new = written.tokens.shape
+        rows = _repeated(written.asked, count)
+        del rows["attention_mask"]  # of one prompt, nothing is padded
+        ids = rows["input_ids"]
+        for name in [name for name in rows if name.endswith("token_type_ids")]:  # 0 is text
+            rows[name] = torch.nn.functional.pad(rows[name], (0, new - 1))
+        rows["input_ids"] = torch.cat([ids, written.tokens], 1)[:, :-1]
+        logits: Tensor = self.model(**rows, use_cache=False, logits_to_keep=new).logits
+        return self._log_softmax(logits).gather(2, written.tokens[..., None])[..., 0]
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        """Of what may be drawn, at the temperature of sampling, float32 [..., V]."""
+        allowed = logits.float().index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
+        return (allowed / self.settings.temperature).log_softmax(-1)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -166,9 +188,15 @@ class Rewriter:
         with self.model.disable_adapter():
             yield
 
-    def rewrite(self, prompt: str, key: Sequence[int | str], fits: Callable[[str], bool] = lambda text: True) -> str:
+    def rewrite(
+        self,
+        prompt: str,
+        key: Sequence[int | str],
+        fits: Callable[[str], bool] = lambda text: True,
+        pictures: Sequence[Image] = (),
+    ) -> str:
         """One new prompt, a function of the weights and `key`."""
-        return self.write(prompt, 1, ("rewritten", *key), fits).texts[0]
+        return self.write(prompt, 1, ("rewritten", *key), fits, pictures).texts[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -201,17 +229,28 @@ def load_rewriter(folder: Path, device: str | torch.device = "cpu") -> Rewriter:
     return rewriter
 
 
-def load_base(settings: RewriterSettings) -> tuple[Any, Any]:
-    """(tokenizer, model), the model frozen and without the generation defaults of its makers: an answer is a sample."""
+def load_base(
+    settings: RewriterSettings,
+) -> tuple[Any, Any, Callable[[Sequence[Sequence[Image | str]]], Inputs] | None]:
+    """(tokenizer, model, what prepares pictures and text), the last None where the model does not see.
+
+    The model is frozen and without the generation defaults of its makers: an answer is a sample.
+    """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
+    see = None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.path)
-        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
+        config = AutoConfig.from_pretrained(settings.path)
+        if sees(config.model_type) and not getattr(config, "is_encoder_decoder", False):
+            held = LocalVLM(settings.path, settings.dtype, reward="trainer.rewriter.path")
+            tokenizer, model, see = held.tokenizer, held.model, held.inputs
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(settings.path)
+            model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"trainer.rewriter.path: {settings.path} cannot be loaded as a causal language model of transformers: "
-            f"{error}"
+            f"trainer.rewriter.path: {settings.path} cannot be loaded as a causal language model of transformers, or "
+            f"one that sees: {error}"
         ) from error
     finally:
         transformers_logging.set_verbosity(level)
@@ -222,7 +261,26 @@ def load_base(settings: RewriterSettings) -> tuple[Any, Any]:
         )
     end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
-    return tokenizer, model.requires_grad_(False)
+    return tokenizer, model.requires_grad_(False), see
+
+
+def _placeholders(model: Any, tokenizer: Any) -> list[int]:
+    """Ids that only a template may write: an answer with one would ask for a picture that is not there."""
+    named = {
+        getattr(model.config, f"{kind}_token_{end}", None) for kind in ("image", "video") for end in ("id", "index")
+    }
+    return sorted({*tokenizer.all_special_ids, *named} - {tokenizer.eos_token_id, None})
+
+
+def _outside(model: Any) -> list[str]:
+    """Names of the linear layers outside of the language model: what sees is not trained."""
+    inside = set(model.get_decoder().modules())
+    return [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m not in inside]
+
+
+def _repeated(asked: Inputs, count: int) -> dict[str, Tensor]:
+    """The same for `count` rows: everything has its rows, or its pictures' patches, along dimension 0."""
+    return {name: torch.cat([value] * count) for name, value in asked.items()}
 
 
 class TextRoom:
@@ -256,12 +314,12 @@ class TextRoom:
 class _Draw(LogitsProcessor):
     """Samples by its own noise: the largest of log p + Gumbel noise is a draw from p. Keeps its log-probabilities."""
 
-    def __init__(self, temperature: float, source: torch.Generator) -> None:
-        self.temperature, self.source = temperature, source
+    def __init__(self, log_softmax: Callable[[Tensor], Tensor], source: torch.Generator) -> None:
+        self.log_softmax, self.source = log_softmax, source
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        log_p = (scores.float() / self.temperature).log_softmax(-1)
+        log_p = self.log_softmax(scores)
         uniform = torch.rand(log_p.shape, generator=self.source, dtype=torch.float64)
         noisy = log_p - uniform.log().neg().log().to(log_p)
         self.log_probs.append(log_p.gather(1, noisy.argmax(1, keepdim=True))[:, 0])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from genrl.config.schema import Config
     from genrl.data.prompts import PromptRows
 
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 METRICS = {
     "rewriter/format": MetricDoc(
         "share of the answers that end and hold one new prompt between their tags, which the text encoders take whole",
@@ -68,11 +69,12 @@ class Rewriter(Section):
     """A language model that rewrites prompts, trained beside the flow model (PromptRL)."""
 
     path: Text
-    """Folder of a saved transformers causal language model, or a hub id such as org/name."""
+    """Folder of a saved transformers model, a causal language model or one that sees, or a hub id such as org/name. One
+    that sees is shown the pictures of sampling.inputs before its instruction."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
     lora: LowRank = LowRank(rank=16, alpha=32.0)
-    """Low-rank adapters; only they are trained. targets: null = all linear layers but the last."""
+    """Low-rank adapters of the language model, all that is trained. targets: null = all linear layers but the last."""
     instruction: Text = (
         "Rewrite this prompt for an image generator, so that the image shows exactly what it asks for. "
         "Write the new prompt between <answer> and </answer>.\n\n{prompt}"
@@ -100,7 +102,7 @@ class Rewriter(Section):
             yield ("trainer.rewriter.instruction",), text
 
     def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
-        """Whether its folder holds a causal language model, with room for answers."""
+        """Whether its folder holds a language model, with room for answers."""
         key, path = ("trainer", "rewriter", "path"), Path(self.path).expanduser()
         if not path.is_dir():
             if looks_local(self.path):
@@ -112,14 +114,18 @@ class Rewriter(Section):
         if "model_type" not in settings:
             yield key, f"{path} has no config.json with a model_type, so it is no saved transformers model"
             return
-        kinds = settings.get("architectures") or []
-        if kinds and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+        kinds, seen = settings.get("architectures") or [], settings.get("vision_config")
+        if kinds and not seen and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
             text = f"{path} is a {', '.join(map(str, kinds))}; a rewriter is a causal language model (...ForCausalLM)"
-            yield key, text
+            yield key, f"{text} or one that sees, with a vision_config"
+        if seen and not any((path / name).is_file() for name in PROCESSORS):
+            text = f"{path} sees, but has no image processor ({' or '.join(PROCESSORS)})"
+            yield key, f"{text}; save the processor of the original model there"
         if not tokenizer:
             yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
         elif tokenizer.get("eos_token") is None:
             yield key, f"the tokenizer of {path} has no eos_token, so no answer would ever end; set it and save it"
+        settings |= settings.get("text_config") or {}
         room = settings.get("max_position_embeddings") or settings.get("n_positions")
         if isinstance(room, int) and self.max_new_tokens >= room:
             text = f"{self.max_new_tokens} new tokens leave no place for the prompt in {room} positions of {path}"

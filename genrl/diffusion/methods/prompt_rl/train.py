@@ -2,7 +2,7 @@
 
 One iteration of groups of n samples, of which m keep their prompt as it is:
 
-1. write     n - m refinements y of each prompt c by the language model pi_phi
+1. write     n - m refinements y of each prompt c by the language model pi_phi, which may see the picture to be edited
 2. collect   one sample of each refinement, m of c itself, as Flow-GRPO does
 3. score     R = R_gen(x_0, c) + w R_fmt(y), by the prompt as it was; a retained sample has its group's mean R_fmt
 4. estimate  A = (R - mean) / std over all n of the group
@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 from accelerate.utils import gather_object
+from PIL.Image import Image
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
@@ -35,7 +36,7 @@ from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
-from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
+from genrl.diffusion.rollout.rollout import Rollouts, batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
@@ -103,7 +104,7 @@ def write(
     mine = {}
     for p in range(process, len(prompts), run.accelerator.num_processes):
         key = (config.seed, "rewrite", run.iteration, p)
-        mine[p] = rewriter.write(prompts[p].text, count, key, fits)
+        mine[p] = rewriter.write(prompts[p].text, count, key, fits, pictures(run, prompts[p]))
         run.loop.advance_or_leave(0)
     found = dict(gather_object([(p, (w.texts, w.well_formed)) for p, w in mine.items()]))
     return mine, [found[p] for p in range(len(prompts))]
@@ -178,10 +179,16 @@ def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Se
     process, processes = run.accelerator.process_index, run.accelerator.num_processes
     mine = []
     for row in range(process, len(prompts), processes):
-        mine.append((row, rewriter.rewrite(prompts[row].text, (run.config.evaluation.seed, row), fits)))
+        key, seen = (run.config.evaluation.seed, row), pictures(run, prompts[row])
+        mine.append((row, rewriter.rewrite(prompts[row].text, key, fits, seen)))
         run.loop.alive()
     found = dict(gather_object(mine))
     return [found[row] for row in range(len(prompts))]
+
+
+def pictures(run: DiffusionRun, prompt: Prompt) -> list[Image]:
+    """What the pipeline is given with a prompt, such as the picture that is to be edited."""
+    return [picture for (picture,) in batch_inputs(run.config.sampling.inputs, [prompt]).values()]
 
 
 def check_prompts(run: DiffusionRun, settings: PromptRL, fits: TextRoom) -> None:

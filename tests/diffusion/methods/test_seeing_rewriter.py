@@ -1,0 +1,231 @@
+"""A vision-language model as PromptRL's rewriter: it sees the picture that is to be edited, and learns beside the flow
+model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genrl.config import Model, load
+from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, load_rewriter
+from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Settings
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.sample import load as load_pipe
+from genrl.diffusion.sample import sample
+from genrl.diffusion.train import train
+from genrl.objectives.advantages.prompt_rl import rewriter_loss
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import Prompt
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES as PIPELINES
+from tests.diffusion.methods.test_rewriter import anything, moved
+from tests.diffusion.policy.test_editing import editing
+from tests.vlm import tiny_checkpoints
+
+from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
+
+ROOT = Path(__file__).resolve().parents[3]
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A random vision-language model of a family on disk. Not to be changed."""
+    root = tmp_path_factory.mktemp("seeing")
+    return lambda family: root / family if (root / family).exists() else tiny_checkpoints.save(family, root / family)
+
+
+def opened_settings(path: Path) -> Settings:
+    plain = {"path": str(path), "instruction": "Say {prompt}", "max_new_tokens": 12, "lora": {"rank": 4, "alpha": 8}}
+    return Settings.model_validate(plain)
+
+
+def opened(path: Path) -> Rewriter:
+    return moved(Rewriter(opened_settings(path)))
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (24, 16, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_answers_are_those_of_the_model_and_of_the_picture(saved: Callable[[str], Path], family: str) -> None:
+    """Teacher forcing equals sampling, in float32; without the adapter it equals `genrl.vlm`'s own replay, which lays
+    positions out by itself; another picture gives other numbers."""
+    rewriter = opened(saved(family))
+    written = rewriter.write("a jade disc", 4, ("key", 1), anything, [picture(0)])
+    other = rewriter.write("two plum boxes there", 3, ("key", 2), anything)  # what the model remembers of a call
+    again = rewriter.log_probs(written)
+    assert again.dtype == torch.float32 and again.shape == written.tokens.shape
+    for one in (written, other):
+        found = rewriter.log_probs(one)
+        assert torch.allclose(found[one.mask], one.log_probs[one.mask], atol=1e-5)
+    assert not torch.isin(written.tokens, rewriter.forbidden).any()
+    seen = {**written.asked, **{k: v for k, v in rewriter.asked("a jade disc", [picture(1)]).items() if "pixel" in k}}
+    unlike = rewriter.log_probs(type(written)(seen, written.tokens, written.log_probs, written.mask, [], []))
+    assert (unlike - again)[written.mask].abs().max() > 1e-3
+    policy = Policy(str(saved(family)))
+    policy.forbidden = rewriter.forbidden
+    asked = [policy.encode(Prompt((picture(0), "Say a jade disc")))]
+    same = policy.log_probs(asked, written.tokens, written.mask, group=torch.zeros(4, dtype=torch.int64)).log_prob
+    with torch.no_grad(), rewriter.reference():
+        assert torch.allclose(rewriter.log_probs(written)[written.mask], same[written.mask], atol=1e-5)
+
+
+def test_on_policy_the_ratio_is_exactly_one(saved: Callable[[str], Path]) -> None:
+    """The same weights give the same numbers bit for bit, and the loss is -A at a ratio of 1; its gradient is l A's."""
+    rewriter = opened(saved("qwen2_5_vl"))
+    written = rewriter.write("a jade disc", 3, ("key", 1), anything, [picture(0)])
+    new = rewriter.log_probs(written)
+    assert torch.equal(new, rewriter.log_probs(written))
+    advantage = torch.tensor([1.0, -0.5, 2.0])
+    assert torch.equal(rewriter_loss(new, new.detach(), advantage, written.mask, kl_weight=0.0), -advantage)
+
+
+def test_what_sees_is_not_trained_and_the_adapter_is_peft_s(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    rewriter = opened(saved("qwen2_5_vl"))
+    trained = [name for name, p in rewriter.model.named_parameters() if p.requires_grad]
+    assert trained and all("language_model" in name and "lora_" in name for name in trained)
+    rewriter.save_pretrained(tmp_path)
+    base = AutoModelForImageTextToText.from_pretrained(saved("qwen2_5_vl"))
+    plain = PeftModel.from_pretrained(base, tmp_path).eval()
+    asked = rewriter.asked("a jade disc", [picture(0)])
+    assert torch.equal(plain(**asked).logits, rewriter.model(**asked).logits)
+    again = load_rewriter(tmp_path)
+    texts = [one.rewrite("a jade disc", (0,), anything, [picture(0)]) for one in (again, rewriter)]
+    assert texts[0] == texts[1]
+
+
+def trainer(path: Path) -> dict[str, Any]:
+    rewriter = {"path": str(path), "instruction": "Edit: {prompt}", "max_new_tokens": 8, "lr": 1e-2}
+    return {"algorithm": "prompt_rl", "retained": 1, "clip_range": 1e-2, "rewriter": rewriter}
+
+
+def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
+    folder: Path, kontext: Path, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both get the picture of the prompt's own row, the pipeline beside the rewritten instruction; both learn."""
+    shown: dict[str, list[bytes]] = {}
+    write = Rewriter.write
+
+    def made_up(self: Rewriter, prompt: str, count: int, key: Any, fits: Any, pictures: Any = ()) -> Any:
+        found = write(self, prompt, count, key, fits, pictures)
+        shown[prompt] = [one.tobytes() for one in pictures]
+        for k in range(0, count, 2):  # a model of random weights never writes the tags
+            found.texts[k], found.well_formed[k] = f"{prompt}, better {k}", True
+        return found
+
+    given: list[tuple[str, bytes]] = []
+    collect = DiffusionRun.collect
+
+    def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
+        found = collect(self, draw, **shape)
+        for one in found.mine.values():
+            given.extend(zip(one.batch.prompts, [image.tobytes() for image in one.batch.inputs["image"]], strict=True))
+        return found
+
+    monkeypatch.setattr(Rewriter, "write", made_up)
+    monkeypatch.setattr(DiffusionRun, "collect", watched)
+    sampling = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
+    config = editing(folder, kontext, sampling=sampling, trainer=trainer(saved("qwen2_5_vl")), iterations=2)
+    run = train(config)
+    for text, bits in given:
+        original = text.partition(", better")[0]
+        wanted = Image.open(folder / f"{original.removeprefix('make it red ')}.png").convert("RGB").tobytes()
+        assert bits == wanted and shown[original] == [wanted]
+    assert any(", better" in text for text, _ in given)
+    rows = runs.rows(run)
+    assert [row["ratio/max_abs_dev"] for row in rows[1:]] == [0.0, 0.0] and rows[1]["grad_norm"] > 0
+    assert rows[1]["rewriter/kl"] == 0.0 < rows[2]["rewriter/kl"] and rows[1]["rewriter/grad_norm"] > 0
+    assert max(row["rewriter/ratio/max_abs_dev"] for row in rows[1:]) < 1e-4
+    assert "eval/total_mean" in rows[0] and "eval_rewritten/total_mean" in rows[0]
+
+
+def test_genrl_sample_shows_it_the_pictures(
+    kontext: Path, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewriter, shown = opened(saved("llava")), []
+
+    def told(self: Rewriter, prompt: str, key: Any, fits: Any, pictures: Any) -> str:
+        shown.append((prompt, key, pictures))
+        return f"{prompt} now"
+
+    monkeypatch.setattr(Rewriter, "rewrite", told)
+    arguments = {"num_inference_steps": 2, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    images = [picture(0), picture(1)]
+    size = {"height": 16, "width": 16}
+    sample(
+        load_pipe(Model(path=str(kontext)), None),
+        ["a", "b"],
+        tmp_path / "out",
+        arguments=arguments | size,
+        inputs={"image": images},
+        rewriter=rewriter,
+    )
+    assert shown == [("a", (0,), [images[0]]), ("b", (1,), [images[1]])]
+    assert [row["drawn"] for row in json.loads((tmp_path / "out" / "prompts.json").read_text())] == ["a now", "b now"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flux1_dev_prompt_rl", "flux1_kontext_prompt_rl"])
+def test_the_recipes_of_published_models_in_tiny_form(
+    name: str, folder: Path, kontext: Path, saved: Callable[[str], Path]
+) -> None:
+    """One iteration with the recipe's own groups, steps, window, dtypes and losses; models, sizes and answers tiny."""
+    edits = name == "flux1_kontext_prompt_rl"
+    config = editing(folder, kontext)
+    if not edits:
+        PIPELINES["flux"]().pipe.save_pretrained(folder / "flux")
+    changes = [
+        f"model.path={kontext if edits else folder / 'flux'}",
+        f"trainer.rewriter.path={saved('qwen2_5_vl')}",
+        "trainer.rewriter.max_new_tokens=8",
+        f"prompts={{train: {config.prompts.train}, eval: {config.prompts.eval}}}",
+        f"rewards=[{{name: '{config.rewards[0].name}'}}]",
+        "sampling.height=16",
+        "sampling.width=16",
+        "sampling.prompts_per_iteration=1",
+        f"sampling.pipeline_args={{max_sequence_length: 512{', max_area: 256, _auto_resize: false' if edits else ''}}}",
+        "evaluation={every: 1, num_prompts: 1}",
+        "trackers=[]",
+        "iterations=1",
+        f"output={folder / 'recipe'}",
+    ]
+    rows = runs.rows(train(load(ROOT / f"configs/diffusion/{name}.yaml", changes)))
+    assert rows[1]["ratio/max_abs_dev"] == 0.0 and rows[1]["grad_norm"] > 0 and rows[1]["rewriter/grad_norm"] > 0
+    assert rows[1]["rewriter/ratio/mean_abs_dev"] < 0.05 and rows[1]["rewriter/tokens"] <= 8
+    steps, trained = (8, 4) if edits else (20, 10)
+    assert rows[1]["model_calls/sample"] == 8 * steps and rows[1]["model_calls/train"] == 2 * 8 * trained  # and KL
+
+
+def test_a_folder_that_sees_passes_the_check_with_its_processor(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    def problems(path: Path) -> str:
+        return "\n".join(text for _, text in opened_settings(path).file_problems([]))
+
+    assert problems(saved("qwen2_5_vl")) == problems(saved("llava")) == ""
+    settings = json.loads((saved("qwen2_5_vl") / "config.json").read_text())
+    settings["text_config"]["max_position_embeddings"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text((saved("qwen2_5_vl") / "tokenizer_config.json").read_text())
+    found = problems(tmp_path)
+    assert "sees, but has no image processor (processor_config.json or preprocessor_config.json); save the" in found
+    assert "12 new tokens leave no place for the prompt in 8 positions" in found
+
+
+def test_a_model_that_sees_without_a_processor_is_refused(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SmolVLM's is where there is no torchvision: transformers then gives the tokenizer alone."""
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
+    with pytest.raises(ValueError, match=r"trainer.rewriter.path: .*llava' \(llava\) has no processor of pictures"):
+        opened(saved("llava"))
