@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {recipe: name for name, model in MODELS.items() for recipe in model.recipes if recipe not in EMBEDDED}
 RECIPES["sdxl_dpo_offline"] = "sdxl"  # at full size it would be refused: random autoencoders do not return pictures
 
-ELSEWHERE = {"sdxl_diff_instruct": "tests/diffusion/methods/test_diff_instruct_models.py"}
+ELSEWHERE = {
+    "sdxl_diff_instruct": "tests/diffusion/methods/test_diff_instruct_models.py",
+    "flux1_dev_prompt_rl": "tests/diffusion/methods/test_seeing_rewriter.py",
+    "flux1_kontext_prompt_rl": "tests/diffusion/methods/test_seeing_rewriter.py",
+}
 """Rehearsed with more of what is theirs: recipe -> by which tests."""
 TINY = {"flux2_klein_4b": ("sampling.pipeline_args.text_encoder_out_layers=[1, 2]",)}
 """What the tiny networks need: theirs has two layers, of which the published one reads three."""

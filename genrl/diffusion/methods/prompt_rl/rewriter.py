@@ -23,6 +23,7 @@ from torch import Tensor
 from genrl.diffusion.methods.prompt_rl.settings import Rewriter as RewriterSettings
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.prompt_rl import completion_mask
+from genrl.runtime.low_rank import in_input_precision
 from genrl.runtime.run import write_atomic
 from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees  # first: transformers beside any torchvision
 
@@ -96,6 +97,7 @@ class Rewriter:
         self.model.to(device).eval()  # dropout off: what is trained is what wrote
         for parameter in self.parameters:
             parameter.data = parameter.data.float()
+        in_input_precision(self.model)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, weight_decay=0.0)
 
     @property
