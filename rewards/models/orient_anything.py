@@ -8,7 +8,7 @@ for the polar angle, 180 or 360 for the rotation, and 2 for whether the thing ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL.Image import Image
@@ -66,8 +66,9 @@ class OrientAnything:
             found = f"a {config.model_type!r} of width {config.hidden_size}"
             raise ValueError(f"{reward}: {model!r} was made from a 'dinov2' of width {width}; {backbone!r} is {found}")
         tower = {name.removeprefix("dinov2."): value for name, value in weights.items() if name not in head}
+        architecture: Any = transformers.Dinov2Model
         # from_pretrained knows the names that its architecture had when the file was written.
-        self.dino, report = transformers.Dinov2Model.from_pretrained(
+        self.dino, report = architecture.from_pretrained(
             None, config=config, state_dict=tower, output_loading_info=True
         )
         if wrong := sorted([*report["missing_keys"], *report["unexpected_keys"]]):

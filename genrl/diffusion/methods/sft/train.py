@@ -3,7 +3,7 @@
 One iteration:
 
 1. read      the pictures x_0 of the next rows, as states of the pipeline
-2. update    x_s = (1 - s) x_0 + s eps, s logit-normal, one for each picture;  minimise <(v_theta(x_s, s) - (eps - x_0))^2>
+2. update    x_s = (1 - s) x_0 + s eps, s logit-normal for each picture;  minimise <(v_theta(x_s, s) - (eps - x_0))^2>
 
 or, where the model is no flow, what it predicts at a uniform timestep. What the pipeline is conditioned on comes from
 the row: the prompt, and for an editing model the source picture. Talk2Move starts from 800, 43 and 110 such pairs for
