@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from rewards.models import torchvision_compat
@@ -11,10 +12,12 @@ def lpips(net: str, device: str, reward: str) -> Any:
     """The LPIPS of two pictures [1, 3, H, W] in [0, 1], on AlexNet (`alex`) or VGG-16 (`vgg`), differentiable.
 
     Weights come from torch's cache (`TORCH_HOME`), or are downloaded. Raises ValueError where they cannot be, and where
-    torchvision is not installed.
+    torchvision or torchmetrics is not installed.
     """
     if torchvision_compat.ensure() == "absent":
         raise ValueError(f"{reward}: the metric 'lpips' needs torchvision: pip install torchvision")
+    if find_spec("torchmetrics") is None:
+        raise ValueError(f"{reward}: the metric 'lpips' needs torchmetrics: pip install 'genrl-diffusion[similarity]'")
     from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
     try:

@@ -197,10 +197,10 @@ class EditOrient:
     """Was a thing turned in space as requested? By Orient-Anything on its crops in source and result, in [0, 1].
 
     The column `axis` is azimuth (around the vertical), polar or rotation (in the picture's plane), `angle` the degrees
-    by which that angle is to grow; negative means to fall. The thing turned around the axis of its largest change. Half
-    of the score is for the right axis, half for the right direction less the error over 180; a turn of less than 10
-    degrees scores 0. Parts are the three changes and the lower `confidence` of the two crops: near 0 the thing has no
-    front, and its azimuth means nothing.
+    by which that angle is to grow (clockwise, to the paper); negative means to fall. The thing turned around the axis
+    of its largest change. Half of the score is for the right axis, half for the right direction less the error over
+    180; a turn of less than 10 degrees scores 0. Parts are the three changes and the lower `confidence` of the two
+    crops: near 0 the thing has no front, and its azimuth means nothing.
 
     `model`, `backbone` see `rewards.models.orient_anything.OrientAnything`
     `detector`, `threshold` as in `edit_move`; a detector with masks has the background of the crops white, as published
@@ -276,7 +276,7 @@ class EditKeep:
     `detector`, `threshold` as in `edit_move`
     """
 
-    def __init__(self, metric: str = "rmse", detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
+    def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, metric: str = "rmse", device: str = "cpu"):
         check_choice("edit_keep: unknown metric", metric, METRICS)
         self.finder = Finder(detector, threshold, device, "edit_keep")
         self.lpips = lpips("vgg", device, "edit_keep") if metric == "lpips" else None
