@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,8 @@ PAIRS = 8_000
 BATCH = 64
 SLOPPINESS = 0.45
 MOVES = 0.75  # of the pairs; the others change a size
+TARGETS = 96
+TURNED, ANGLE = ("triangle", "square"), 30  # things that do not look the same after so many degrees
 WORDS = 8  # tokens of an instruction for the T5 encoder: seven words and the end
 STEPS["edit"], CONSTANT["edit"] = 600, 0.6
 
@@ -181,6 +184,27 @@ def stage_prompts(args: argparse.Namespace) -> None:
                 Image.fromarray(draw(edit.scene)).save(folder / picture, optimize=True)
                 rows.append(json.dumps({"prompt": edit.instruction, "source_image": picture, **edit.columns}))
             (folder / f"{task}_{split}.jsonl").write_text("\n".join(rows) + "\n")
+            if task == "move":
+                turns = [turn(row) for row in map(json.loads, rows) if row["object"].endswith(TURNED)]
+                (folder / f"turn_{split}.jsonl").write_text("\n".join(map(json.dumps, turns)) + "\n")
+    # Pairs to start from: what some of the edits to train on come to, when they are carried out as asked.
+    rng, rows = np.random.default_rng([SEED, 8]), []
+    for k, edit in enumerate(edits.edits("move", "train")[:TARGETS]):
+        target = f"pictures/move_target_{k:03d}.png"
+        Image.fromarray(draw(edits.carry_out(rng, edit))).save(folder / target, optimize=True)
+        source = f"pictures/move_train_{k:03d}.png"
+        rows.append(
+            json.dumps({"prompt": edit.instruction, "source_image": source, "target_image": target, **edit.columns})
+        )
+    (folder / "move_pairs.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def turn(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a prompt file that asks to turn the thing of this one: one way for left and up, else the other."""
+    sign, way = (1, "clockwise") if row["direction"] in ("left", "up") else (-1, "counterclockwise")
+    prompt = f"turn the {row['object']} {ANGLE} degrees {way}"
+    asked = {"object": row["object"], "axis": "rotation", "angle": sign * ANGLE}
+    return {"prompt": prompt, "source_image": row["source_image"], **asked}
 
 
 def main() -> None:

@@ -123,8 +123,8 @@ def overrides(tree: Tree, iterations: int) -> Overrides:
     if value(tree, "environment.name") == "miniwob":
         small["environment.parallel"] = 2  # browsers
     algorithm = str(value(tree, "trainer.algorithm"))
-    if "vlm" in tree and algorithm == "sft":  # that of robots has keys of its own
-        return small | {"trainer.batch_size": 8}
+    if algorithm == "sft" and ("vlm" in tree or "model" in tree):  # that of robots has keys of its own
+        return small | ({"trainer.batch_size": 8} if "vlm" in tree else {})
     return small | BY_ALGORITHM.get(algorithm, {})
 
 

@@ -72,7 +72,9 @@ BUILT_IN: dict[str, BuiltIn] = {
     "edit_move": BuiltIn("rewards.scorers.objects.spatial_edit", "EditMove", "0 to 1"),
     "edit_scale": BuiltIn("rewards.scorers.objects.spatial_edit", "EditScale", "0 to 1"),
     "edit_rotate": BuiltIn("rewards.scorers.objects.spatial_edit", "EditRotate", "0 to 1"),
-    "edit_keep": BuiltIn("rewards.scorers.objects.spatial_edit", "EditKeep", "0 to 1"),
+    "edit_orient": BuiltIn("rewards.scorers.objects.spatial_edit", "EditOrient", "0 to 1"),
+    "edit_position": BuiltIn("rewards.scorers.objects.spatial_edit", "EditPosition", "0 to 1"),
+    "edit_keep": BuiltIn("rewards.scorers.objects.spatial_edit", "EditKeep", "at most 1"),
     "similarity": BuiltIn(
         "rewards.scorers.pictures.similarity", "Similarity", "-1 to 1", extra="similarity", packages=("torchmetrics",)
     ),

@@ -1,7 +1,7 @@
-"""Preference sets: prompts with two images each, one preferred to the other.
+"""Prompts with images to train on: two, one preferred to the other (a preference set), or one, the target.
 
-A source of prompts (`genrl.data.prompts`) with the columns `image_win` and `image_lose`: a .jsonl file, where these are
-paths relative to it, or a data set `id:split` with images in these columns.
+A source of prompts (`genrl.data.prompts`) with the columns `image_win` and `image_lose`, or `target_image`: a .jsonl
+file, where these are paths relative to it, or a data set `id:split` with images in these columns.
 """
 
 from __future__ import annotations
@@ -18,33 +18,43 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-Reader = Callable[[Prompt], "tuple[Image, Image]"]
-"""The preferred image of a row, and the other one."""
+TARGET_COLUMNS = ("target_image",)
+"""Of a set of targets. It holds paths, as it ends in `image`."""
+
+Reader = Callable[[Prompt], "tuple[Image, ...]"]
+"""The images of a row: the preferred one and the other, or the target."""
 
 T = TypeVar("T")
 
 
-def open_set(source: str, rows: Sequence[Prompt]) -> Reader:
+def open_set(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> Reader:
     """What reads the images of these rows of `source`. Raises PromptError where a column is missing."""
-    cells = _cells(source, rows)
-    return lambda row: _of_both(_decoded, row, source, cells(row))
+    cells = _cells(source, rows, columns)
+    return lambda row: tuple(_of_each(_decoded, row, source, cells(row), columns))
 
 
-def check_set(source: str, rows: Sequence[Prompt]) -> None:
+def check_set(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> None:
     """Raise PromptError, naming its row, where a column is missing or an image cannot be read (`check_picture`)."""
-    cells = _cells(source, rows)
+    cells = _cells(source, rows, columns)
     for row in rows:
-        _of_both(check_picture, row, source, cells(row))
+        _of_each(check_picture, row, source, cells(row), columns)
 
 
-def missing_images(source: str, rows: Sequence[Prompt]) -> str | None:
-    """What is wrong with the first row of a .jsonl file that lacks an image of its pair; None where all have both."""
+def missing_images(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> str | None:
+    """What is wrong with the first row of a .jsonl file that lacks one of its images; None where all have them."""
     for row in rows:
-        for column in PREFERENCE_COLUMNS:
+        for column in columns:
             if row.columns.get(column) is None:
-                wanted = f"(a preference set has the columns {' and '.join(PREFERENCE_COLUMNS)})"
+                wanted = f"(needed: {' and '.join(columns)})"
                 return f"{source}:{row.line}: {no_column(column, row.columns)} {wanted}"
     return None
+
+
+def set_problem(source: str, rows: Sequence[Prompt] | None, columns: Sequence[str] = PREFERENCE_COLUMNS) -> str | None:
+    """What is wrong with a file of prompts with images, before any is opened; rows: None where it could not be read."""
+    if Path(source).suffix == ".txt":
+        return f"{source} has prompts only; a set with {' and '.join(columns)} is .jsonl or a data set id:split"
+    return None if rows is None else missing_images(source, rows, columns)
 
 
 def as_tensor(image: Image, height: int, width: int) -> Tensor:
@@ -58,27 +68,27 @@ def as_tensor(image: Image, height: int, width: int) -> Tensor:
     return flat.view(height, width, 3).permute(2, 0, 1).float() / 255
 
 
-def _cells(source: str, rows: Sequence[Prompt]) -> Callable[[Prompt], Mapping[str, Any]]:
+def _cells(source: str, rows: Sequence[Prompt], columns: Sequence[str]) -> Callable[[Prompt], Mapping[str, Any]]:
     """What gives the cells of a row by column."""
     if Path(source).suffix in FILES:
-        if problem := missing_images(source, rows):
+        if problem := missing_images(source, rows, columns):
             raise PromptError(problem)
         return lambda row: row.columns
-    table = open_picture_table(source, *PREFERENCE_COLUMNS)
+    table = open_picture_table(source, *columns)
     return lambda row: table[row.line - 1]
 
 
-def _of_both(use: Callable[[Any], T], row: Prompt, source: str, cells: Mapping[str, Any]) -> tuple[T, T]:
-    """What `use` makes of the preferred image of a row, and of the other one."""
-
-    def of(column: str) -> T:
+def _of_each(
+    use: Callable[[Any], T], row: Prompt, source: str, cells: Mapping[str, Any], columns: Sequence[str]
+) -> list[T]:
+    """What `use` makes of each image of a row."""
+    made = []
+    for column in columns:
         try:
-            return use(cells[column])
+            made.append(use(cells[column]))
         except unreadable() as error:
             raise PromptError(f"{source}:{row.line}: {column} cannot be read as an image: {error}") from error
-
-    preferred, other = PREFERENCE_COLUMNS
-    return of(preferred), of(other)
+    return made
 
 
 def _decoded(cell: Any) -> Image:

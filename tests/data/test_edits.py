@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import rewards
 from genrl.data.edits import FACTORS, LONGEST, RANGES, SHORTEST, WAYS, Task, carry_out, edits, sample_edit
 from genrl.data.world import SIZE, draw, held_out
 from rewards.scorers.objects.shapes import find
@@ -64,3 +66,24 @@ def test_the_shipped_files_are_the_drawn_ones(task: Task, root: Path) -> None:
             assert np.array_equal(picture, draw(edit.scene))
             assert edit.object in {f"{found.colour} {found.shape}" for found in find(picture)}
     assert not prompts["train"] & prompts["eval"]
+
+
+def test_the_shipped_pairs_are_the_edits_carried_out_as_asked(root: Path) -> None:
+    """Targets of the first moves to train on, as the rules of the small world judge them."""
+    folder = root / "assets/edits"
+    rows = [json.loads(line) for line in (folder / "move_pairs.jsonl").read_text().splitlines()]
+    known = [json.loads(line) for line in (folder / "move_train.jsonl").read_text().splitlines()]
+    assert len(rows) == 96 and [row | {"target_image": None} for row in rows] == [
+        row | {"target_image": None} for row in known[:96]
+    ]
+    pictures = {
+        name: [Image.open(folder / row[name]).convert("RGB") for row in rows]
+        for name in ("source_image", "target_image")
+    }
+    columns = {name: [row[name] for row in rows] for name in ("object", "direction")}
+    images = torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures["target_image"]])
+    for name, least in (("edit_move", 0.4), ("edit_keep", 0.93)):
+        reward = rewards.load(name, {"detector": "shapes"})
+        given = columns | {"source_image": pictures["source_image"]}
+        given = given if name == "edit_move" else {k: v for k, v in given.items() if k != "direction"}
+        assert min(rewards.score(reward, images=images, prompts=[""] * 96, columns=given).values) > least

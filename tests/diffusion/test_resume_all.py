@@ -36,7 +36,7 @@ FURTHER = {
     "adv_grpo_style": ["trainer.adversary.warmup=1", "trainer.keep_graph=false"],  # workers keep no graphs
     "talk2move": ["trainer.exit_step=null", "trainer.step_evaluation={prompts: 1, samples: 2}"],
 }
-NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw"}
+NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw", "talk2move_sft": "nothing to draw"}
 
 
 def shrunken(path: Path, output: Path) -> Config:

@@ -22,8 +22,9 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import flow_sample, flow_target
+from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
 from genrl.mdp.noise import keyed_noise
+from genrl.mdp.noise_levels import logit_normal_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.runtime.recorded import Recorded
 
@@ -50,6 +51,22 @@ def noised(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensors:
         "noisy": flow_sample(clean, noise, sigma),
         "target": flow_target(clean, noise),
     }
+
+
+def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
+    """A noise level of training: logit-normal for a flow; a timestep, uniform, for others."""
+    if policy.head.parametrisation == "flow":
+        return logit_normal_draws(1, drawn, stratified=False)[0]
+    return torch.randint(len(policy.head.alphas_cumprod), (), generator=drawn)
+
+
+def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Tensors:
+    """The states at these levels [B] (timesteps, where the model is no flow), and what the network is to say there."""
+    if policy.head.parametrisation == "flow":
+        return {"sigma": level, "noisy": flow_sample(clean, noise, level), "target": flow_target(clean, noise)}
+    alpha_bar = policy.head.alphas_cumprod.to(clean.device)[level]
+    target = diffusion_target(clean, noise, alpha_bar, policy.head.prediction_type)
+    return {"sigma": level, "noisy": diffusion_sample(clean, noise, alpha_bar), "target": target}
 
 
 def own_noise(micro_batch: MicroBatch, *names: int | str) -> Tensor:

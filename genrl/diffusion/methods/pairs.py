@@ -10,14 +10,20 @@ from torch import Tensor
 from genrl.diffusion.methods.dpo.settings import DPO
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, under, update, without_guidance
+from genrl.diffusion.methods.noising import (
+    REFERENCE,
+    Tensors,
+    drawn_level,
+    noised_by,
+    under,
+    update,
+    without_guidance,
+)
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.mdp.noise_levels import logit_normal_draws
 from genrl.objectives.advantages.groups import best_and_worst
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.objectives.preferences.preference import diffusion_dpo_loss
@@ -94,22 +100,6 @@ def pair_rows(sign: Tensor, group: Tensor) -> Tensor:
     """Rows of winner and loser of each pair, int64 [P, 2]; both are in the micro-batch, which holds whole groups."""
     win, lose = (sign > 0).nonzero()[:, 0], (sign < 0).nonzero()[:, 0]
     return torch.stack([win[group[win].argsort()], lose[group[lose].argsort()]], dim=1)
-
-
-def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
-    """A noise level of training: logit-normal for a flow; a timestep, uniform, for others."""
-    if policy.head.parametrisation == "flow":
-        return logit_normal_draws(1, drawn, stratified=False)[0]
-    return torch.randint(len(policy.head.alphas_cumprod), (), generator=drawn)
-
-
-def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Tensors:
-    """The states at these levels [B] (timesteps, where the model is no flow), and what the network is to say there."""
-    if policy.head.parametrisation == "flow":
-        return {"sigma": level, "noisy": flow_sample(clean, noise, level), "target": flow_target(clean, noise)}
-    alpha_bar = policy.head.alphas_cumprod.to(clean.device)[level]
-    target = diffusion_target(clean, noise, alpha_bar, policy.head.prediction_type)
-    return {"sigma": level, "noisy": diffusion_sample(clean, noise, alpha_bar), "target": target}
 
 
 def loss(settings: DPO | OfflineDPO, policy: Policy, given: Recorded) -> Tensors:

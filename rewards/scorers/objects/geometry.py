@@ -56,13 +56,18 @@ def rotation_score(right_axis: bool, right_direction: bool, angle: float, target
     return (right_axis + right_direction - right_direction * abs(angle - target) / 180) / 3
 
 
-def turn_score(angle: float, target: float) -> float:
-    """How well a turn in the picture's plane fits the requested one, both signed, in [0, 1].
+def turn_score(angle: float, target: float, right_axis: bool = True) -> float:
+    """How well a turn fits the requested one, both signed, in [0, 1].
 
-    1.5 times `rotation_score` (whose largest value is 2/3) with a right axis. Half a turn has no direction.
+    1.5 times `rotation_score`, whose largest value is 2/3. Half a turn has no direction.
     """
     same_way = angle * target > 0 or abs(target) >= 180
-    return 1.5 * rotation_score(True, same_way, abs(angle), abs(target))
+    return 1.5 * rotation_score(right_axis, same_way, abs(angle), abs(target))
+
+
+def wrapped(degrees: float) -> float:
+    """The same angle in (-180, 180]."""
+    return 180 - (180 - degrees) % 360
 
 
 def turn_between(before: np.ndarray, after: np.ndarray) -> float:
@@ -83,7 +88,7 @@ def turn_between(before: np.ndarray, after: np.ndarray) -> float:
 
     best = max(range(-180 + COARSE, 181, COARSE), key=fit)
     turn = max(range(best - COARSE, best + COARSE + 1), key=fit)
-    return float(turn - 360 if turn > 180 else turn + 360 if turn <= -180 else turn)
+    return float(wrapped(turn))
 
 
 def normalised(mask: np.ndarray) -> np.ndarray:

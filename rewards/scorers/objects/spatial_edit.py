@@ -14,15 +14,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from PIL.Image import Image
+import torch
+from PIL.Image import Image, fromarray
 
 from rewards.contract import Scored, check_choice
+from rewards.models import orient_anything
+from rewards.models.lpips import lpips
+from rewards.models.pixels import from_pil
 from rewards.scorers.objects import geometry
 from rewards.scorers.objects.detection import MASKED, Detector, Thing, thing_of_mask
 from rewards.scorers.objects.shapes import COLOURS, SHAPES, located
 
 DETECTOR = "IDEA-Research/grounding-dino-tiny"
 SEGMENTER = "facebook/mask2former-swin-small-coco-instance"
+METRICS = ("rmse", "lpips")
+AXES = ("azimuth", "polar", "rotation")
 BLOB = 0.5
 """Confidence for a thing of the right colour whose outline is none of the embedded world's."""
 Verdict: TypeAlias = tuple[float, dict[str, float]]
@@ -127,7 +133,7 @@ class EditScale:
 
     The column `factor` is how many times as large it should be in width and height; .5 is half as large. The score is
     1 - (|w - f| + |h - f|) / 4, at least 0, with w and h the ratios of the sides and f the factor; for a factor below 1
-    all three are inverted. How well it stayed in place is the part `position`.
+    all three are inverted. How well it stayed in place is the part `position`, which `edit_position` gives a weight.
 
     `detector`, `threshold` as in `edit_move`
     """
@@ -187,36 +193,149 @@ class EditRotate:
         return self.finder.score(source_images, pil_images, object, judge, ["angle", "position"])
 
 
-class EditKeep:
-    """Was the picture left alone outside the edited thing? By the difference of pixels, in [0, 1].
+class EditOrient:
+    """Was a thing turned in space as requested? By Orient-Anything on its crops in source and result, in [0, 1].
 
-    1 less the root mean square difference of source and result outside the boxes of the thing in both. Talk2Move uses
-    LPIPS there. This needs no weights and is a monitor for small pictures: it does not know what a difference looks
-    like.
+    The column `axis` is azimuth (around the vertical), polar or rotation (in the picture's plane), `angle` the degrees
+    by which that angle is to grow (clockwise, to the paper); negative means to fall. The thing turned around the axis
+    of its largest change. Half of the score is for the right axis, half for the right direction less the error over
+    180; a turn of less than 10 degrees scores 0. Parts are the three changes and the lower `confidence` of the two
+    crops: near 0 the thing has no front, and its azimuth means nothing.
+
+    `model`, `backbone` see `rewards.models.orient_anything.OrientAnything`
+    `detector`, `threshold` as in `edit_move`; a detector with masks has the background of the crops white, as published
+    """
+
+    def __init__(
+        self,
+        model: str = orient_anything.MODEL,
+        backbone: str = orient_anything.BACKBONE,
+        detector: str = SEGMENTER,
+        threshold: float = 0.3,
+        device: str = "cpu",
+    ):
+        self.finder = Finder(detector, threshold, device, "edit_orient")
+        self.estimate = orient_anything.OrientAnything(model, backbone, device, "edit_orient")
+
+    def to(self, device: str) -> None:
+        """Move both models."""
+        self.finder.to(device)
+        self.estimate.to(device)
+
+    def __call__(
+        self,
+        pil_images: list[Image],
+        source_images: list[Image],
+        object: list[str],
+        axis: list[str],
+        angle: list[float],
+    ) -> Scored:
+        for asked in axis:
+            check_choice("edit_orient: unknown axis", asked, AXES)
+        angles = [_number(value, "edit_orient", "angle") for value in angle]
+
+        def judge(i: int, before: Thing, after: Thing) -> Verdict:
+            source = source_images[i]
+            first, second = self.estimate([crop(source, before), crop(pil_images[i].resize(source.size), after)])
+            turns = {name: geometry.wrapped(getattr(second, name) - getattr(first, name)) for name in AXES}
+            around = max(turns, key=lambda name: abs(turns[name]))
+            score = geometry.turn_score(turns[around], angles[i], around == axis[i])
+            return score, turns | {"confidence": min(first.confidence, second.confidence)}
+
+        return self.finder.score(source_images, pil_images, object, judge, [*AXES, "confidence"])
+
+
+class EditPosition:
+    """Did a thing that was to be resized or turned stay where it was? By a detector on source and result, in [0, 1].
+
+    1 - (|x| + |y|) / 2 of its relative offset. Talk2Move gives it a weight of .1 beside .9 for the rotation.
 
     `detector`, `threshold` as in `edit_move`
     """
 
     def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
-        self.finder = Finder(detector, threshold, device, "edit_keep")
+        self.finder = Finder(detector, threshold, device, "edit_position")
         self.to = self.finder.to
+
+    def __call__(self, pil_images: list[Image], source_images: list[Image], object: list[str]) -> Scored:
+        def judge(i: int, before: Thing, after: Thing) -> Verdict:
+            return geometry.position_score(before.box, after.box), {}
+
+        return self.finder.score(source_images, pil_images, object, judge, [])
+
+
+class EditKeep:
+    """Was the picture left alone outside the edited thing? By pixels or by LPIPS, at most 1.
+
+    A thing that is gone is no loss here; one that is not in the source has no score.
+
+    `metric` `rmse` (default): 1 less the root mean square difference of source and result outside the boxes of the
+             thing in both. Needs no weights, but does not know what a difference looks like: a monitor for small
+             pictures. `lpips`: 1 - LPIPS (VGG-16) of the source and the result, in which the thing's pixels in either
+             are the source's (Talk2Move); with a detector without masks those are its boxes
+    `detector`, `threshold` as in `edit_move`
+    """
+
+    def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, metric: str = "rmse", device: str = "cpu"):
+        check_choice("edit_keep: unknown metric", metric, METRICS)
+        self.finder = Finder(detector, threshold, device, "edit_keep")
+        self.lpips = lpips("vgg", device, "edit_keep") if metric == "lpips" else None
+
+    def to(self, device: str) -> None:
+        """Move the models."""
+        self.finder.to(device)
+        if self.lpips is not None:
+            self.lpips.to(device)
 
     def __call__(self, pil_images: list[Image], source_images: list[Image], object: list[str]) -> list[float]:
         scores = []
         for source, result, name in zip(source_images, pil_images, object, strict=True):
             before, after = self.finder.both(source, result, name)
-            if before is None:
+            things = [thing for thing in (before, after) if thing is not None]
+            inside = np.zeros((source.height, source.width), dtype=bool)
+            for thing in things:
+                inside |= _pixels(thing, inside.shape, boxes=self.lpips is None)
+            if before is None or inside.all():
                 scores.append(math.nan)
-                continue
-            difference = (np.asarray(source, np.float64) - np.asarray(result.resize(source.size), np.float64)) / 255
-            outside = np.ones(difference.shape[:2], dtype=bool)
-            for thing in (before, after):
-                if thing is not None:
-                    box = thing.box
-                    rows = slice(max(0, math.floor(box.top)), math.ceil(box.bottom))
-                    outside[rows, max(0, math.floor(box.left)) : math.ceil(box.right)] = False
-            scores.append(1 - float(np.sqrt(np.square(difference[outside]).mean())) if outside.any() else math.nan)
+            elif self.lpips is None:
+                difference = (np.asarray(source, np.float64) - np.asarray(result.resize(source.size), np.float64)) / 255
+                scores.append(1 - float(np.sqrt(np.square(difference[~inside]).mean())))
+            else:
+                scores.append(1 - self._lpips(source, result.resize(source.size), inside))
         return scores
+
+    @torch.no_grad()
+    def _lpips(self, source: Image, result: Image, inside: np.ndarray) -> float:
+        """LPIPS of two pictures where they differ outside a mask [H, W] and one pixel around it."""
+        assert self.lpips is not None
+        mask = torch.nn.functional.max_pool2d(torch.from_numpy(inside)[None, None].float(), 3, stride=1, padding=1)
+        first, second = from_pil(source), from_pil(result)
+        pair = (first, torch.where(mask > 0, first, second))
+        # In one memory layout: equal pictures give equal features to the last bit.
+        return float(self.lpips(*(picture.contiguous().to(self.lpips.device) for picture in pair)))
+
+
+def crop(picture: Image, thing: Thing) -> Image:
+    """The thing's box of a picture, white where its mask, if it has one, is not."""
+    box = (
+        math.floor(thing.box.left),
+        math.floor(thing.box.top),
+        math.ceil(thing.box.right),
+        math.ceil(thing.box.bottom),
+    )
+    if thing.mask is None:
+        return picture.crop(box)
+    return fromarray(np.where(thing.mask[..., None], np.asarray(picture.convert("RGB")), np.uint8(255))).crop(box)
+
+
+def _pixels(thing: Thing, shape: tuple[int, ...], boxes: bool) -> np.ndarray:
+    """The pixels of a thing, bool [H, W]: its mask, or its box where it has none or boxes are asked for."""
+    if thing.mask is not None and not boxes:
+        return thing.mask
+    inside, box = np.zeros(shape, dtype=bool), thing.box
+    rows = slice(max(0, math.floor(box.top)), math.ceil(box.bottom))
+    inside[rows, max(0, math.floor(box.left)) : math.ceil(box.right)] = True
+    return inside
 
 
 def _number(value: object, reward: str, column: str) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from PIL.Image import Image
 
 from rewards.contract import check_choice
 from rewards.models import torchvision_compat
+from rewards.models.lpips import lpips
 from rewards.models.pixels import frames, from_pil, mean_over_frames, once_per_frame, resize
 
 METRICS = ("ssim", "lpips")
@@ -32,7 +31,7 @@ class Similarity:
         check_choice("similarity: unknown metric", metric, METRICS)
         self.device = device
         torchvision_compat.ensure()  # torchmetrics imports a torchvision that is there
-        self._lpips = _lpips(device) if metric == "lpips" else None
+        self._lpips = lpips("alex", device, "similarity") if metric == "lpips" else None
 
     def to(self, device: str) -> None:
         """Move the model, if the metric has one."""
@@ -56,17 +55,3 @@ class Similarity:
         similarity = ssim(pictures, references, data_range=1.0, reduction="none")
         assert isinstance(similarity, torch.Tensor)  # a tuple only with return_contrast_sensitivity or the full image
         return similarity.reshape(len(pictures))
-
-
-def _lpips(device: str) -> Any:
-    if torchvision_compat.ensure() == "absent":
-        raise ValueError("similarity: the metric 'lpips' needs torchvision: pip install torchvision")
-    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
-
-    try:
-        metric = LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True)
-    except OSError as error:
-        raise ValueError(
-            f"similarity: the AlexNet weights for 'lpips' cannot be downloaded (offline?): {error}"
-        ) from error
-    return metric.eval().requires_grad_(False).to(device)

@@ -15,7 +15,8 @@ from genrl.data.preferences import as_tensor, open_set
 from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.methods.dpo_offline import train as dpo_offline
-from genrl.diffusion.methods.dpo_offline.train import given_pairs, picture_size
+from genrl.diffusion.methods.dpo_offline.train import PAIR
+from genrl.diffusion.methods.given import given_pictures, picture_size
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.train import train
 from genrl.runtime.run import Run
@@ -67,7 +68,7 @@ def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
     with runs.opened(config(folder, preference_set(folder))) as run, torch.no_grad():
         reader = open_set(run.config.prompts.train, run.prompts)
         size = picture_size(run)
-        found = given_pairs(run, reader, size)
+        found = given_pictures(run, reader, size, PAIR)
         assert size == (64, 64) and found.total.tolist() == [1, 0, 1, 0] and found.group.tolist() == [0, 0, 1, 1]
         assert sorted(slot for one in found.mine.values() for slot in one.slots) == [0, 1, 2, 3]
         for one in found.mine.values():

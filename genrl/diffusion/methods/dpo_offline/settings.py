@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import Calls, FileFinding, Guided
 from genrl.config.method import Finding
 from genrl.config.section import Positive
-from genrl.data.preferences import missing_images
+from genrl.data.preferences import set_problem
 from genrl.diffusion.methods.preferences import DiffusionDPO
 
 if TYPE_CHECKING:
@@ -44,10 +43,7 @@ class OfflineDPO(DiffusionDPO):
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """Two pictures for every prompt."""
-        if Path(config.prompts.train).suffix == ".txt":
-            text = f"{config.prompts.train} has prompts only; a preference set is .jsonl or a data set id:split"
-            yield ("prompts", "train"), text
-        elif train is not None and (wrong := missing_images(config.prompts.train, train.rows)):
+        if wrong := set_problem(config.prompts.train, None if train is None else train.rows):
             yield ("prompts", "train"), wrong
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:

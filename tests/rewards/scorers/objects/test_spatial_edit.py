@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 import rewards
 from genrl.data.world import Scene, draw
 from genrl.data.world import Thing as Drawn
+from rewards.models.orient_anything import Orientation
 from rewards.scorers.objects.detection import Thing
 from rewards.scorers.objects.geneval_check import Box
 from rewards.scorers.objects.geometry import (
@@ -27,10 +28,11 @@ from rewards.scorers.objects.geometry import (
     scale_score,
     turn_between,
     turn_score,
+    wrapped,
 )
 from rewards.scorers.objects.shapes import PALETTE, outline
-from rewards.scorers.objects.spatial_edit import ShapeDetector
-from tests.rewards import tiny_detectors
+from rewards.scorers.objects.spatial_edit import ShapeDetector, crop
+from tests.rewards import tiny_detectors, tiny_orient
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
 
@@ -245,3 +247,127 @@ def test_a_thing_is_kept_out_of_the_comparison_and_needed_in_the_source() -> Non
         columns = {"source_image": [drawn(RED)], "object": [name]}
         found = rewards.score(reward, images=images, prompts=[""], columns=columns).values
         assert found == pytest.approx([expected], nan_ok=True)
+
+
+def scored(
+    reward: rewards.Reward, sources: list[Image.Image], results: list[Image.Image], **columns: list
+) -> rewards.Scores:
+    images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
+    asked = {"source_image": sources, "object": ["red circle"] * len(sources), **columns}
+    scores = rewards.score(reward, images=images, prompts=[""] * len(sources), columns=asked)
+    assert not scores.failures, scores.failures[0].traceback
+    return scores
+
+
+def test_position_is_a_reward_of_its_own_that_takes_a_weight() -> None:
+    """1 where the thing stayed, less for a move, the same for either way; 0 where it is gone."""
+    results = [drawn(RED, STAR), drawn(replace(RED, x=38.0), STAR), drawn(replace(RED, x=38.0, y=58.0)), drawn(STAR)]
+    stayed, moved, both, gone = scored(
+        rewards.load("edit_position", {"detector": "shapes"}), [drawn(RED, STAR)] * 4, results
+    ).values
+    assert stayed == 1 and gone == 0 and both < moved < 1
+    assert moved == pytest.approx(1 - (1 - 3.6 / 18) / 2, abs=0.02)
+
+
+def turned(angle: float) -> Image.Image:
+    """A red triangle of the small world, turned clockwise around its middle."""
+    picture = Image.fromarray(draw(Scene("two", (Drawn("red", "triangle", 32.0, 32.0, 14.0),))))
+    return picture.rotate(-angle, Image.Resampling.BILINEAR, fillcolor=picture.getpixel((0, 0)))
+
+
+@pytest.mark.parametrize("angle", [25, -40])
+def test_a_turn_of_the_small_world_is_measured_by_rule(angle: int) -> None:
+    reward = rewards.load("edit_rotate", {"detector": "shapes"})
+    columns = {"object": ["red triangle"] * 2, "angle": [angle, -angle]}
+    found = scored(reward, [turned(0)] * 2, [turned(angle)] * 2, **columns)
+    assert found.parts["angle"] == pytest.approx([angle] * 2, abs=3)
+    assert found.values[0] > 0.98 and found.values[1] == 0.5
+
+
+def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's formula times 1.5, over the wrap at 360 degrees, and both ways around each axis."""
+    file, backbone = tiny_orient.save(tmp_path)
+    reward = rewards.load("edit_orient", {"model": str(file), "backbone": str(backbone), "detector": "shapes"})
+    found = scored(reward, [drawn(RED)], [drawn(RED)], axis=["azimuth"], angle=[90])
+    assert found.values == [0.0] and found.parts["azimuth"] == [0.0]  # the same crop twice, by the true network
+    pairs = [
+        (Orientation(350, 0, 0, 0.9), Orientation(20, 5, 0, 0.8)),
+        (Orientation(20, 0, 0, 1), Orientation(350, 0, 0, 1)),
+        (Orientation(20, 0, 0, 1), Orientation(350, 0, 0, 1)),
+        (Orientation(0, 40, 0, 1), Orientation(0, -5, 0, 1)),
+        (Orientation(0, 0, 10, 1), Orientation(0, 5, 55, 1)),
+        (Orientation(0, 0, 10, 1), Orientation(0, 9, 10, 1)),
+        (Orientation(0, 0, 0, 1), Orientation(185, 0, 0, 1)),
+    ]
+    left = iter(pairs)
+    monkeypatch.setattr(reward, "estimate", lambda crops: next(left))
+    axes = ["azimuth", "azimuth", "azimuth", "polar", "azimuth", "polar", "azimuth"]
+    found = scored(reward, [drawn(RED)] * 7, [drawn(RED)] * 7, axis=axes, angle=[45, 45, -30, -45, 45, 9, 180])
+    share = 0.5 * 15 / 180
+    assert found.values == pytest.approx([1 - share, 0.5, 1, 1, 0.5, 0, 1 - 0.5 * 5 / 180])
+    assert found.parts["azimuth"][0] == 30 and found.parts["confidence"][0] == 0.8
+    assert [wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
+    wrong = rewards.score(
+        reward,
+        images=torch.zeros(1, 3, 8, 8),
+        prompts=[""],
+        columns={"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]},
+    )
+    assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
+
+
+def test_a_crop_is_white_outside_the_mask_where_there_is_one() -> None:
+    picture = drawn(RED, STAR)
+    (thing,) = ShapeDetector("edit_orient").find(picture, ["red circle"], 0.3)["red circle"]
+    masked = np.asarray(crop(picture, thing))
+    assert masked.shape[:2] == (round(thing.box.bottom - thing.box.top), round(thing.box.right - thing.box.left))
+    assert (masked[0, 0] == 255).all() and tuple(masked[9, 9]) == PALETTE["red"]
+    assert (np.asarray(crop(picture, Thing(thing.box)))[0, 0] != 255).any()
+
+
+@pytest.fixture
+def vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """torch's cache with a VGG-16 in torchvision's file; its classifier, which LPIPS leaves out, is a single zero."""
+    pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")
+    import torchvision
+
+    with torch.device("meta"):
+        wanted = torchvision.models.vgg16().state_dict()
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(value.shape, generator=generator) * (0.05 if value.ndim > 1 else 0.1)
+        if name.startswith("features")
+        else torch.zeros(1).expand(value.shape)
+        for name, value in wanted.items()
+    }
+    file = tmp_path / "hub" / "checkpoints" / torchvision.models.VGG16_Weights.DEFAULT.url.rsplit("/", 1)[1]
+    file.parent.mkdir(parents=True)
+    torch.save(weights, file)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    return file
+
+
+def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path) -> None:
+    """A change within the source's or the result's mask is exactly none; the same change beside it is one."""
+    reward = rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})
+    inside, beside = np.array(drawn(RED)), np.array(drawn(RED))
+    inside[36:44, 16:24] = beside[4:12, 44:52] = (250, 60, 60)  # still red
+    gone = drawn()
+    results = [drawn(RED), Image.fromarray(inside), gone, Image.fromarray(beside), drawn(replace(RED, x=38.0))]
+    same, within, without, outside, moved = scored(reward, [drawn(RED)] * 5, results).values
+    assert same == within == 1.0
+    assert outside < 1 - 1e-4
+    assert [without, moved] == pytest.approx([1, 1], abs=1e-6)  # soft edges, a little farther than a pixel
+    blank = scored(reward, [gone], [drawn(RED)])
+    assert math.isnan(blank.values[0])
+
+
+def test_weights_of_lpips_that_are_absent_are_said(vgg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vgg.unlink()
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
+    with pytest.raises(ValueError, match=r"edit_keep: the VGG-16 weights for 'lpips' cannot be downloaded.*no route"):
+        rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})

@@ -1,0 +1,66 @@
+"""Supervised fine-tuning on given pictures: the start that Talk2Move gives an editing model (arXiv 2601.02356)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from genrl.config.diffusion_method import Calls, FileFinding, Guided, Updating
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count
+from genrl.data.preferences import TARGET_COLUMNS, set_problem
+from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+    from genrl.data.prompts import PromptRows
+
+
+class SFT(Updating):
+    """Supervised fine-tuning: the model's own training loss on the pictures in the column target_image."""
+
+    not_divided: ClassVar[str] = "trains on given pictures, shared out by process"
+    one_size: ClassVar[str] = "trains on given pictures, which are resized to one size"
+    title: ClassVar[str] = "Supervised fine-tuning of pipelines"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = FORWARD_ERROR
+    reads_pictures: ClassVar[bool] = True
+    checks_data: ClassVar[bool] = True
+    samples_per_group: ClassVar[int | None] = 1
+    needs_reward: ClassVar[bool] = False
+
+    algorithm: Literal["sft"] = "sft"
+    """Which trainer."""
+    timesteps_per_picture: Count = 1
+    """Noise levels trained per picture, each sampled separately."""
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a sample has a use without others of its prompt."""
+        return True
+
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        return (1.0,)
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        if config.sampling.same_initial_noise:
+            text = "sft trains on given pictures and draws none, so it would do nothing; write false"
+            yield ("sampling.same_initial_noise", "trainer.algorithm"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """One call for each picture and noise level, without guidance; nothing is sampled."""
+        trained, states = float(self.timesteps_per_picture), config.sampling.images_per_iteration
+        calls = states * trained
+        return matching_calls(config, guided, trained=trained, states=calls, train=calls * self.epochs)._replace(
+            sample=0.0
+        )
+
+    def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
+        """A target for every prompt."""
+        if wrong := set_problem(config.prompts.train, None if train is None else train.rows, TARGET_COLUMNS):
+            yield ("prompts", "train"), wrong
+
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """How the samples of a group come about, for `genrl plan`."""
+        yield "sft samples nothing: its pictures are given"

@@ -1,0 +1,140 @@
+"""Supervised fine-tuning of a pipeline: the loss by hand, its source picture, calls, resume, and sets that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from genrl.config import Config, ConfigError, check_files, load
+from genrl.config.estimate import plan
+from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
+from genrl.data.prompts import PromptError
+from genrl.diffusion.methods.sft import train as sft
+from genrl.diffusion.policy import inverse
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.train import train
+from genrl.runtime.run import Run
+from tests.diffusion import runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+SFT: dict[str, Any] = {"algorithm": "sft"}
+COLOURS = [(40 * k, 80, 120) for k in range(4)]
+
+
+def config(folder: Path, kontext: Path, trainer: dict[str, Any] = SFT, **changes: Any) -> Config:
+    """Four edits of pictures of one colour each, by the tiny FLUX.1-Kontext."""
+    rows = []
+    for k, colour in enumerate(COLOURS):
+        Image.new("RGB", (16, 16), colour).save(folder / f"{k}.png")
+        Image.new("RGB", (16, 16), (255, 255, 255 - colour[0])).save(folder / f"{k}-target.png")
+        rows.append(json.dumps({"prompt": f"edit {k}", "source_image": f"{k}.png", "target_image": f"{k}-target.png"}))
+    (folder / "pairs.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    sampling = {"inputs": {"image": "source_image"}, "pipeline_args": call, "height": 16, "width": 16, "group_size": 1}
+    sampling |= {"prompts_per_iteration": 4, "batch_size": 2, "guidance_scale": 2.5, **changes.pop("sampling", {})}
+    settings = {"evaluation": {"every": 0}, "prompts": {"train": str(folder / "pairs.jsonl"), "eval": None}}
+    return runs.config(folder, kontext, sampling=sampling, trainer=trainer, **settings, **changes)
+
+
+@pytest.fixture(autouse=True)
+def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverse, "MOST", 10.0)  # it need not give pictures back
+
+
+def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, kontext: Path) -> None:
+    """Of each target its own noise and level; the gradient is that of the mean over pictures and levels."""
+    found = config(folder, kontext, {**SFT, "timesteps_per_picture": 2}, iterations=1)
+    with runs.opened(found) as run:
+        backward, step, seen, gradients = run.backward, run.step, [], {}
+
+        def watched(settings: Any, results: Any, recorded: Any, **counts: Any) -> None:
+            seen.append((recorded, results["loss"].detach(), counts["divisor"]))
+            backward(settings, results, recorded, **counts)
+
+        def kept() -> float:
+            gradients.update({name: p.grad.clone() for name, p in run.weights.named.items() if p.grad is not None})
+            return step()
+
+        run.backward, run.step = watched, kept  # type: ignore[method-assign]
+        weights = {name: p.detach().clone() for name, p in run.weights.named.items()}
+        sft.train(run, found.trainer)  # type: ignore[arg-type]
+        for name, parameter in run.weights.named.items():
+            parameter.data.copy_(weights[name])
+            parameter.grad = None
+        reader = open_set(found.prompts.train, run.prompts, TARGET_COLUMNS)
+        levels = []
+        for recorded, loss, divisor in seen:
+            rows = [next(row for row in run.prompts if row.text == text) for text in recorded.batch.prompts]
+            pictures = torch.stack([as_tensor(reader(row)[0], 16, 16) for row in rows])
+            assert [p.getpixel((0, 0)) for p in recorded.batch.inputs["image"]] == [
+                COLOURS[int(row.text.split()[1])] for row in rows
+            ]
+            with torch.no_grad():
+                clean = inverse.encode(run.policy, recorded.batch, pictures)
+            noisy, sigma, target = (recorded[name] for name in ("noisy", "sigma", "target"))
+            noise = target + clean
+            assert torch.allclose(noisy, torch.lerp(clean, noise, sigma.view(-1, *[1] * (clean.dim() - 1))), atol=1e-5)
+            error = (run.policy.velocity(recorded.batch, noisy, sigma) - (noise - clean)).square().flatten(1).mean(1)
+            assert torch.allclose(error, loss, atol=1e-5) and divisor == 4 * 2
+            (error.sum() / 8).backward()
+            levels += [*sigma.tolist(), float(noise.mean())]
+        assert len(seen) == 4 and len(set(levels)) == len(levels)  # no noise and no level twice
+        for name, parameter in run.weights.named.items():
+            if parameter.grad is not None:
+                assert torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6), name
+        assert any(bool(gradient.any()) for gradient in gradients.values())
+
+
+def test_a_pair_is_learnt(folder: Path, kontext: Path) -> None:
+    rows = runs.rows(
+        train(config(folder, kontext, {**SFT, "timesteps_per_picture": 8}, iterations=6, optimizer={"lr": 2e-2}))
+    )
+    assert rows[-1]["forward/error"] < 0.9 * rows[0]["forward/error"]
+
+
+def test_calls_are_the_predicted_ones_and_nothing_is_sampled(folder: Path, kontext: Path) -> None:
+    found = config(folder, kontext, {**SFT, "timesteps_per_picture": 3, "inner_epochs": 2}, iterations=1)
+    (row,) = runs.rows(train(found))
+    assert row["model_calls/sample"] == plan(found).sample_calls == 0
+    assert row["model_calls/train"] == plan(found).train_calls == 4 * 3 * 2
+    assert "reward/total_mean" not in row
+
+
+def test_two_and_two_iterations_are_four(folder: Path, kontext: Path) -> None:
+    train(config(folder, kontext, iterations=4, output=str(folder / "straight")))
+    train(config(folder, kontext, iterations=2, output=str(folder / "stopped")))
+    written = Run(folder / "stopped").config
+    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
+    train(load(written), folder / "stopped")
+    assert runs.differences(folder / "straight", folder / "stopped") == []
+
+
+def test_no_guidance_extrapolates_in_training(folder: Path, kontext: Path) -> None:
+    with runs.opened(config(folder, kontext)) as run:
+        sampling = {"guidance_scale": 2.5, "true_cfg_scale": 4.0, "negative_prompt": " "}
+        plain = sft.conditions(run.policy, Batch(["edit 0"], [(0, 0, 0)], sampling))
+    assert plain.sampling["true_cfg_scale"] == 1.0
+    assert plain.sampling["guidance_scale"] == (2.5 if run.policy.embeds_guidance else 1.0)
+
+
+def test_impossible_settings_and_sets_are_refused(folder: Path, kontext: Path) -> None:
+    with pytest.raises(ConfigError, match="sft has groups of 1, found 2; write 1"):
+        config(folder, kontext, sampling={"group_size": 2})
+    with pytest.raises(ConfigError, match="given pictures and draws none"):
+        config(folder, kontext, sampling={"same_initial_noise": True})
+    found = config(folder, kontext)
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text(pairs.read_text().replace("target_image", "targt_image"))
+    wanted = r"pairs.jsonl:1: no column 'target_image', found .*; did you mean 'targt_image'\? \(needed: target_image\)"
+    with pytest.raises(ConfigError, match=wanted):
+        check_files(found, {})
+    found = config(folder, kontext)
+    (folder / "2-target.png").write_bytes(b"no picture")
+    with pytest.raises(PromptError, match=r"pairs.jsonl:3: target_image cannot be read as an image"):
+        train(found)
