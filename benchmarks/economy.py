@@ -2,7 +2,8 @@
 
     python -m benchmarks.economy train runs/economy                       # every task, way and seed not done yet
     python -m benchmarks.economy train runs/economy --tasks answers --seeds 0
-    python -m benchmarks.economy report                                   # the table of docs/economy.md
+    python -m benchmarks.economy simulate                                 # the choice alone, without a model: seconds
+    python -m benchmarks.economy report                                   # the tables of docs/economy.md
 
 All ways sample as many answers (or pictures) of equally many prompts in each iteration, from the same pool of prompts.
 Down-sampling trains on half of them, so that its update costs half. A run that is there is not made again. What the
@@ -13,14 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import torch
+
 from benchmarks.vlm_runs import stored
 from genrl.config import load
+from genrl.config.economy import Replay, Selection
 from genrl.diffusion import train as pictures
+from genrl.mdp.batches import prompt_indices
+from genrl.runtime.economy import NOTHING, choose, looked_at, noted
 from genrl.runtime.run import Run, read_metrics, write_atomic
 from genrl.vlm import train as answers
 
@@ -80,6 +89,47 @@ def train(folder: Path, tasks: list[str], ways: list[str], seeds: list[int]) -> 
                 write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
+SIMULATED = {
+    "all": None,
+    "by success": Selection(),
+    "by spread": Selection(by="spread"),
+    "replay": Selection(candidates=1, replay=Replay()),
+}
+
+
+def idle_groups(settings: Selection | None, seed: int, drift: float) -> float:
+    """Share of groups of 8 that all fail or all succeed, over 100 iterations of 16 of 256 prompts: their success rates
+    are drawn from Beta(.4, .4), and their log-odds rise by `drift` in an iteration."""
+    source, known, idle = random.Random(seed), NOTHING, []
+    rates = [min(max(source.betavariate(0.4, 0.4), 1e-6), 1 - 1e-6) for _ in range(256)]
+    for iteration in range(100):
+        pool = prompt_indices(256, looked_at(settings, 16), seed=seed, iteration=iteration)
+        chosen = choose(settings, pool, 16, known, iteration=iteration, seed=seed)
+        now = [1 / (1 + (1 - rates[n]) / rates[n] * math.exp(-drift * iteration)) for n in chosen]
+        won = torch.tensor([[float(source.random() < rate) for _ in range(8)] for rate in now])
+        idle.append(float((won.std(1) == 0).double().mean()))
+        if settings is not None:
+            known, _ = noted(settings, known, chosen, won, iteration=iteration)
+    return round(mean(idle), 4)
+
+
+def simulate() -> None:
+    found = {
+        f"simulated-{way}-{drift}": [idle_groups(settings, seed, drift) for seed in range(3)]
+        for way, settings in SIMULATED.items()
+        for drift in (0.0, 0.03)
+    }
+    write_atomic(RESULTS, json.dumps(stored(RESULTS) | found, indent=1, sort_keys=True) + "\n")
+
+
+def simulation(kept: Mapping[str, Any]) -> Iterator[str]:
+    yield "| choice | groups without spread: rates stay | log-odds rise by .03 an iteration |"
+    yield "| --- " * 3 + "|"
+    for way in SIMULATED:
+        runs = [kept[f"simulated-{way}-{drift}"] for drift in (0.0, 0.03)]
+        yield f"| {way} | {' | '.join(f'{mean(run):.3f} ± {stdev(run):.3f}' for run in runs)} |"
+
+
 def report() -> str:
     lines = [
         "| task | way | seeds | held-out, before → end | mean of the curve | groups without spread | CPU seconds |"
@@ -97,7 +147,7 @@ def report() -> str:
             idle, cpu = mean(run["zero_std_ratio"] for run in runs), mean(run["cpu_s"] for run in runs)
             cells = [task, f"`{way}`", str(len(runs)), f"{runs[0]['curve'][0][1]:.3f} → {mean(ends):.3f}{spread}"]
             lines.append(f"| {' | '.join([*cells, f'{curve:.3f}', f'{idle:.2f}', f'{cpu:.0f}'])} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *simulation(kept)])
 
 
 def main() -> None:
@@ -108,10 +158,13 @@ def main() -> None:
     runs.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS])
     runs.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
     runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    commands.add_parser("report", help="print the table")
+    commands.add_parser("simulate", help="measure the choice alone")
+    commands.add_parser("report", help="print the tables")
     given = parser.parse_args()
     if given.command == "train":
         train(given.folder, given.tasks, given.ways, given.seeds)
+    elif given.command == "simulate":
+        simulate()
     else:
         print(report())
 
