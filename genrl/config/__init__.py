@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from genrl.config.economy import Economy as Economy
     from genrl.config.errors import ConfigError as ConfigError
     from genrl.config.errors import Problem as Problem
     from genrl.config.files import check_files as check_files
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig as VLMConfig
 
 _HOME = {
+    "economy": ("Economy",),
     "errors": ("ConfigError", "Problem"),
     "files": ("check_files",),
     "loading": ("AnyConfig", "dump", "json_schema", "load", "load_located"),

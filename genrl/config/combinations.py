@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from genrl.config.context_rules import context_rules
+from genrl.config.economy import picture_economy
 from genrl.config.engine_rules import engine_rules, staleness_rules
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
@@ -74,6 +75,7 @@ def refuse_impossible(config: Config) -> None:
         _precision,
         engine_rules,
         staleness_rules,
+        picture_economy,
         kernel_rules,
         memory_rules,
         context_rules,

@@ -68,6 +68,8 @@ class DiffusionMethod(Method):
     """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
     takes_older_samples: ClassVar[bool] = False
     """Whether samples may have been drawn by the weights of earlier iterations (`sampling.staleness`)."""
+    takes_part_of_groups: ClassVar[bool] = False
+    """Whether it can be trained on some of the samples of each group, as on all (`economy.keep`)."""
     one_size: ClassVar[str] = ""
     """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
     one_call_at_a_time: ClassVar[bool] = False

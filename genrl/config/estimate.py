@@ -77,7 +77,9 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         return _guidance(scale, sampling.pipeline_args, components)
 
     calls = trainer.calls(config, guided)
-    trains_model = config.model_iterations / config.iterations
+    trains_model, keep = config.model_iterations / config.iterations, config.economy.keep
+    if keep is not None:
+        trains_model *= keep / sampling.group_size
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     pictures = evaluation.num_prompts * evaluation.group_size * trainer.pictures_per_prompt
     steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every

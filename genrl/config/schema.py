@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from genrl.config.combinations import refuse_impossible
 from genrl.config.diffusion_method import DiffusionMethod
+from genrl.config.economy import Economy
 from genrl.config.method import Kind, union_of
 from genrl.config.section import (
     Count,
@@ -311,6 +312,8 @@ class Config(Section):
     """What is rewarded: a list of {name, weight, args}; the weighted sum is trained on."""
     sampling: Sampling = Sampling()
     """How samples are generated."""
+    economy: Economy = Economy()
+    """Which prompts are asked, and which of their samples are trained on."""
     trainer: Trainer
     """Which algorithm, and its settings."""
     optimizer: Optimizer = Optimizer()

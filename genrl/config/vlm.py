@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from genrl.config.economy import Economy
 from genrl.config.method import Kind, union_of
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
 from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Quantized, Tracker, labels_of
@@ -298,6 +299,8 @@ class VLMConfig(Section):
     """Instead of a task: where the model acts, in several turns."""
     generation: Generation = Generation()
     """How answers are sampled."""
+    economy: Economy = Economy()
+    """Which questions are asked, and which of their answers are trained on."""
     rewards: tuple[VLMReward, ...] = ()
     """Rewards for answers; the first one decides which answers are right in evaluation. An environment has its own."""
     trainer: Trainer = Field(default_factory=default_method)

@@ -35,6 +35,9 @@ class VLMMethod(Method):
     takes_older_samples: ClassVar[bool] = False
     """Whether answers may have been drawn by the weights of earlier iterations (`generation.staleness`)."""
 
+    takes_part_of_groups: ClassVar[bool] = False
+    """Whether it can be trained on some of the answers of each group, as on all (`economy.keep`)."""
+
     fit_batch: Flag = False
     """Where memory runs out in training, do the iteration again with half the micro_batch."""
 

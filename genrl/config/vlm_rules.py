@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from genrl.config.combinations import ImpossibleConfig
+from genrl.config.economy import answer_economy
 from genrl.config.memory_rules import NO_INT4
 from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
@@ -31,6 +32,7 @@ def refuse_impossible(config: VLMConfig) -> None:
         *_strategies(config),
         *_shards(config),
         *_staleness(config),
+        *answer_economy(config),
     ]
     own = [] if config.stages and all(stage.trainer for stage in config.stages) else config.trainer.problems(config)
     found = [*shared, *own, *optimizer_problems(config)]

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config import Config
+from genrl.config.economy import Selection
 from genrl.config.method import Method
 from genrl.config.shares import waiting
 from genrl.data.prompts import Prompt
@@ -32,6 +33,7 @@ from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.ahead import Ahead
+from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
@@ -41,11 +43,11 @@ from genrl.diffusion.rollout.rollout import (
     Worker,
     collect,
     drawn_here,
-    iteration_prompts,
+    iteration_rows,
     score_metrics,
 )
 from genrl.diffusion.rollout.scoring import Scorers
-from genrl.runtime import checkpoint
+from genrl.runtime import checkpoint, economy
 from genrl.runtime.frame import say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.monitor import ended_at
@@ -115,7 +117,12 @@ class DiffusionRun:
     @property
     def iteration_prompts(self) -> list[Prompt]:
         """The prompts of the running iteration, one for each group of samples, in slot order."""
-        return iteration_prompts(self.config, self.prompts, self.iteration)
+        return [self.prompts[row] for row in iteration_rows(self.config, self.prompts, self.iteration, self.known)]
+
+    @property
+    def known(self) -> economy.Known:
+        """What the samples of prompts have been worth before the running iteration; empty without a selection."""
+        return economy.of(self.loop.memory)
 
     @property
     def age(self) -> int:
@@ -160,7 +167,11 @@ class DiffusionRun:
         roots_together: of trees (`Sheet`)."""
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
         config, worker = self.config, self.worker
-        sheet_of = partial(Sheet.of, config, self.prompts, leaves=leaves, roots_together=roots_together)
+        known = self.known
+
+        def sheet_of(iteration: int) -> Sheet:
+            return Sheet.of(config, self.prompts, iteration, known, leaves=leaves, roots_together=roots_together)
+
         running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
         drawing: Callable[[], AbstractContextManager[None]] = nullcontext
         if under is not None:
@@ -221,11 +232,13 @@ class DiffusionRun:
         self.loop.check_stop()
 
     def take(self, rollouts: Rollouts) -> Rollouts:
-        """These are the samples of this iteration; training begins."""
+        """These are the samples of this iteration; training begins, with those that are returned."""
         self._sample_calls = self.policy.model_calls - self._calls
         self.loop.check_stop()
         self._train_started = time.perf_counter()
-        self.rollouts = rollouts
+        self.rollouts = rollouts  # all of them, for metrics
+        if (keep := self.config.economy.keep) is not None:
+            rollouts = downsampled(rollouts, keep)
         self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)
         return rollouts
 
@@ -266,6 +279,8 @@ class DiffusionRun:
             row["staleness"] = float(self.age)
         if self.rollouts.scored.values:  # given samples have none
             row |= score_metrics(self.rollouts.scored, self.rollouts.total)
+            if config.economy.selection is not None:
+                row |= self._note(config.economy.selection, self.rollouts)
         row |= {
             "lr": loop.lr,
             "images_per_s": config.sampling.images_per_iteration / elapsed,
@@ -276,6 +291,15 @@ class DiffusionRun:
             draw_best_and_worst(self.rollouts, self.process.run, self.process.log, self.iteration + 1)
         self.rollouts = None  # states and pictures: not beside those of the next iteration
         loop.finish(row)
+
+    def _note(self, selection: Selection, rollouts: Rollouts) -> dict[str, float]:
+        """Remember what the samples of the iteration's prompts were worth; metrics of the choice."""
+        numbers = iteration_rows(self.config, self.prompts, self.iteration, self.known)
+        first = rollouts.scored.values[self.config.reward_labels[0]]
+        values = economy.values_of(selection, first, rollouts.total).view(len(numbers), -1)
+        found, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
+        self.loop.memory[economy.MEMORY] = found
+        return row
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Held-out prompts from fixed noise, as `Trained` asks; empty without such prompts."""

@@ -18,6 +18,7 @@ from torch import nn
 from genrl.config.method import module_of
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_method import columns_of
+from genrl.runtime import economy
 from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
 from genrl.runtime.versions import Versions
@@ -36,7 +37,7 @@ from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.passes import leave_out
-from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, worth
+from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import held_out_loss
 from genrl.vlm.tasks.rows import Row
@@ -130,12 +131,15 @@ class AnswersRun:
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
         spent = 0.0
-        first = loop.memory.get("questions", 0)
+        first, selection, known = loop.memory.get("questions", 0), config.economy.selection, economy.of(loop.memory)
+        choice: dict[str, float] = {}
         if self.versions is not None:
             self.versions.note(loop.iteration, loop.weights.named)
         for _ in range(config.trainer.rounds):
             loop.phase("answering", own * config.generation.group_size)
-            numbers = self.questions.asked(loop.iteration, first, wanted)[rank * own : (rank + 1) * own]
+            pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
+            chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
+            numbers = chosen[rank * own : (rank + 1) * own]
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
@@ -143,18 +147,23 @@ class AnswersRun:
                 found, seconds = self._answers(rows, first)
                 drawn.append(found)
                 spent += seconds
+                if selection is not None:
+                    values = worths(config, selection, found)
+                    known, choice = economy.noted(selection, known, chosen, values, iteration=loop.iteration)
+                    memory[economy.MEMORY] = known
                 if config.augmentation is not None:
-                    gap, memory = gaps(config, loop, found)
+                    gap, changed = gaps(config, loop, found)
+                    memory |= changed
                     if gap is not None:
                         ask = partial(self._ask, iteration=loop.iteration, first=first)
                         found = augmented(config, found, gap, ask, loop.iteration)
                 if self.synthesis is not None:
-                    chosen = numbers[-self.synthesis.settings.questions :]
-                    asked = [self.synthesis.described(number) for number in chosen]
+                    picked = numbers[-self.synthesis.settings.questions :]
+                    asked = [self.synthesis.described(number) for number in picked]
                     described = self._ask(asked, "describe", loop.iteration, first)
             loop.check_stop()
-            first += wanted
-            kept.append(found.chosen(worth(config, found)))
+            first += len(pool)
+            kept.append(trained_on(config, found))
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
             if sum(mine) >= wanted:
                 break
@@ -163,10 +172,10 @@ class AnswersRun:
         before, room = sum(mine[:rank]), wanted
         answers = joined(kept).chosen(list(range(max(0, min(mine[rank], room - before)))))
         share = min(sum(mine), wanted) / (wanted * len(drawn))
-        row = sampled_figures(config, joined(drawn), len(drawn), share, spent)
+        row = sampled_figures(config, joined(drawn), len(drawn), share, spent) | choice
         if self.synthesis is not None and described is not None:
             paid, figures = self.synthesis.paid(drawn[0])
-            self.synthesis.park(chosen, described)
+            self.synthesis.park(picked, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
 
@@ -205,7 +214,8 @@ class AnswersRun:
         counts = gather_object([len(answers.rows)])
         if sum(counts) == 0:
             return None
-        size, settings, preset = config.generation.group_size, cast(RecipeMethod, config.trainer), self.preset
+        settings, preset = cast(RecipeMethod, config.trainer), self.preset
+        size = config.economy.keep or config.generation.group_size
         assert preset is not None, "the methods whose answers are estimated have one"
         updates = updates_of(
             answers.mask,

@@ -32,6 +32,7 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
 from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
+from genrl.runtime.economy import NOTHING, Known, choose, looked_at
 from rewards import compose
 from rewards.compose import Running
 
@@ -163,13 +164,13 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
                 raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
 
 
-def iteration_prompts(config: Config, prompts: Sequence[Prompt], iteration: int) -> list[Prompt]:
-    """The prompts of an iteration, one for each group of samples, in slot order."""
+def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int, known: Known = NOTHING) -> list[int]:
+    """Numbers of the prompts of an iteration, one for each group of samples, in slot order (`economy.choose`)."""
     sampling, key = config.sampling, {"seed": config.seed, "iteration": iteration}
+    selection, count = config.economy.selection, sampling.prompts_per_iteration
     if sampling.buckets:
-        buckets, count = [row.bucket for row in prompts], sampling.prompts_per_iteration
-        return [prompts[row] for row in bucketed_indices(buckets, count, sampling.prompts_together, **key)]
-    return [prompts[row] for row in prompt_indices(len(prompts), sampling.prompts_per_iteration, **key)]
+        return bucketed_indices([row.bucket for row in prompts], count, sampling.prompts_together, **key)
+    return choose(selection, prompt_indices(len(prompts), looked_at(selection, count), **key), count, known, **key)
 
 
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
@@ -213,11 +214,18 @@ class Sheet:
 
     @classmethod
     def of(
-        cls, config: Config, prompts: Sequence[Prompt], iteration: int, *, leaves: int, roots_together: int | None
+        cls,
+        config: Config,
+        prompts: Sequence[Prompt],
+        iteration: int,
+        known: Known = NOTHING,
+        *,
+        leaves: int,
+        roots_together: int | None,
     ) -> Self:
         """roots_together: roots per micro-batch of trees; None: independent samples, `sampling.batch_size` together."""
         size = config.sampling.group_size
-        rows = [row for row in iteration_prompts(config, prompts, iteration) for _ in range(size)]
+        rows = [prompts[row] for row in iteration_rows(config, prompts, iteration, known) for _ in range(size)]
         group = torch.arange(len(rows)) // size
         roots = range(0, len(rows), leaves)
         keys = {"seed": config.seed, "iteration": iteration}
@@ -371,8 +379,7 @@ def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
         metrics[f"reward/{label}_mean"] = _mean(values)
         metrics[f"reward/{label}_std"] = _std(values)
         metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
-    metrics |= {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
-    return metrics
+    return metrics | {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
 
 
 def _chunks(count: int, size: int) -> list[list[int]]:

@@ -1,4 +1,5 @@
-"""Which edges of a tree are trained: BranchGRPO's pruning (arXiv 2509.06040) of depths and of widths.
+"""Which samples of a group, and which edges of a tree, are trained: PODS's down-sampling (arXiv 2504.13818), and
+BranchGRPO's pruning (arXiv 2509.06040) of depths and of widths.
 
 Pruning removes training edges only: no model call of sampling is saved by it. Trees as in `credit`: `parent`, int64 [N]
 in level order, depth int64 [N], leaf values [..., L]; masks are bool [..., N], False for roots. "The last split" is the
@@ -48,6 +49,33 @@ def extreme_leaves(leaf_values: Tensor, count: int) -> Tensor:
     worst = leaf_values.nan_to_num(torch.inf).flip(-1).argsort(dim=-1, stable=True)[..., :count]
     kept = torch.zeros_like(scored).scatter(-1, best, True)
     return kept.scatter(-1, leaf_values.shape[-1] - 1 - worst, True) & scored
+
+
+def max_variance(values: Tensor, count: int) -> Tensor:
+    """Of each group the `count` samples whose values have the largest variance, bool [..., G] (PODS, arXiv 2504.13818).
+
+    They are the k highest and the count - k lowest for some k: all k are tried, by sums over the sorted values, in
+    O(G log G). A sample without a value (NaN) is taken only where there are too few others. Raises ValueError for a
+    count outside of 1 to G.
+    """
+    size = values.shape[-1]
+    if not 1 <= count <= size:
+        raise ValueError(f"count: {count} samples cannot be kept of groups of {size}")
+    flat = values.detach().double().reshape(-1, size)
+    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+    for row, group in zip(kept, flat, strict=True):
+        order = group.argsort(stable=True)  # NaN last
+        scored = order[: int((~group.isnan()).sum())]
+        if len(scored) <= count:
+            row[order[:count]] = True
+            continue
+        x = group[scored] - group[scored].mean()  # for E[x^2] - E[x]^2
+        sums = torch.nn.functional.pad(torch.stack([x, x**2]).cumsum(1), (1, 0))  # of the first 0 ... n
+        lowest = torch.arange(count + 1, device=x.device)
+        first, second = sums[:, lowest] + sums[:, -1:] - sums[:, len(x) - count + lowest]
+        k = int((second / count - (first / count) ** 2).argmax())
+        row[scored[:k]] = row[scored[len(x) - count + k :]] = True
+    return kept.view(values.shape)
 
 
 def width_pruned(parent: Tensor, depth: Tensor, kept_leaves: Tensor, *, last_split: int) -> Tensor:

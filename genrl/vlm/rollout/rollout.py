@@ -13,10 +13,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import rewards
+from genrl.config.economy import Selection
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.pruning import max_variance
 from genrl.objectives.advantages.reward_shaping import over_views
 from genrl.objectives.tokens import group_filters
+from genrl.runtime.economy import values_of
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.sharing import padded
 from genrl.vlm.policies.contract import SequencePolicy
@@ -64,7 +67,15 @@ class Answers:
     def chosen(self, groups: Sequence[int]) -> Answers:
         """Some of the groups, in this order."""
         size = self.size
-        index = [g * size + k for g in groups for k in range(size)]
+        return self._of(groups, [g * size + k for g in groups for k in range(size)])
+
+    def downsampled(self, totals: Tensor, keep: int) -> Answers:
+        """Of each group the `keep` answers whose total rewards [B] have the largest variance (PODS)."""
+        kept = max_variance(totals.view(len(self.rows), -1), keep) if self.rows else totals.bool()
+        return self._of(range(len(self.rows)), kept.flatten().nonzero()[:, 0].tolist())
+
+    def _of(self, groups: Sequence[int], index: Sequence[int]) -> Answers:
+        """These groups, with the answers at `index`."""
         at = torch.tensor(index, dtype=torch.int64)
         return Answers(
             [self.rows[g] for g in groups],
@@ -356,6 +367,19 @@ def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float
         if name != "total":
             row[f"{label}_failed"] = float(joint[name].isnan().sum())
     return row
+
+
+def worths(config: VLMConfig, selection: Selection, answers: Answers) -> Tensor:
+    """By which questions are chosen, of the answers of all processes, [P, G]."""
+    first, right_at = answers.scores[config.reward_labels[0]], config.evaluation.right_at
+    own = values_of(selection, first, totals(config, answers.scores), right_at=right_at)
+    return torch.cat(gather_object([own.view(len(answers.rows), -1)]))
+
+
+def trained_on(config: VLMConfig, answers: Answers) -> Answers:
+    """Those of the groups that the method is trained on, or `economy.keep` of each."""
+    found, keep = answers.chosen(worth(config, answers)), config.economy.keep
+    return found if keep is None else found.downsampled(totals(config, found.scores), keep)
 
 
 def worth(config: VLMConfig, answers: Answers) -> list[int]:

@@ -1,8 +1,10 @@
-"""BranchGRPO's pruning on leaves (the released edge-by-edge form is held against golden arrays in test_tree_golden)."""
+"""BranchGRPO's pruning on leaves (the released edge-by-edge form is held against golden arrays in test_tree_golden);
+PODS's down-sampling."""
 
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -95,3 +97,39 @@ def test_what_would_leave_nothing_is_refused() -> None:
 
 def test_no_pruning_of_depths_keeps_every_edge() -> None:
     assert torch.equal(pruning.depth_pruned(FLUX.depth, ()), FLUX.parent >= 0)
+
+
+class TestMaxVariance:
+    @pytest.mark.parametrize("size", [2, 3, 5, 8])
+    def test_no_other_choice_has_more_variance(self, size: int) -> None:
+        """Against all subsets: continuous, binary and far-off values."""
+        source = torch.Generator().manual_seed(size)
+        continuous = torch.rand(40, size, generator=source, dtype=torch.float64)
+        for values in (continuous, (continuous > 0.6).double(), continuous**4 + 1e6):
+            for count in range(1, size + 1):
+                kept = pruning.max_variance(values, count)
+                assert (kept.sum(1) == count).all()
+                for row, mask in zip(values, kept, strict=True):
+                    centred = row - row.mean()
+                    best = max(centred[list(some)].var(correction=0) for some in combinations(range(size), count))
+                    assert centred[mask].var(correction=0) == pytest.approx(float(best), rel=1e-6, abs=1e-12)
+
+    def test_half_of_binary_rewards_is_half_right_where_it_can_be(self) -> None:
+        rewards = torch.tensor([[1, 0, 0, 0, 0, 1, 0, 0.0], [1, 1, 1, 1, 1, 1, 1, 0]])
+        kept = pruning.max_variance(rewards, 4)
+        assert rewards[0][kept[0]].sum() == 2 and rewards[1][kept[1]].sum() == 3
+
+    def test_samples_without_a_score_fill_up(self) -> None:
+        rewards = torch.tensor([[torch.nan, 0.5, torch.nan, 0.2], [0.1, torch.nan, 0.9, 0.5]])
+        assert pruning.max_variance(rewards, 2).tolist() == [[False, True, False, True], [True, False, True, False]]
+        assert pruning.max_variance(rewards, 3)[0].sum() == 3 and pruning.max_variance(rewards, 3)[1].tolist() == [
+            True,
+            False,
+            True,
+            True,
+        ]
+
+    def test_counts_that_cannot_be(self) -> None:
+        for count in (0, 4):
+            with pytest.raises(ValueError, match=f"{count} samples cannot be kept of groups of 3"):
+                pruning.max_variance(torch.rand(2, 3), count)

@@ -32,6 +32,7 @@ class AWM(Matching):
     """Advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050)."""
 
     title: ClassVar[str] = "AWM"
+    takes_part_of_groups: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
 
     algorithm: Literal["awm"] = "awm"

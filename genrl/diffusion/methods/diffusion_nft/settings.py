@@ -34,6 +34,7 @@ class DiffusionNFT(Matching):
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     one_call_at_a_time: ClassVar[bool] = True
     takes_older_samples: ClassVar[bool] = True
+    takes_part_of_groups: ClassVar[bool] = True
 
     algorithm: Literal["diffusion_nft"] = "diffusion_nft"
     """Which trainer."""

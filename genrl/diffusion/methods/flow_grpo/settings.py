@@ -39,6 +39,7 @@ class FlowGRPO(Windowed):
         "aggregate: log_tame_released": _PACO,
     }
     takes_older_samples: ClassVar[bool] = True
+    takes_part_of_groups: ClassVar[bool] = True
 
     algorithm: Literal["flow_grpo"] = "flow_grpo"
     """Which trainer."""

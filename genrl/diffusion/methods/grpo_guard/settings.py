@@ -20,6 +20,7 @@ class GRPOGuard(Windowed):
     title: ClassVar[str] = "GRPO-Guard"
     one_call_at_a_time: ClassVar[bool] = True
     takes_older_samples: ClassVar[bool] = True
+    takes_part_of_groups: ClassVar[bool] = True
 
     algorithm: Literal["grpo_guard"] = "grpo_guard"
     """Which trainer."""

@@ -22,6 +22,7 @@ class PaCoGRPO(Windowed):
     title: ClassVar[str] = "PaCo-GRPO"
     one_call_at_a_time: ClassVar[bool] = True
     takes_older_samples: ClassVar[bool] = True
+    takes_part_of_groups: ClassVar[bool] = True
 
     algorithm: Literal["paco_grpo"] = "paco_grpo"
     """Which trainer."""

@@ -1,0 +1,145 @@
+"""Which prompts are asked (docs/economy.md): pure functions, for pictures and language alike.
+
+The only state is `Known`, which is plain JSON in `Loop.memory`. All draws are keyed by seed, iteration and prompt, so a
+resumed run chooses the same prompts, and so do all processes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrl.config.economy import Selection
+from genrl.mdp.noise import derive_seed
+
+Known = Mapping[str, Sequence[float]]
+"""Number of a prompt -> [a, b, times asked, iteration in which it was asked last]. a, b: discounted evidence.
+
+By success, a successes and b failures: Beta(1 + a, 1 + b) is the posterior of its rate. By spread, of n samples
+a = (n - 1) / 2 and b half the sum of squares around their mean: InverseGamma(2 + a, v + b) is the posterior of its
+variance, under a prior whose mean is v, the pooled variance within all groups so far.
+"""
+
+NOTHING: Known = {}
+
+TARGET = 0.5
+"""The success rate at which a group teaches most (MoPPS)."""
+
+MEMORY = "prompts"
+"""Under which it is in the loop's memory."""
+
+
+def of(memory: Mapping[str, Any]) -> Known:
+    """What is known by the loop's memory."""
+    known: Known = memory.get(MEMORY, NOTHING)
+    return known
+
+
+def looked_at(settings: Selection | None, count: int) -> int:
+    """How many prompts of the data are used up to choose `count`."""
+    return count if settings is None else count * settings.candidates
+
+
+def choose(
+    settings: Selection | None, candidates: Sequence[int], count: int, known: Known, *, iteration: int, seed: int
+) -> list[int]:
+    """`count` of the candidates, which are numbers of prompts; some of them again where there are fewer.
+
+    Thompson sampling: of each prompt's posterior one draw; those are taken whose draw is nearest to the rate TARGET
+    (MoPPS, arXiv 2507.04632), or largest. With `replay`, at most its share are prompts that were asked before, had
+    different samples, and are due again (Prompt Replay, arXiv 2603.21177); they come first.
+    """
+    if settings is None:
+        return list(candidates)
+    prior = _pooled(known)
+
+    def nearest(numbers: Sequence[int], most: int) -> list[int]:
+        def distance(number: int) -> float:
+            source = random.Random(derive_seed(seed, "selection", iteration, number))
+            return _distance(settings, known.get(str(number), (0.0, 0.0)), prior, source)
+
+        return sorted(numbers, key=distance)[:most]
+
+    again: list[int] = []
+    if settings.replay is not None:
+        due = [int(number) for number, entry in known.items() if _is_due(settings, entry, iteration)]
+        again = nearest(due, int(settings.replay.share * count))
+    rest = [number for number in dict.fromkeys(candidates) if number not in again]
+    chosen = again + nearest(rest, count - len(again))
+    return [chosen[k % len(chosen)] for k in range(count)]
+
+
+def values_of(settings: Selection, first: Tensor, total: Tensor, *, right_at: float = 1.0) -> Tensor:
+    """By which prompts are chosen, of samples with these first and total rewards [N] (`noted`)."""
+    if settings.by == "spread":
+        return total
+    return torch.where(first.isnan(), first, (first >= right_at - 1e-9).to(first))
+
+
+def noted(
+    settings: Selection, known: Known, numbers: Sequence[int], values: Tensor, *, iteration: int
+) -> tuple[dict[str, Sequence[float]], dict[str, float]]:
+    """What is known after these prompts were asked, and metrics of what was known of them before.
+
+    values [P, G]: of their samples whether they succeeded (0 or 1), or the total reward; NaN = no score, no evidence.
+    An entry is replaced, never changed.
+    """
+    found, prior, errors = dict(known), _pooled(known), list[float]()
+    for number, row in zip(map(str, numbers), values.double(), strict=True):
+        scored = row[~row.isnan()]
+        a, b, times, _ = found.get(number, (0.0, 0.0, 0, 0))
+        more_a, more_b = _evidence(settings, scored)
+        kept = settings.discount  # MoPPS: alpha <- kept alpha + (1 - kept) alpha_0 + successes; a = alpha - alpha_0
+        found[number] = [kept * a + more_a, kept * b + more_b, times + 1, iteration]
+        if number in known and len(scored) > 1:
+            errors.append(abs(_expected(settings, known[number], prior) - _observed(settings, scored)))
+    share = sum(str(number) in known for number in numbers) / len(numbers)
+    error = sum(errors) / len(errors) if errors else math.nan
+    return found, {"selection/known": share, "selection/error": error}
+
+
+def _evidence(settings: Selection, scored: Tensor) -> tuple[float, float]:
+    if settings.by == "success":
+        right = float(scored.sum())
+        return right, len(scored) - right
+    if len(scored) < 2:
+        return 0.0, 0.0
+    return (len(scored) - 1) / 2, float(((scored - scored.mean()) ** 2).sum()) / 2
+
+
+def _distance(settings: Selection, entry: Sequence[float], prior: float, source: random.Random) -> float:
+    """Of one draw from the posterior: the smaller, the better."""
+    a, b = entry[:2]
+    if settings.by == "success":
+        return abs(source.betavariate(1 + a, 1 + b) - TARGET)
+    return -(prior + b) / source.gammavariate(2 + a, 1.0)
+
+
+def _is_due(settings: Selection, entry: Sequence[float], iteration: int) -> bool:
+    """Whether a prompt may be asked again, and is of use: with successes and failures, or with spread."""
+    a, b, times, last = entry
+    assert settings.replay is not None
+    return a > 0 and b > 0 and times < settings.replay.times and iteration - last > settings.replay.cooldown
+
+
+def _pooled(known: Known) -> float:
+    """Variance within all groups; 1 where nothing is known."""
+    freedom = math.fsum(entry[0] for entry in known.values())  # exact, whatever the order of a file
+    return (math.fsum(entry[1] for entry in known.values()) / freedom if freedom else 0.0) or 1.0
+
+
+def _expected(settings: Selection, entry: Sequence[float], prior: float) -> float:
+    """Expected rate, or root of the expected variance."""
+    a, b = entry[:2]
+    return (1 + a) / (2 + a + b) if settings.by == "success" else math.sqrt((prior + b) / (1 + a))
+
+
+def _observed(settings: Selection, scored: Tensor) -> float:
+    if settings.by == "success":
+        return float(scored.mean())
+    return float(torch.std(scored))

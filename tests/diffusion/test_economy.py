@@ -1,0 +1,92 @@
+"""Runs of pipelines that choose prompts, and train on some samples of each group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import Config
+from genrl.config.estimate import plan
+from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.transitions import collect, sampler
+from genrl.diffusion.rollout.downsampling import downsampled
+from genrl.diffusion.rollout.rollout import iteration_rows
+from genrl.diffusion.train import train
+from genrl.objectives.advantages.pruning import max_variance
+from genrl.runtime import economy
+from tests.diffusion import runs
+from tests.run_folders import assert_resumes
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {"cooldown": 0}}}
+SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
+NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3, "updates_per_iteration": 2}
+GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 2}, "updates_per_iteration": 2}
+
+
+def config(folder: Path, model: Path, **changes: Any) -> Config:
+    return runs.config(folder, model, **{"sampling": SAMPLING, **changes})
+
+
+@pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])
+def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
+    both = config(folder, model, economy={**CHOSEN, "keep": 2}, trainer=trainer, output=str(folder / "whole"))
+    assert_resumes(train, both, folder)
+    first, second = runs.rows(folder / "whole")[1:]
+    assert first["selection/known"] == 0.0 and second["selection/known"] > 0.0
+    memory = runs.last_state(folder / "whole").state["memory"]["prompts"]
+    assert sum(times for _, _, times, _ in memory.values()) == 4 and len(memory) <= 4
+
+
+def test_prompts_are_those_that_the_posteriors_choose(folder: Path, model: Path) -> None:
+    one = config(folder, model, economy=CHOSEN, iterations=3, evaluation={"every": 0})
+    asked = []
+    with runs.opened(one) as run:
+        for iteration in range(3):
+            known = run.known
+            asked.append(iteration_rows(one, run.prompts, iteration, known))
+            assert [p.text for p in run.iteration_prompts] == [runs.PROMPTS[row] for row in asked[-1]]
+            values = torch.rand(2, 4, generator=torch.Generator().manual_seed(iteration))
+            found, _ = economy.noted(one.economy.selection, known, asked[-1], values, iteration=iteration)  # type: ignore[arg-type]
+            run.loop.memory[economy.MEMORY] = found
+            run.loop.iteration += 1
+
+
+@pytest.mark.parametrize("window", [None, {"size": 1, "low": 1, "high": 2}], ids=["all steps", "window"])
+def test_kept_samples_are_the_recorded_ones(folder: Path, model: Path, window: Any) -> None:
+    """Their states, actions and log-probabilities to the bit; the others are in no update and in no statistic."""
+    trainer = {"algorithm": "flow_grpo", "window": window, "updates_per_iteration": 2}
+    with runs.opened(config(folder, model, trainer=trainer)) as run:
+        settings = run.settings
+        step = sampling_plan(run.config, settings, 0)
+        whole = collect(run, step, lambda plan: sampler(run, settings, plan))
+        some = downsampled(whole, 2)
+        kept = max_variance(whole.total.view(2, 4), 2).flatten()
+        assert torch.equal(some.total.isnan(), ~kept) and torch.equal(some.total[kept], whole.total[kept])
+        assert [slot for _, slots in some.updates(2) for slot in slots] == [
+            slot for slots in whole.slots for slot in slots if kept[slot]
+        ]
+        for position, part in some.mine.items():
+            full = whole.mine[position]
+            rows = [full.slots.index(slot) for slot in part.slots]
+            assert len(rows) == 2 and part.batch.keys == [full.batch.keys[r] for r in rows]
+            assert torch.equal(part.final, full.final[rows]) and torch.equal(part.images, full.images[rows])
+            for piece in part.pieces:
+                recorded = next(p for p in full.pieces if p.slots.keys() == piece.slots.keys())
+                for i, slots in piece.slots.items():
+                    rows = [recorded.slots[i].index(slot) for slot in slots]
+                    assert torch.equal(piece.trajectory.states[i], recorded.trajectory.states[i][rows])
+                    assert torch.equal(piece.trajectory.log_probs[i], recorded.trajectory.log_probs[i][rows])
+                    new = run.policy.replay(piece.trajectory, i).log_prob
+                    assert (new - piece.trajectory.log_probs[i]).abs().max() < 1e-5
+
+
+def test_model_calls_are_those_of_the_plan(folder: Path, model: Path) -> None:
+    half = config(folder, model, economy={"keep": 2}, trainer=GRPO)
+    train(half)
+    assert all(row["model_calls/train"] == plan(half).train_calls for row in runs.rows(folder / "run")[1:])
+    assert plan(half).train_calls == plan(config(folder, model, trainer=GRPO)).train_calls / 2

@@ -1,0 +1,57 @@
+"""Runs of language models that choose questions, and train on some answers of each group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import VLMConfig
+from genrl.runtime import economy
+from genrl.vlm.rollout.rollout import totals
+from tests.run_folders import differences, last_state, rows
+from tests.vlm import vlm_runs
+
+ECONOMY = {"selection": {"candidates": 2, "replay": {"cooldown": 0}}, "keep": 2}
+
+
+def config(place: Path, **changes: Any) -> VLMConfig:
+    return vlm_runs.config(place, **{"economy": ECONOMY, "task": {"rows": 12}, **changes})
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rlfr", "remax"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, preset: str) -> None:
+    def configured(place: Path, **changes: Any) -> VLMConfig:
+        return config(place, trainer={"preset": preset}, **changes)
+
+    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
+    assert differences(whole, resumed) == []
+    first, second = rows(whole)
+    assert first["ratio/max"] == first["ratio/mean"] == 1.0 and second["selection/known"] > 0
+    memory = last_state(whole).state["memory"]
+    assert memory["questions"] == 16 and sum(entry[2] for entry in memory["prompts"].values()) == 8
+
+
+def test_the_answers_with_most_variance_are_trained_on(tmp_path: Path) -> None:
+    with vlm_runs.opened(config(tmp_path)) as run:
+        for _ in run.loop.iterations():
+            answers, row = run.draw()
+            assert answers.size == 2 and len(answers.texts) == 2 * len(answers.rows) == 8
+            ready = run.estimate(answers)
+            assert ready is not None
+            chosen = ready.found.batch
+            assert torch.equal(chosen.rewards, totals(run.config, answers.scores)) and len(chosen.group.unique()) == 4
+            assert row["reward/total_mean"] != pytest.approx(float(chosen.rewards.mean())), "metrics are of all answers"
+            break
+
+
+def test_resampling_looks_at_new_questions_and_learns_from_each_round(tmp_path: Path) -> None:
+    trainer = {"preset": "dapo", "filter": "spread", "resample": 3}
+    with vlm_runs.opened(config(tmp_path, trainer=trainer, task={"rows": 200})) as run:
+        for _ in run.loop.iterations():
+            _, row = run.draw()
+            known, rounds = economy.of(run.loop.memory), int(row["rollout/rounds"])
+            assert rounds > 1 and len(known) == 4 * rounds and run.loop.memory["questions"] == 8 * rounds
+            break
