@@ -58,7 +58,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "paco_edit": BuiltIn("rewards.scorers.pictures.paco", "PacoEdit", "0 to 1"),
     "paco_group": BuiltIn("rewards.scorers.pictures.paco", "PacoGroup", "0 to 1"),
-    "preference_judge": BuiltIn("rewards.scorers.judges.preference_judge", "PreferenceJudge", "0 or 1"),
+    "preference_judge": BuiltIn("rewards.scorers.judges.preference_judge", "PreferenceJudge", "0, .5 or 1"),
     "table_progress": BuiltIn("rewards.scorers.objects.tabletop", "TableProgress", "-4 to 0"),
     "geneval": BuiltIn("rewards.scorers.objects.geneval", "GenEval", "0 to 1"),
     "edit_move": BuiltIn("rewards.scorers.objects.spatial_edit", "EditMove", "0 to 1"),
