@@ -57,7 +57,7 @@ def main() -> None:
         ratios = [a / b for a, b in zip(own["steps_per_s"], one["steps_per_s"], strict=True)]
         cells = [f"{median(own['steps_per_s']):,.0f}", ", ".join(f"{ratio:.2f}" for ratio in ratios)]
         print(f"| {count} | {' | '.join(cells)} | {median(own['steps_per_cpu_s']):,.0f} |")
-    save("vla_ray", {str(count): own for count, own in rows.items()}, given.out)
+    save(given.out, "vla_ray", {str(count): own for count, own in rows.items()})
     for rollouts in far.values():
         rollouts.close()
     ray.shutdown()
