@@ -99,6 +99,8 @@ def left_out(tree: Tree, root: Path) -> str | None:
         path = value(tree, key)
         if path is not None and not (path.startswith("assets/") and (root / path).is_dir()):
             return f"{key} {path} is not among the embedded models"
+    if url := value(tree, "trainer.labels.remote"):
+        return f"trainer.labels.remote {url} is a server that is not started here"
     name = value(tree, "environment.name")
     if name in SIMULATORS and find_spec(SIMULATORS[name]) is None:
         return f"the package {SIMULATORS[name]} is not installed"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from PIL.Image import Image
 
+from rewards.scorers.judges.vlm import LocalVLM
 from tests.rewards.tiny_clip import byte_symbols  # first: it makes transformers importable beside any torchvision
 
 from transformers import (  # isort: skip
@@ -132,4 +136,32 @@ def save_idefics(folder: Path) -> Path:
     model.save_pretrained(folder)
     images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
     Idefics3Processor(images, made, image_seq_len=4, chat_template=IDEFICS_TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def save_comparing(folder: Path, pictures: Sequence[Image]) -> Path:
+    """The random Qwen2-VL with a head that answers in one token: 0 or 1, by what of its features depends most on the
+    order of two pictures, and ? (which is no answer) for the tenth in which that is least sure."""
+    save(folder)
+    vlm, made = LocalVLM(str(folder), "float32"), tokenizer()
+    pairs = list(itertools.combinations(pictures, 2))
+    with torch.no_grad():
+        seen = [
+            torch.cat([vlm.model.model(**vlm.inputs([[*pair, "0"]]))[0][:, -1] for pair in order])
+            for order in (pairs, [pair[::-1] for pair in pairs])
+        ]
+    turned, both, mean = seen[0] - seen[1], torch.cat(seen), torch.cat(seen).mean(0)
+    scale = torch.linalg.inv(torch.linalg.cholesky(both.T.cov() + 1e-6 * torch.eye(len(mean))))
+    direction = scale.T @ torch.linalg.eigh(scale @ turned.T.cov() @ scale.T)[1][:, -1]
+    unsure = ((both - mean) @ direction).abs().quantile(0.1)
+    tokens, end = made.convert_tokens_to_ids(["0", "1", "?"]), made.eos_token_id
+    vlm.model.lm_head.weight.data[tokens] = torch.stack([direction, -direction, 0 * direction])
+    bias = torch.stack([-mean @ direction, mean @ direction, unsure]).tolist()
+    vlm.model.generation_config.update(
+        suppress_tokens=[token for token in range(len(made)) if token not in (*tokens, end)],
+        begin_suppress_tokens=[end],
+        sequence_bias=[[[token], value] for token, value in zip(tokens, bias, strict=True)],
+        exponential_decay_length_penalty=(0, 1e6),
+    )
+    vlm.model.save_pretrained(folder)
     return folder

@@ -47,7 +47,7 @@ def test_demonstrations_of_the_example_fit_the_files_on_the_page(
     assert len(dataset) == 40 and set(dataset.tasks.values()) == {"go to the red corner", "go to the blue corner"}
     assert all(episode.columns["next.success"][-1, 0] for episode in dataset.read(["next.success"]))
     page = (ROOT / "docs" / "vla_simulators.md").read_text(encoding="utf-8")
-    imitation, reinforcement = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    imitation, reinforcement, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "corners_sft.yaml").write_text(imitation + "trackers: []\n")
     check_files(load("corners_sft.yaml"))
     (tmp_path / "runs").mkdir()

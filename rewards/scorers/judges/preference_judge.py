@@ -31,14 +31,16 @@ This is the comparison:
 <text>
 {analysis}
 </text>
-Is the goal nearer to being achieved in picture 0 or in picture 1? Answer with one number: 0, 1, or -1 if there is no
-difference or it cannot be told."""
+Is the goal nearer to being achieved in picture 0 or in picture 1? Answer with one number and nothing else: 0, 1, or -1
+if there is no difference or it cannot be told."""
+ANSWERS = {"0": 1.0, "1": 0.0, "-1": 0.5}
 
 
 class PreferenceJudge:
-    """Is a goal nearer in one picture than in the other? A vision-language model's answer in two stages, 1 or 0.
+    """Is a goal nearer in one picture than in the other? A vision-language model's answer in two stages: 1, 0 or .5.
 
-    Pairwise: every ordered pair of a group is asked about; no score if the model cannot tell. `compare` is asked with
+    Pairwise: every ordered pair of a group is asked about. .5 is no preference (the model's -1); there is no score for
+    any other answer than one of the three numbers. `compare` is asked with
     both pictures, `answer` about the answer to that, with the placeholders `{prompt}` and `{analysis}`; `model`,
     `server`, `dtype`, `max_tokens` (of the comparison) as in `judge`.
     """
@@ -74,6 +76,9 @@ class PreferenceJudge:
 
 
 def preference(answer: str) -> float:
-    """1.0 if the last number in the answer prefers picture 0, 0.0 if picture 1; NaN for -1, and without a number."""
-    numbers = re.findall(r"(?<![\d.\w-])-?[01](?![\d.]*\d)", answer)
-    return {"0": 1.0, "1": 0.0}.get(numbers[-1], math.nan) if numbers else math.nan
+    """1.0 for an answer that prefers picture 0, 0.0 for picture 1, 0.5 for neither; NaN if it is no such number alone.
+
+    Marks around the number ("0.", "**1**", "'-1'") are no part of it.
+    """
+    found = re.fullmatch(r"[\s\"'`*]*(-1|0|1)[\s\"'`*.]*", answer)
+    return ANSWERS[found[1]] if found else math.nan

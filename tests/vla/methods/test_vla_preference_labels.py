@@ -16,6 +16,7 @@ from genrl.mdp.noise import keyed_noise
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.offline import Words, frames_of, play
 from genrl.vla.methods.rl_vlm_f.preference_labels import (
+    UNUSABLE,
     LabelCache,
     Pairs,
     RewardEnsemble,
@@ -95,28 +96,31 @@ def grey(*levels: int) -> torch.Tensor:
 def test_labels_say_which_is_better(judge) -> None:
     images, lines = grey(10, 200, 200, 60), ["x"] * 4
     pairs = Pairs(torch.tensor([0, 1, 1, 3]), torch.tensor([1, 0, 2, 0]))
-    assert label_pairs(judge, images, lines, pairs, LabelCache(None, "j")).tolist() == [0, 1, -1, 1]
+    assert label_pairs(judge, images.__getitem__, lines, pairs, LabelCache(None, "j")).tolist() == [0, 1, -1, 1]
 
 
-def test_near_scores_and_missing_ones_are_no_preference() -> None:
-    images, lines = grey(100, 110, 0), ["x"] * 3
+def test_near_scores_are_no_preference_and_missing_ones_no_answer() -> None:
+    look, lines = grey(100, 110, 0).__getitem__, ["x"] * 3
     pairs = Pairs(torch.tensor([0, 0]), torch.tensor([1, 2]))
-    assert label_pairs(Brightness(), images, lines, pairs, LabelCache(None, "j"), margin=0.1).tolist() == [-1, -1]
-    assert label_pairs(Brightness(), images, lines, pairs, LabelCache(None, "k"), margin=0.01).tolist() == [0, -1]
+    cache = LabelCache(None, "j")
+    assert label_pairs(Brightness(), look, lines, pairs, cache, margin=0.1).tolist() == [-1, UNUSABLE]
+    assert label_pairs(Brightness(), look, lines, pairs, LabelCache(None, "k"), margin=0.01).tolist() == [0, UNUSABLE]
+    silent = Brightness()  # an answer that could not be read is an answer
+    assert label_pairs(silent, look, lines, pairs, cache).tolist() == [-1, UNUSABLE] and silent.samples == 0
 
 
 def test_a_judge_is_asked_once_about_what_it_was_shown(tmp_path) -> None:
     images, lines, judge = grey(10, 200, 10, 200), ["x"] * 4, Brightness()
     cache = LabelCache(tmp_path / "labels.jsonl", "j")
     pairs = Pairs(torch.tensor([0, 1, 2, 0]), torch.tensor([1, 0, 3, 1]))  # the same two pictures, in both orders
-    assert label_pairs(judge, images, lines, pairs, cache).tolist() == [0, 1, 0, 0]
+    assert label_pairs(judge, images.__getitem__, lines, pairs, cache).tolist() == [0, 1, 0, 0]
     assert cache.asked <= 2 and len(cache) == 1
     fresh, silent = LabelCache(tmp_path / "labels.jsonl", "j"), Brightness()
-    assert label_pairs(silent, images, lines, pairs, fresh).tolist() == [0, 1, 0, 0]
+    assert label_pairs(silent, images.__getitem__, lines, pairs, fresh).tolist() == [0, 1, 0, 0]
     assert silent.samples == 0 and fresh.asked == 0
     for other in (LabelCache(tmp_path / "labels.jsonl", "another judge"), fresh):
         words = ["y"] * 4 if other is fresh else lines
-        assert label_pairs(silent, images, words, pairs, other).tolist() == [0, 1, 0, 0] and other.asked
+        assert label_pairs(silent, images.__getitem__, words, pairs, other).tolist() == [0, 1, 0, 0] and other.asked
     assert image_hash(images[0]) == image_hash(images[2]) != image_hash(images[1])
 
 
@@ -127,12 +131,26 @@ def test_a_spoilt_cache_names_the_line(tmp_path) -> None:
         LabelCache(path, "j")
 
 
-def test_a_judge_that_fails_stops_the_run() -> None:
-    def broken(images, prompts):
-        raise RuntimeError("no model")
+def test_a_judge_that_fails_stops_the_run_and_is_asked_again() -> None:
+    """One call of ten may fail; its pairs have no label and are in no cache. More may not."""
+    look, lines, calls = grey(*range(11)).__getitem__, ["x"] * 11, []
+    pairs, cache = Pairs(torch.arange(10), torch.arange(1, 11)), LabelCache(None, "j")
 
+    def frail(images, prompts):
+        calls.append(len(prompts))
+        if len(calls) in fails:
+            raise RuntimeError("no model")
+        return images.flatten(1).mean(1)
+
+    fails: tuple[int, ...] = (2,)
+    told = label_pairs(frail, look, lines, pairs, cache, batch_size=1).tolist()
+    assert told == [0, UNUSABLE] + [0] * 8 and len(cache) == 9 and len(calls) == 10
+    assert label_pairs(frail, look, lines, pairs, cache, batch_size=1).tolist() == [0] * 10 and len(calls) == 11
+    calls.clear()
+    fails = (1, 2, 3)
     with pytest.raises(rewards.RewardFailed, match="no model"):
-        label_pairs(broken, grey(1, 2), ["x"] * 2, Pairs(torch.tensor([0]), torch.tensor([1])), LabelCache(None, "j"))
+        label_pairs(frail, look, lines, pairs, LabelCache(None, "j"), batch_size=1)
+    assert len(calls) == 3  # the first that is one too many, not the last
 
 
 def ensemble(members: int = 3) -> RewardEnsemble:
@@ -215,9 +233,9 @@ def test_an_ensemble_learns_the_order_of_progress() -> None:
     torch.manual_seed(0)
     nets = RewardEnsemble(TOLD, frame_statistics(frames_of(found)), members=2, width=64)
     pairs, fresh = (draw_pairs(lines, count, seed=seed, round_number=0) for count, seed in ((800, 0), (300, 1)))
-    labels = label_pairs(judge, images, lines, pairs, cache, margin=0.1)
+    labels = label_pairs(judge, images.__getitem__, lines, pairs, cache, margin=0.1)
     list(train_rewards(nets, shown, pairs, labels, steps=250, batch_size=64, learning_rate=2e-3, seed=0))
-    told = label_pairs(judge, images, lines, fresh, cache, margin=0.1)
+    told = label_pairs(judge, images.__getitem__, lines, fresh, cache, margin=0.1)
     with torch.no_grad():
         right = (preference_logits(nets, shown, fresh).mean(0) > 0) == (told > 0)
         worth = nets(shown).mean(0)

@@ -2,15 +2,16 @@
 
 A judge looks at two pictures and a goal and says which is nearer to it. An ensemble of reward networks learns from that
 (Bradley-Terry on single frames), and gives every transition of the data a reward; any offline method takes it from
-there. The judge is a reward of the stack (`rewards.contract`), pointwise or pairwise: a pair is a group of two samples,
-and what counts is which of them scores higher.
+there. The judge is a reward of the stack (`rewards.contract`), here or on a server, pointwise or pairwise: a pair is a
+group of two samples, and what counts is which of them scores higher.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,6 +27,8 @@ from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, Statistics, rows
 
 Selection = Literal["uniform", "entropy", "disagreement"]
+UNUSABLE = -2
+"""Label of a pair about which the judge gave no answer that can be read."""
 
 
 class Pairs(NamedTuple):
@@ -59,7 +62,7 @@ class LabelCache:
         return len(self._known)
 
     def get(self, first: bytes, second: bytes, instruction: str) -> int | None:
-        """1: the first is better, 0: the second, -1: neither; None where the judge was not asked."""
+        """1: the first is better, 0: the second, -1: neither, UNUSABLE; None where the judge was not asked."""
         key, swapped = self._key(first, second, instruction)
         label = self._known.get(key)
         return _turned(label) if swapped and label is not None else label
@@ -111,45 +114,61 @@ def draw_pairs(instructions: Sequence[str], count: int, *, seed: int, round_numb
 
 def label_pairs(
     judge: rewards.Reward,
-    images: Tensor,
+    look: Callable[[Tensor], Tensor],
     instructions: Sequence[str],
     pairs: Pairs,
     cache: LabelCache,
     *,
     margin: float = 0.0,
     batch_size: int = 64,
+    advance: Callable[[int], None] = lambda pairs: None,
 ) -> Tensor:
-    """What the judge says of each pair, int64 [P]: 1 the first is nearer to its instruction, 0 the second, -1 neither.
+    """What the judge says of each pair, int64 [P]: 1 the first is nearer to its instruction, 0 the second, -1 neither
+    (scores within `margin` of each other), UNUSABLE where a score is missing.
 
-    images uint8 [F, S, S, 3] of the frames. -1: scores within `margin` of each other, or a score that is missing. Pairs
-    that the cache knows are not asked again. Raises `rewards.RewardFailed` for a judge that fails too often.
+    look: numbers of frames, int64 [N] -> their pictures, uint8 [N, S, S, 3]. batch_size: pairs of a call, after which
+    their answers are written down and `advance` is told of as many. Pairs that the cache knows are not asked again;
+    those of a call that failed will be.
+    Raises `rewards.RewardFailed` as soon as the judge has failed too often.
     """
-    hashes = {row: image_hash(images[row]) for row in {*pairs.first.tolist(), *pairs.second.tolist()}}
+    asked, place = torch.cat([pairs.first, pairs.second]).unique(return_inverse=True)
+    images = look(asked)
+    hashes = [image_hash(image) for image in images]
+    first, second = place.chunk(2)
     open_pairs: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
     keys = []
-    for a, b in zip(pairs.first.tolist(), pairs.second.tolist(), strict=True):
-        keys.append((hashes[a], hashes[b], instructions[a]))
+    for a, b, frame in zip(first.tolist(), second.tolist(), pairs.first.tolist(), strict=True):
+        keys.append((hashes[a], hashes[b], instructions[frame]))
         if cache.get(*keys[-1]) is None:
             open_pairs.setdefault(keys[-1], (a, b))
     waiting = list(open_pairs.items())
     failed = 0
-    failures: list[rewards.Failure] = []
     for begin in range(0, len(waiting), batch_size):
         part = waiting[begin : begin + batch_size]
-        order = torch.tensor([frame for _, pair in part for frame in pair])
+        order = torch.tensor([row for _, pair in part for row in pair])
         scores = rewards.score(
             judge,
             images=images[order].movedim(-1, 1).float() / 255.0,
-            prompts=[instructions[frame] for frame in order.tolist()],
+            prompts=[line for (_, _, line), _ in part for _ in range(2)],
             group=[number for number in range(len(part)) for _ in range(2)],
         )
-        failed += scores.failed
-        failures += scores.failures
         cache.asked += len(part)
-        for (key, _), a, b in zip(part, scores.values[::2], scores.values[1::2], strict=True):
-            cache.put(*key, (1 if a > b else 0) if abs(a - b) > margin else -1)  # a NaN is no preference
-    rewards.check_failures(cache.judge, failed, 2 * max(len(waiting), 1), rewards.first_failure(failures))
-    return torch.tensor([_known(cache.get(*key)) for key in keys], dtype=torch.int64)
+        if scores.failed:
+            failed += scores.failed
+            rewards.check_failures(cache.judge, failed, 2 * len(waiting), rewards.first_failure(scores.failures))
+        else:
+            for (key, _), a, b in zip(part, scores.values[::2], scores.values[1::2], strict=True):
+                cache.put(*key, label_of(a, b, margin))
+        advance(len(part))
+    found = [cache.get(*key) for key in keys]
+    return torch.tensor([UNUSABLE if label is None else label for label in found], dtype=torch.int64)
+
+
+def label_of(first: float, second: float, margin: float) -> int:
+    """Of the scores of a pair: as `label_pairs`."""
+    if math.isnan(first) or math.isnan(second):
+        return UNUSABLE
+    return -1 if abs(first - second) <= margin else int(first > second)
 
 
 class RewardEnsemble(nn.Module):
@@ -185,7 +204,7 @@ def train_rewards(
 ) -> Iterator[dict[str, float]]:
     """Bradley-Terry: `-log sigma(+-(r_1 - r_0))` on pairs labelled 0 or 1, yielding {"loss", "accuracy"} of each step.
 
-    Those of -1 are dropped. Every member has minibatches of its own. Raises ValueError where no pair is left.
+    Those below 0 are dropped. Every member has minibatches of its own. Raises ValueError where no pair is left.
     """
     known = (labels >= 0).nonzero()[:, 0]
     if not len(known):
@@ -241,8 +260,3 @@ def relabel(ensemble: RewardEnsemble, transitions: Transitions, *, batch_size: i
 
 def _turned(label: int) -> int:
     return label if label < 0 else 1 - label
-
-
-def _known(label: int | None) -> int:
-    assert label is not None
-    return label

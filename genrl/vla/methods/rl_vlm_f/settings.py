@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import rewards
 from genrl.config.method import Finding, MetricDoc
+from genrl.config.schema import Outage
 from genrl.config.section import Count, NonNegative, Section, Share, Text
 from genrl.config.vla_method import Row, VLAMethod
 from genrl.vla.methods.shared_settings import FROM_DATA, Critics, on_the_table
@@ -21,6 +23,13 @@ class Labels(Section):
     """A reward by name, or path/file.py:Name; pairwise ones are asked in both orders."""
     args: dict[str, Any] = {}
     """Its options."""
+    remote: Text | None = None
+    """URL of a `genrl serve` of this judge, which is then not loaded here; null = none. Its token is taken from the
+    environment variable GENRL_REWARD_TOKEN."""
+    outage: Outage = Outage()
+    """What happens when that server does not answer."""
+    batch_size: Count = 16
+    """Pairs of a call; their answers are then in the cache."""
     margin: NonNegative = 0.05
     """Scores nearer than this are no preference, and the pair is dropped."""
     image_size: Count = 32
@@ -34,7 +43,8 @@ class Labels(Section):
     steps: Count = 300
     """Steps of the networks' training in a round."""
     cache: Text | None = None
-    """File with answers by the hash of what was shown; null = labels.jsonl of the run folder."""
+    """File with answers by the hash of what was shown, the judge and its options; null = labels.jsonl of the run
+    folder. A file of its own for every model that a remote judge may be."""
 
 
 class RLVLMF(VLAMethod):
@@ -57,8 +67,13 @@ class RLVLMF(VLAMethod):
             "pairs",
         ),
         "labels/dropped": MetricDoc(
-            "share of pairs without a preference (-1)",
+            "share of pairs without a preference (-1), unusable answers among them",
             "High: raise the difference between frames, or lower the margin.",
+            "share 0..1",
+        ),
+        "labels/unusable": MetricDoc(
+            "share of pairs about which the judge gave no answer that can be read, in one of both orders, or failed",
+            "Above some hundredths: the model does not keep to the form of the answer; change its question.",
             "share 0..1",
         ),
         "labels/loss": MetricDoc(
@@ -91,9 +106,26 @@ class RLVLMF(VLAMethod):
     """Transitions per step."""
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
-        """Anything but a new policy on MiniTable."""
-        return on_the_table(config, self.algorithm)
+        """Anything but a new policy on MiniTable, and a judge that does not exist or cannot judge its pictures."""
+        yield from on_the_table(config, self.algorithm)
+        labels = self.labels
+        if labels.outage.policy == "drop":
+            text = "pairs without an answer would be remembered as answers that cannot be read; write stop or pause"
+            yield ("trainer.labels.outage.policy",), text
+        if labels.remote is not None:
+            if labels.args:
+                yield ("trainer.labels.args",), f"{labels.judge} is remote; give them to its server (--arg)"
+            return
+        try:
+            columns = rewards.declaration(rewards.resolve(labels.judge)).columns
+        except ValueError as error:
+            yield ("trainer.labels.judge",), str(error)
+            return
+        if columns:
+            text = f"{labels.judge} asks for {', '.join(columns)}; here are pictures and instructions alone"
+            yield ("trainer.labels.judge",), text
 
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
-        """Nothing that an environment does."""
-        return [FROM_DATA]
+        """Nothing that an environment does; what the judge is asked at most, once."""
+        pairs = self.labels.pairs * self.labels.rounds
+        return [FROM_DATA, ("labels", f"{pairs:,}", "pairs of pictures, before the first iteration")]

@@ -7,6 +7,7 @@ that grow with their advantage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from genrl.vla.methods.offline import (
 from genrl.vla.methods.play import table_of
 from genrl.vla.methods.regression import regress, weighted_cloning
 from genrl.vla.methods.rl_vlm_f.preference_labels import (
+    UNUSABLE,
     LabelCache,
     Pairs,
     RewardEnsemble,
@@ -42,10 +44,12 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
 from genrl.vla.methods.wayward import wayward_data
-from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.simulators.minitable import INSTRUCTIONS, render
 from genrl.vla.simulators.minitable.task import task_numbers
+from rewards.placing import open_reward
+from rewards.service.remote import Outage
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -89,14 +93,21 @@ def learn_rewards(
     ensemble: RewardEnsemble,
     data: Transitions,
     lines: list[str],
-    images: Tensor,
     settings: Labels,
     cache: LabelCache,
     *,
     seed: int,
+    device: str = "cpu",
+    advance: Callable[[int], None] = lambda pairs: None,
 ) -> dict[str, float]:
-    """Rounds of asking and learning; the figures of the last one."""
-    judge = rewards.load(settings.judge, settings.args)
+    """Rounds of asking and learning; the figures of the last one. device: of a judge that is loaded here."""
+    judge = open_reward(
+        settings.judge,
+        settings.args,
+        device=device,
+        remote=settings.remote,
+        outage=Outage(**settings.outage.model_dump()),
+    )
     frames, found = data.next_observation, {}
     kept, labels = Pairs(*(torch.zeros(0, dtype=torch.int64) for _ in range(2))), torch.zeros(0, dtype=torch.int64)
     try:
@@ -105,7 +116,16 @@ def learn_rewards(
             candidates = draw_pairs(lines, wanted, seed=seed, round_number=number)
             how = "uniform" if number == 0 else settings.select  # before the first labels there is nothing to go by
             pairs = choose(ensemble, frames, candidates, settings.pairs, how)
-            told = label_pairs(judge, images, lines, pairs, cache, margin=settings.margin)
+            told = label_pairs(
+                judge,
+                lambda asked: pictures(rows(frames, asked), settings.image_size),
+                lines,
+                pairs,
+                cache,
+                margin=settings.margin,
+                batch_size=settings.batch_size,
+                advance=advance,
+            )
             kept = Pairs(*(torch.cat(both) for both in zip(kept, pairs, strict=True)))
             labels = torch.cat([labels, told])
             figures = Figures()
@@ -116,7 +136,9 @@ def learn_rewards(
             found = figures.means
     finally:
         rewards.close(judge)
-    return found | {"labels/pairs": float(len(labels)), "labels/dropped": float((labels < 0).float().mean())}
+    unusable = float((labels == UNUSABLE).float().mean())
+    found |= {"labels/pairs": float(len(labels)), "labels/dropped": float((labels < 0).float().mean())}
+    return found | {"labels/unusable": unusable}
 
 
 def train(run: VLARun, settings: RLVLMF) -> None:
@@ -131,14 +153,14 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     store = Store(rewards=ensemble, critics=critics)
     loop.keep("rl_vlm_f", store, changes=False)
     if not store.ready:
-        loop.phase("labelling")
-        path = settings.labels.cache
-        cache = LabelCache(
-            loop.process.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels)
+        asked = settings.labels
+        loop.phase("labelling", asked.rounds * asked.pairs)
+        path = loop.process.run.folder / "labels.jsonl" if asked.cache is None else Path(asked.cache)
+        cache = LabelCache(path, _name(asked))
+        lines = instructions(data.next_observation, policy)
+        found: dict[str, Any] = learn_rewards(
+            ensemble, data, lines, asked, cache, seed=config.seed, device=str(device), advance=loop.advance_or_leave
         )
-        shown = data.next_observation
-        images, lines = pictures(shown, settings.labels.image_size), instructions(shown, policy)
-        found: dict[str, Any] = learn_rewards(ensemble, data, lines, images, settings.labels, cache, seed=config.seed)
         found["labels/asked"] = float(cache.asked)
         labelled, learned = relabel(ensemble, data), Figures()
         loop.phase("learning critics", settings.critic_steps)
