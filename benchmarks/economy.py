@@ -91,9 +91,9 @@ def train(folder: Path, tasks: list[str], ways: list[str], seeds: list[int]) -> 
 
 SIMULATED = {
     "all": None,
-    "by success": Selection(),
+    "by success": Selection(by="success"),
     "by spread": Selection(by="spread"),
-    "replay": Selection(candidates=1, replay=Replay()),
+    "replay": Selection(by="success", candidates=1, replay=Replay()),
 }
 
 

@@ -333,6 +333,9 @@ def _optimizer(config: Config) -> Iterator[Finding]:
     if warmup >= total > 0:  # that nothing is trained is told elsewhere
         keys = ("optimizer.warmup_steps", "iterations", "trainer.updates_per_iteration")
         yield keys, f"the run has {total} optimiser steps, so the warm-up never ends; use {total - 1} or less"
+    if config.ema is not None and config.ema.every > total > 0:
+        text = f"the run has {total} optimiser steps, so the average would stay the model before training"
+        yield ("ema.every", "iterations", "trainer.updates_per_iteration"), f"{text}; use {total} or less"
 
 
 def _run(config: Config) -> Iterator[Finding]:

@@ -197,13 +197,6 @@ class Updating(DiffusionMethod):
         return self.inner_epochs
 
 
-def no_true_cfg(config: Config, guidance_in_training: bool) -> Iterator[Finding]:
-    """Refuse guidance that cannot be switched off in training."""
-    if not guidance_in_training and "true_cfg_scale" in config.sampling.pipeline_args:
-        text = "only guidance_scale can be switched off in training, this guidance would stay; write true"
-        yield ("trainer.guidance_in_training", "sampling.pipeline_args.true_cfg_scale"), text
-
-
 def too_few_steps(config: Config, text: str) -> Iterator[Finding]:
     """Refuse a sampler of one step."""
     if config.sampling.num_inference_steps < 2:

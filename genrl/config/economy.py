@@ -11,8 +11,8 @@ from genrl.config.method import Finding
 from genrl.config.section import Count, Section, Share, Ways, Whole
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
-    from genrl.config.vlm import VLMConfig
+    from genrl.config.schema import Config, Sampling
+    from genrl.config.vlm import Generation, VLMConfig
 
 
 class Replay(Section):
@@ -29,7 +29,7 @@ class Replay(Section):
 class Selection(Section):
     """Choose prompts by what their samples have been worth (MoPPS, arXiv 2507.04632)."""
 
-    by: Literal["success", "spread"] = "success"
+    by: Literal["success", "spread"]
     """success = rate of samples whose first reward is at least 1 (answers: evaluation.right_at), nearest to one half;
     spread = largest variance of the total reward within the group, for rewards that are not just right or wrong."""
     discount: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.5
@@ -53,7 +53,7 @@ class Economy(Section):
 def picture_economy(config: Config) -> Iterator[Finding]:
     """Why a run that trains a pipeline cannot choose its prompts or samples so."""
     economy, sampling, trainer = config.economy, config.sampling, config.trainer
-    yield from _shared(economy, sampling.group_size, "sampling", sampling.staleness)
+    yield from _shared(economy, sampling, "sampling")
     name, at = trainer.algorithm, "economy.selection"
     if economy.selection is not None:
         if trainer.reads_pictures:
@@ -84,7 +84,7 @@ def picture_economy(config: Config) -> Iterator[Finding]:
 def answer_economy(config: VLMConfig) -> Iterator[Finding]:
     """Why a run that trains a language model cannot choose its questions or answers so."""
     economy, generation = config.economy, config.generation
-    yield from _shared(economy, generation.group_size, "generation", generation.staleness)
+    yield from _shared(economy, generation, "generation")
     chosen = [f"economy.{key}" for key in ("selection", "keep") if getattr(economy, key) is not None]
     for key in chosen:
         if config.environment is not None:
@@ -93,8 +93,8 @@ def answer_economy(config: VLMConfig) -> Iterator[Finding]:
             yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
     if economy.selection is not None:
         at = "economy.selection"
-        if any(part.trainer.taught is not None for part in config.parts):
-            yield (at, "trainer.algorithm"), "answers that are taught are not scored; leave it out"
+        if not all(part.trainer.samples for part in config.parts):
+            yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
         if config.stages:
             yield (at, "stages"), "what is known of a question is of one stage; leave it out"
         if config.task.curriculum is not None:
@@ -103,9 +103,12 @@ def answer_economy(config: VLMConfig) -> Iterator[Finding]:
         yield ("economy.keep", "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"
 
 
-def _shared(economy: Economy, group: int, section: str, staleness: int) -> Iterator[Finding]:
-    at, chosen = "economy.selection", economy.selection
+def _shared(economy: Economy, sampled: Sampling | Generation, section: str) -> Iterator[Finding]:
+    at, chosen, group, staleness = "economy.selection", economy.selection, sampled.group_size, sampled.staleness
     if chosen is not None:
+        if chosen.replay is not None and chosen.replay.share * sampled.prompts_per_iteration < 1:
+            text = f"{chosen.replay.share:g} of {sampled.prompts_per_iteration} prompts are less than one; use a larger"
+            yield (f"{at}.replay.share", f"{section}.prompts_per_iteration"), f"{text} share or leave replay out"
         if chosen.candidates == 1 and chosen.replay is None:
             yield (f"{at}.candidates", f"{at}.replay"), "one prompt leaves nothing to choose; write 8, or give replay"
         if chosen.by == "spread" and group < 2:

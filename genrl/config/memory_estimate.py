@@ -38,13 +38,13 @@ class Kept(NamedTuple):
 
 
 KEPT = {
-    "SD3": Kept(84, 48, 27),
-    "Flux": Kept(91, 51, 31),
-    "QwenImage": Kept(103, 56, 40),
-    "Wan": Kept(140, 81, 53),
+    "SD3Transformer2DModel": Kept(84, 48, 27),
+    "FluxTransformer2DModel": Kept(91, 51, 31),
+    "QwenImageTransformer2DModel": Kept(103, 56, 40),
+    "WanTransformer3DModel": Kept(140, 81, 53),
 }
-"""By the beginning of the denoiser's class; measured on blocks of width 768 (docs/memory.md)."""
-KEPT_ELSEWHERE = KEPT["QwenImage"]
+"""By the denoiser's class; measured on blocks of width 768 (docs/memory.md)."""
+KEPT_ELSEWHERE = KEPT["QwenImageTransformer2DModel"]
 NORMED = Kept(16, 8, 12)
 """Of SD3's blocks, where queries and keys are normed (SD3.5)."""
 DUAL = Kept(41, 29, 25)
@@ -83,6 +83,7 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
         parts += _trained(config, trained)
     training = [("gradients (float32)", 4 * trained), _activations(config, components)]
     training += [("unpacked weights, for the backward pass", _unpacked(config, components))]
+    training += [("rounded weights of autocast, for the backward pass", _rounded(config, components))]
     parts += training
     taken = sum(size for _, size in training)
     decoding = _decoding(config, components) + (vae if offload.vae else 0)
@@ -153,6 +154,20 @@ def _unpacked(config: Config, components: tuple[Component, ...]) -> int:
     return total
 
 
+def _rounded(config: Config, components: tuple[Component, ...]) -> int:
+    """Autocast rounds float32 weights to two bytes, and the graph keeps that copy: of all linear layers, or of the
+    block that is computed again."""
+    model = config.model
+    if model.autocast is None or not (model.dtype == "float32" or model.lora is None):
+        return 0
+    total = 0
+    for component in components:
+        if component.name in DENOISERS:
+            blocks = _by_block({name: shape for name, shape in component.shapes.items() if _is_linear(name, shape)})
+            total += 2 * (max(blocks.values(), default=0) if model.gradient_checkpointing else sum(blocks.values()))
+    return total
+
+
 def _half(config: Config) -> bool:
     """Whether activations take two bytes."""
     return config.model.autocast is not None or config.model.dtype != "float32"
@@ -215,8 +230,8 @@ def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
 
 def _kept_by_blocks(denoiser: Component, layers: int, picture: float) -> Kept:
     """Of the mean block of a denoiser; picture: the picture's share of the tokens."""
-    kept = next((kept for kind, kept in KEPT.items() if denoiser.kind.startswith(kind)), KEPT_ELSEWHERE)
-    if not denoiser.kind.startswith("SD3"):
+    kept = KEPT.get(denoiser.kind, KEPT_ELSEWHERE)
+    if denoiser.kind != "SD3Transformer2DModel":
         return kept
     if denoiser.settings.get("qk_norm"):
         kept = kept.plus(NORMED)

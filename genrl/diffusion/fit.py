@@ -50,7 +50,8 @@ def settle(run: DiffusionRun) -> None:
 def sizes(config: Config) -> list[int]:
     """The present size of micro-batches and the smaller ones that can be taken."""
     sampling = config.sampling
-    return halvings(sampling.batch_size, sampling.group_size if config.trainer.whole_groups else 1)
+    together = config.trainer.whole_groups or config.economy.keep is not None
+    return halvings(sampling.batch_size, sampling.group_size if together else 1)
 
 
 def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[bool], bool]) -> int:

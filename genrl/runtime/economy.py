@@ -30,6 +30,8 @@ NOTHING: Known = {}
 TARGET = 0.5
 """The success rate at which a group teaches most (MoPPS)."""
 
+SAME = 1e-6
+"""Relative deviation of a group's rewards that counts as none."""
 MEMORY = "prompts"
 """Under which it is in the loop's memory."""
 
@@ -109,7 +111,10 @@ def _evidence(settings: Selection, scored: Tensor) -> tuple[float, float]:
         return right, len(scored) - right
     if len(scored) < 2:
         return 0.0, 0.0
-    return (len(scored) - 1) / 2, float(((scored - scored.mean()) ** 2).sum()) / 2
+    off = scored - scored.mean()
+    if float(off.abs().max()) <= SAME * float(scored.abs().max()):  # rounding of a mean is no spread
+        off = torch.zeros_like(off)
+    return (len(scored) - 1) / 2, float((off**2).sum()) / 2
 
 
 def _distance(settings: Selection, entry: Sequence[float], prior: float, source: random.Random) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,11 +39,13 @@ def in_input_precision(model: nn.Module) -> None:
     Left to itself, peft casts what enters an adapter to that of the adapter's weights: in a bfloat16 model every
     adapted layer would keep a float32 copy of its input for the backward pass, and multiply it in float32 without
     tensor cores. Rounding the two small matrices instead is what autocast does, and what diffusers computes with a LoRA
-    that it loads into such a model. Gradients arrive in float32. Where the model is float32 nothing changes, and DoRA's
-    layers, whose norms need it, stay as peft has them.
+    that it loads into such a model. Gradients arrive in float32. Where the model is float32 nothing changes. DoRA's
+    layers, whose norms need it, and those of float16 models stay as peft has them.
     """
     for layer in model.modules():
         if not isinstance(layer, LoraLayer) or layer.lora_variant:
+            continue
+        if layer.get_base_layer().weight.dtype == torch.float16:  # whose range a gradient may leave
             continue
         parts = [*layer.lora_A.values(), *layer.lora_B.values()]
         if any(type(part) not in (*_ROUNDED, *_ROUNDED.values()) for part in parts):

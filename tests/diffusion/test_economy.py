@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import Config
+from genrl.config import Config, ConfigError, load
 from genrl.config.estimate import plan
+from genrl.diffusion.fit import sizes
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.transitions import collect, sampler
 from genrl.diffusion.rollout.downsampling import downsampled
@@ -90,3 +91,34 @@ def test_model_calls_are_those_of_the_plan(folder: Path, model: Path) -> None:
     train(half)
     assert all(row["model_calls/train"] == plan(half).train_calls for row in runs.rows(folder / "run")[1:])
     assert plan(half).train_calls == plan(config(folder, model, trainer=GRPO)).train_calls / 2
+
+
+def test_smaller_micro_batches_hold_whole_groups_too(folder: Path, model: Path) -> None:
+    """As they are taken where memory runs out, or by sampling.fit_batch."""
+    several = {"sampling": {**SAMPLING, "batch_size": 8}, "trainer": {**GRPO, "updates_per_iteration": 1}}
+    assert sizes(config(folder, model, economy={"keep": 2}, **several)) == [8, 4]
+    assert sizes(config(folder, model, **several)) == [8, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"economy": {"selection": {"by": "success", "replay": {"share": 0.3}}}}, "less than one"),
+        ({"economy": {"selection": {}}}, "by"),
+        ({"ema": {"every": 100}}, "the average would stay the model before training"),
+    ],
+    ids=["no prompt to replay", "no default", "average never renewed"],
+)
+def test_what_would_do_nothing_or_end_the_run_is_refused(
+    folder: Path, model: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(folder, model, trainer=GRPO, **changes)
+
+
+def test_half_precision_would_not_replay_what_was_drawn(folder: Path, model: Path) -> None:
+    config(folder, model, trainer=GRPO, economy={"keep": 2})
+    with pytest.raises(ConfigError, match="ratios would not begin at 1"):
+        load(folder / "tiny.yaml", ["model.dtype=bfloat16"])
+    config(folder, model, trainer=NFT, economy={"keep": 2})
+    load(folder / "tiny.yaml", ["model.dtype=bfloat16"])

@@ -34,7 +34,7 @@ class TestPosteriors:
         for right in (3, 1, 2):
             alpha = kept * alpha + (1 - kept) * 1.0 + right
             beta = kept * beta + (1 - kept) * 1.0 + 4 - right
-        a, b, times, last = after(Selection(discount=kept), *visits)["0"]
+        a, b, times, last = after(Selection(by="success", discount=kept), *visits)["0"]
         assert (1 + a, 1 + b, times, last) == pytest.approx((alpha, beta, 3, 2))
 
     def test_spread_is_the_conjugate_update(self) -> None:
@@ -47,28 +47,37 @@ class TestPosteriors:
         )
 
     def test_samples_without_a_score_are_no_evidence(self) -> None:
-        assert after(Selection(), [1.0, NAN, 0.0])["0"][:2] == [1.0, 1.0]
+        assert after(Selection(by="success"), [1.0, NAN, 0.0])["0"][:2] == [1.0, 1.0]
         assert after(Selection(by="spread"), [1.0, NAN])["0"][:2] == [0.0, 0.0]
+
+    def test_rounding_is_no_spread(self) -> None:
+        """Three times .1 has a mean of .1 plus an ulp."""
+        assert after(Selection(by="spread"), [0.1, 0.1, 0.1])["0"][:2] == [1.0, 0.0]
 
     def test_draws_have_the_moments_of_the_posterior(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(economy, "TARGET", 0.0)
         a, b, prior = 3.0, 1.5, 0.2
-        drawn = [economy._distance(Selection(), (a, b), prior, random.Random(k)) for k in range(20000)]
+        drawn = [economy._distance(Selection(by="success"), (a, b), prior, random.Random(k)) for k in range(20000)]
         assert sum(drawn) / 20000 == pytest.approx((1 + a) / (2 + a + b), abs=0.005)
         drawn = [-economy._distance(Selection(by="spread"), (a, b), prior, random.Random(k)) for k in range(20000)]
         assert sum(drawn) / 20000 == pytest.approx((prior + b) / (1 + a), rel=0.03)
 
     def test_success_is_to_reach_a_first_reward(self) -> None:
         first, total = torch.tensor([1.0, 0.9, NAN, 1.2]), torch.tensor([0.1, 0.2, NAN, 0.4])
-        assert economy.values_of(Selection(), first, total).nan_to_num(-1).tolist() == [1, 0, -1, 1]
-        assert economy.values_of(Selection(), first, total, right_at=0.9).nan_to_num(-1).tolist() == [1, 1, -1, 1]
+        assert economy.values_of(Selection(by="success"), first, total).nan_to_num(-1).tolist() == [1, 0, -1, 1]
+        assert economy.values_of(Selection(by="success"), first, total, right_at=0.9).nan_to_num(-1).tolist() == [
+            1,
+            1,
+            -1,
+            1,
+        ]
         assert economy.values_of(Selection(by="spread"), first, total) is total
 
     def test_metrics_say_what_was_foreseen(self) -> None:
-        known = after(Selection(discount=1.0), [1.0] * 8)
-        _, row = noted(Selection(), known, [0, 7], torch.tensor([[1.0, 1.0], [0.0, 1.0]]), iteration=1)
+        known = after(Selection(by="success", discount=1.0), [1.0] * 8)
+        _, row = noted(Selection(by="success"), known, [0, 7], torch.tensor([[1.0, 1.0], [0.0, 1.0]]), iteration=1)
         assert row == {"selection/known": 0.5, "selection/error": pytest.approx(1 - 9 / 10)}
-        _, row = noted(Selection(), {}, [0], torch.tensor([[1.0, 1.0]]), iteration=0)
+        _, row = noted(Selection(by="success"), {}, [0], torch.tensor([[1.0, 1.0]]), iteration=0)
         assert row["selection/known"] == 0.0 and math.isnan(row["selection/error"])
 
 
@@ -87,12 +96,14 @@ class TestChoice:
         assert sum(chosen[n] for n in range(4, 8)) > 0.97 * 800
 
     def test_what_is_not_known_is_tried(self) -> None:
-        known = after(Selection(), [1.0] * 8, number=0)
-        chosen = Counter(n for i in range(400) for n in choose(Selection(), [0, 1], 1, known, iteration=i, seed=0))
+        known = after(Selection(by="success"), [1.0] * 8, number=0)
+        chosen = Counter(
+            n for i in range(400) for n in choose(Selection(by="success"), [0, 1], 1, known, iteration=i, seed=0)
+        )
         assert chosen[1] > 300 and chosen[0] > 0
 
     def test_it_depends_on_keys_alone_and_not_on_the_order_of_a_file(self) -> None:
-        settings = Selection(replay=Replay(cooldown=0))
+        settings = Selection(by="success", replay=Replay(cooldown=0))
         known: economy.Known = {}
         for iteration, numbers in enumerate(([8, 30, 2], [11, 5, 4])):
             known, _ = noted(settings, known, numbers, torch.tensor([[0.0, 1.0]] * 3), iteration=iteration)
@@ -103,11 +114,11 @@ class TestChoice:
         assert one != choose(settings, range(40, 72), 4, known, iteration=9, seed=3)
 
     def test_fewer_candidates_than_places_are_asked_again(self) -> None:
-        assert Counter(choose(Selection(), [5, 6, 5], 4, {}, iteration=0, seed=0)) == {5: 2, 6: 2}
+        assert Counter(choose(Selection(by="success"), [5, 6, 5], 4, {}, iteration=0, seed=0)) == {5: 2, 6: 2}
 
 
 class TestReplay:
-    settings = Selection(candidates=1, replay=Replay(share=0.5, cooldown=1, times=2))
+    settings = Selection(by="success", candidates=1, replay=Replay(share=0.5, cooldown=1, times=2))
 
     def test_useful_prompts_come_again_after_the_cooldown_and_not_too_often(self) -> None:
         values = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
@@ -138,7 +149,7 @@ SPREAD = {"selection": {"by": "spread"}}
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
-        (PICTURES, {"economy": {"selection": {"candidates": 1}}}, "leaves nothing to choose; write 8"),
+        (PICTURES, {"economy": {"selection": {"by": "success", "candidates": 1}}}, "leaves nothing to choose; write 8"),
         (PICTURES, {"economy": {"keep": 8}}, "so none is left out; write 4"),
         (PICTURES, {"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
         (PICTURES, {"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),

@@ -6,6 +6,7 @@ Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -61,9 +62,9 @@ def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
 
 
 def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Tensors:
-    """The states at these levels [B] (timesteps, where the model is no flow), and what the network is to say there."""
+    """The states at these levels [B] (timesteps, where the model is no flow), and the network's target there."""
     if policy.head.parametrisation == "flow":
-        return {"sigma": level, "noisy": flow_sample(clean, noise, level), "target": flow_target(clean, noise)}
+        return noised(clean, noise, level)
     alpha_bar = policy.head.alphas_cumprod.to(clean.device)[level]
     target = diffusion_target(clean, noise, alpha_bar, policy.head.prediction_type)
     return {"sigma": level, "noisy": diffusion_sample(clean, noise, alpha_bar), "target": target}
@@ -95,9 +96,21 @@ def without_guidance(policy: Policy, batch: Batch) -> Batch:
     """The same conditions for a policy that is trained without guidance.
 
     Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
-    would be another condition than that of sampling.
+    would be another condition than that of sampling. Beside it such pipelines extrapolate by `true_cfg_scale` where
+    they are given a negative prompt, some by default (Qwen-Image: 4); that is left out.
     """
-    return batch if policy.embeds_guidance else guided(batch, 1.0)
+    batch = batch if policy.embeds_guidance else guided(batch, 1.0)
+    if not guides_by_negative(policy, batch):
+        return batch
+    return replace(batch, sampling={**batch.sampling, "true_cfg_scale": 1.0})
+
+
+def guides_by_negative(policy: Policy, batch: Batch) -> bool:
+    """Whether the pipeline extrapolates from a negative prompt that it is given, by `true_cfg_scale`."""
+    taken = inspect.signature(type(policy.pipe).__call__).parameters
+    if "true_cfg_scale" not in taken or batch.sampling.get("negative_prompt") is None:
+        return False
+    return bool(batch.sampling.get("true_cfg_scale", taken["true_cfg_scale"].default) > 1)
 
 
 def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:

@@ -16,7 +16,6 @@ from genrl.config.diffusion_method import (
     Guided,
     Updating,
     in_pieces,
-    no_true_cfg,
     too_few_steps,
 )
 from genrl.config.kernels import Kernel
@@ -134,13 +133,15 @@ class PolicyGradient(Stochastic, Updating):
         text = "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
         yield from too_few_steps(config, text)
         yield from layout_problems(config, self)
-        yield from no_true_cfg(config, self.guidance_in_training)
         low, _ = self.clip_bounds
         if low >= 1:
             text = f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
             yield ("trainer.clip_range",), text
         yield from self._kept_graph(config)
         yield from self._divergence()
+        if config.economy.keep is not None and (config.model.dtype != "float32" or config.model.autocast is not None):
+            text = "the samples that are kept are replayed in smaller micro-batches, which round otherwise in a half"
+            yield ("economy.keep", "model.dtype"), f"{text} precision: ratios would not begin at 1; use diffusion_nft"
 
     def _kept_graph(self, config: Config) -> Iterator[Finding]:
         if not self.keep_graph:

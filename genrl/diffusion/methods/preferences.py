@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.diffusion_method import Calls, Guided, Updating, no_true_cfg
+from genrl.config.diffusion_method import Calls, Guided, Updating
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Flag
 from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
@@ -69,7 +69,6 @@ class DiffusionDPO(Preference):
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        yield from no_true_cfg(config, self.guidance_in_training)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The policy and the reference, for both pictures of each pair; all pairs decided."""

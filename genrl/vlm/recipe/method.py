@@ -23,6 +23,7 @@ from genrl.vlm.recipe.advantages import (
     NormaliseThenSum,
     RankQuantiles,
     RewardTerm,
+    SmoothedAdvantage,
     Transform,
     WhitenedReturns,
 )
@@ -207,6 +208,9 @@ class RecipeMethod(VLMMethod):
         if size < 2 and not alone:
             text = f"{advantage.name!r} compares the answers of a group; write 2 or more (8 is usual)"
             yield ("generation.group_size",), text
+        if config.economy.keep is not None and isinstance(advantage, GreedyBaseline | SmoothedAdvantage):
+            text = f"{advantage.name!r} compares with more than the answers of a group that are kept; leave it out"
+            yield ("economy.keep", self.key("advantage")), text
         if preset.group_loss is not None and self.micro_batch is not None and self.micro_batch < size:
             text = f"{preset.group_loss.name!r} is a loss of whole groups; write {size} (generation.group_size) or more"
             yield ("trainer.micro_batch",), text

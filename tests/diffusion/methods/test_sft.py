@@ -14,6 +14,7 @@ from genrl.config import Config, ConfigError, check_files, load
 from genrl.config.estimate import plan
 from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
 from genrl.data.prompts import PromptError
+from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.methods.sft import train as sft
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.policy.trajectory import Batch
@@ -118,7 +119,7 @@ def test_two_and_two_iterations_are_four(folder: Path, kontext: Path) -> None:
 def test_no_guidance_extrapolates_in_training(folder: Path, kontext: Path) -> None:
     with runs.opened(config(folder, kontext)) as run:
         sampling = {"guidance_scale": 2.5, "true_cfg_scale": 4.0, "negative_prompt": " "}
-        plain = sft.conditions(run.policy, Batch(["edit 0"], [(0, 0, 0)], sampling))
+        plain = without_guidance(run.policy, Batch(["edit 0"], [(0, 0, 0)], sampling))
     assert plain.sampling["true_cfg_scale"] == 1.0
     assert plain.sampling["guidance_scale"] == (2.5 if run.policy.embeds_guidance else 1.0)
 

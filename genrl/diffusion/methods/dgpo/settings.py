@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, Guided, no_true_cfg
+from genrl.config.diffusion_method import Calls, Guided
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Flag, Margin, NonNegative, Positive, Whole
 from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
@@ -76,7 +76,6 @@ class DGPO(Matching):
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        yield from no_true_cfg(config, self.guidance_in_training)
         steps = config.sampling.num_inference_steps
         if self.first_steps > steps:
             text = f"the sampling grid has {steps} steps; use {steps} or less"

@@ -89,8 +89,9 @@ class DiffInstruct(Differentiating):
         if config.model.lora is not None and config.model.lora.frozen:
             text = "the teacher is the model without adapters, and the assistant begins as it"
             yield ("model.lora.frozen", "trainer.algorithm"), f"{text}; name a distilled LoRA by model.lora.from"
-        if "true_cfg_scale" in sampling.pipeline_args:
-            yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; remove it"
+        scale = sampling.pipeline_args.get("true_cfg_scale", 1.0)
+        if not isinstance(scale, int | float) or scale > 1:
+            yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; write 1"
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The assistant learning; both scores; the generator."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import own_noise
+from genrl.diffusion.methods.noising import guides_by_negative, own_noise
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
@@ -57,6 +57,7 @@ from genrl.runtime.weights import Weights
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
 LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
+LARGEST_SIGNAL = 0.9  # alpha_bar where the generator reads its noise; .43 at timestep 399 of Stable Diffusion
 GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
 
 __all__ = ["check", "loss", "train"]
@@ -80,6 +81,7 @@ class Noised(NamedTuple):
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     weights = run.weights
+    check_generator(run)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
         begin_assistant(weights)
     groups = [{"params": weights.parameters}]
@@ -96,6 +98,28 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
         update(run, settings, rollouts, meter)
         del rollouts
         run.finish(meter.result())
+
+
+def check_generator(run: DiffusionRun) -> None:
+    """Raise ValueError where the one step would return its noise, or is guided."""
+    policy, probe = run.policy, run.probe
+    if guides_by_negative(policy, probe):
+        raise ValueError(
+            "sampling.pipeline_args: the generator itself has no guidance, and this pipeline guides by a negative "
+            "prompt; write true_cfg_scale: 1"
+        )
+    head = policy.head
+    if head.parametrisation == "flow":
+        return
+    with torch.no_grad(), policy.uncounted():
+        policy.roll_out(probe)  # puts the step where a run of the pipeline has it
+    time = int(head.timesteps[0])
+    if (alpha_bar := float(head.alphas_cumprod[time])) > LARGEST_SIGNAL:
+        raise ValueError(
+            f"model.scheduler: the one step is at timestep {time}, where alpha_bar is {alpha_bar:.3f} and the network "
+            "hardly changes what it reads; write {timestep_spacing: trailing} for the last timestep, or "
+            "{timestep_spacing: leading, steps_offset: 399}"
+        )
 
 
 def begin_assistant(weights: Weights) -> None:

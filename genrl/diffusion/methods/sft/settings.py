@@ -9,7 +9,7 @@ from genrl.config.diffusion_method import Calls, FileFinding, Guided, Updating
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count
 from genrl.data.preferences import TARGET_COLUMNS, set_problem
-from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
+from genrl.diffusion.methods.matching import matching_calls
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -22,7 +22,13 @@ class SFT(Updating):
     not_divided: ClassVar[str] = "trains on given pictures, shared out by process"
     one_size: ClassVar[str] = "trains on given pictures, which are resized to one size"
     title: ClassVar[str] = "Supervised fine-tuning of pipelines"
-    metrics: ClassVar[Mapping[str, MetricDoc]] = FORWARD_ERROR
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "forward/error": MetricDoc(
+            "mean of (prediction - target)^2 at the trained noise levels: the loss",
+            "Falls slowly, and not to 0: noise cannot be told from what it covers. Rising: lower `optimizer.lr`.",
+            "the prediction's unit squared",
+        )
+    }
     reads_pictures: ClassVar[bool] = True
     checks_data: ClassVar[bool] = True
     samples_per_group: ClassVar[int | None] = 1

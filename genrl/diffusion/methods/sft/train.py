@@ -12,8 +12,6 @@ moving, turning and resizing (arXiv 2601.02356). Rewards of the configuration ju
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from genrl.config import Config
@@ -44,7 +42,7 @@ def train(run: DiffusionRun, settings: SFT) -> None:
     reader = open_set(run.config.prompts.train, run.prompts, TARGET_COLUMNS)
 
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
-        batch, clean = conditions(policy, micro_batch.batch), micro_batch.final
+        batch, clean = without_guidance(policy, micro_batch.batch), micro_batch.final
         levels = [drawn_level(policy, generator(*key, "forward", epoch, k, "level")) for key in batch.keys]
         level = torch.stack(levels).to(clean.device)
         return batch, noised_by(policy, clean, own_noise(micro_batch, epoch, k), level)
@@ -57,14 +55,6 @@ def train(run: DiffusionRun, settings: SFT) -> None:
         update(run, settings, pictures, settings.timesteps_per_picture, prepare, loss, meter)
         del pictures
         run.finish(meter.result())
-
-
-def conditions(policy: Policy, batch: Batch) -> Batch:
-    """The conditions of training: no guidance that extrapolates, by either name."""
-    batch = without_guidance(policy, batch)
-    if "true_cfg_scale" not in batch.sampling:
-        return batch
-    return replace(batch, sampling={**batch.sampling, "true_cfg_scale": 1.0})
 
 
 def loss(settings: SFT, policy: Policy, given: Recorded) -> Tensors:

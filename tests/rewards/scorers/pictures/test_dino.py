@@ -138,3 +138,12 @@ def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:
     assert scores.values[0] == pytest.approx(1 - float(cosine[0, 1] + cosine[0, 2]) / 2, abs=1e-5)
     assert scores.values[1] == pytest.approx(1 - float(cosine[1, 0] + cosine[1, 2]) / 2, abs=1e-5)
     assert np.isnan(scores.values[3]) and scores.values[4:] == pytest.approx([0, 0], abs=1e-5)
+
+
+def test_diversity_without_a_picture_that_could_not_be_decoded(saved: tuple[str, Path]) -> None:
+    images = as_tensor(picture(0), picture(1), picture(1), picture(2), picture(3))
+    images[0] = torch.nan
+    reward = rewards.load("diversity", {"model": str(saved[1]), "size": 32})
+    found = reward(images, [0, 0, 0, 1, 1])
+    assert found.isnan().tolist() == [True, False, False, False, False]
+    assert found[1] == pytest.approx(0, abs=1e-5) and found[3] > 0
