@@ -181,13 +181,25 @@ def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) ->
 def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
     """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
     step of rounding where a gradient is nearly 0."""
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
+    pipe = FAMILIES["sd15"]().pipe
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    pipe.save_pretrained(folder / "sd15")
     changes: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct", "assistant_lr": 1e-9}, "iterations": 1}
     changes |= {"lora": lora, "rewards": [runs.reward(folder, "warmth")]}
     changes["sampling"] = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
     (alone,) = recorded(folder, folder / "sd15", 1, **changes)
     parts = recorded(folder, folder / "sd15", 2, "sharded", **changes, **FSDP)
     check_equal(parts, alone, 1e-5)
+
+
+def test_a_step_that_would_return_its_noise_is_refused(folder: Path) -> None:
+    """Stable Diffusion's own scheduler has a single step at timestep 1."""
+    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
+    sampling = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
+    settings = runs.config(folder, folder / "sd15", trainer={"algorithm": "diff_instruct"}, sampling=sampling,
+                           rewards=[runs.reward(folder, "warmth")])  # fmt: skip
+    with pytest.raises(ValueError, match="the one step is at timestep 1, .*write {timestep_spacing: trailing}"):
+        train(settings)
 
 
 # -- the recipe of SDXL ----------------------------------------------------------------------------------------------
