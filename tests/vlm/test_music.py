@@ -18,9 +18,12 @@ from genrl.cli.app import app
 from genrl.config import load
 from genrl.config.errors import ConfigError
 from genrl.runtime.compare.media import as_wav
+from genrl.vlm.common import Headed
 from genrl.vlm.methods.music_preference.train import loss, piece, recorded
+from genrl.vlm.methods.music_rl import train as music_rl
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.music_tokens import MusicPolicy
+from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.train import train
 from rewards.models.checkpoints import transformers
 from rewards.models.musicgen import MusicgenReward, read_wav, with_reward_head
@@ -98,6 +101,24 @@ class TestMusicRL:
                 assert (parameter is own[name]) == ("lora_" not in name)
             trained = [p for p in run.heads["baseline"].parameters() if p.requires_grad]
             assert len(trained) == 2 + sum("lora_" in name for name in own)
+
+    @pytest.mark.parametrize("vlm", [None, LORA])
+    def test_the_loss_of_the_value_trains_the_value_alone(
+        self, vlm: dict[str, Any] | None, model: str, tmp_path: Path
+    ) -> None:
+        with vlm_runs.opened(config(tmp_path, model, "music_rl", vlm)) as run:
+            baseline = run.heads["baseline"]
+            torch.nn.init.normal_(baseline.head.weight)  # at 0 nothing below the head has a gradient
+            for _ in run.loop.iterations():
+                answers, _ = run.draw()
+                reward = totals(run.config, answers.scores).float()
+                given = music_rl.recorded(run, answers, torch.arange(len(reward)), reward, 1.0)
+                found = music_rl.loss(run.config.trainer, Headed(run.policy, run.heads), given)
+                found["value_loss"].backward()
+                break
+            assert [name for name, p in run.policy.model.named_parameters() if p.grad is not None] == []
+            body = [float(p.grad.norm()) for p in baseline.body.parameters() if p.grad is not None]
+            assert body and max(body) > 0
 
     def test_sounds_are_kept_and_the_model_is_one_of_transformers(self, model: str, tmp_path: Path) -> None:
         settings = config(tmp_path, model, "music_rl", iterations=1, evaluation={"every": 1, "questions": 2})

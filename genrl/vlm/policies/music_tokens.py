@@ -210,8 +210,10 @@ class MusicPolicy:
         return tokens
 
     def states(self, prompts: Sequence[Encoded], tokens: Tensor, model: Any = None) -> Tensor:
-        """Hidden states [B, T, H] that predict the tokens of answers, after the text, by another body."""
-        found = self._states(self.text(prompts, guided=False), self.codes(tokens), model)
+        """Hidden states [B, T, H] that predict the tokens of answers, after the text, by another body. The text's own
+        states are the policy's, and constants here: what is learnt with this body does not train the policy."""
+        text, mask = self.text(prompts, guided=False)
+        found = self._states((text.detach(), mask), self.codes(tokens), model)
         return found[:, torch.cat(self._read)[self._order]]
 
     @torch.no_grad()
