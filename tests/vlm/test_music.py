@@ -218,6 +218,12 @@ class TestRewardModel:
             wanted = -torch.nn.functional.logsigmoid(found["margin"]).sum() / 8
         assert torch.allclose(found["loss"].detach(), wanted) and found["loss"].requires_grad
 
+    def test_the_shortest_piece_has_a_score_and_codes(self, model: str) -> None:
+        held, text = with_reward_head(model), torch.tensor([[3, 4, 1]])
+        codes = held.heard(torch.randn(3 * tiny_musicgen.FRAME) / 3, tiny_musicgen.RATE)
+        with torch.no_grad():
+            assert codes.shape == (4, 3) and held.scores(text, torch.ones_like(text), [codes]).shape == (1,)
+
     def test_padding_and_neighbours_change_no_score(self, model: str) -> None:
         held: MusicgenReward = with_reward_head(model)
         torch.nn.init.normal_(held.reward_head.weight)
@@ -246,11 +252,16 @@ class TestRewardModel:
     @pytest.mark.parametrize(
         ("changed", "text"),
         [
-            ({"preferred": [[1, 2], [3, 4]]}, "a piece is 4 lists of codes"),
-            ({"preferred": [[1], [1], [1], [8]]}, "codes are 0 to 7, found 1 to 8"),
+            ({"preferred": [[1, 2, 3], [3, 4, 5]]}, "a piece is 4 lists of 3 or more codes"),
+            ({"preferred": [[1]] * 4}, "train.jsonl:2: .* a piece is 4 lists of 3 or more codes"),
+            ({"preferred": [[1] * 3, [1] * 3, [1] * 3, [8] * 3]}, "codes are 0 to 7, found 1 to 8"),
             ({"preferred": [[1], [1], [1], [1, 2]]}, "train.jsonl:2: no piece in the column 'preferred'"),
             ({"preferred": None}, "columns: preferred, other"),
             ({"preferred": None, "preferred_path": "b.wav"}, "2 channels; this model hears one channel of 800"),
+            (
+                {"preferred": None, "preferred_path": "c.wav"},
+                "train.jsonl:2: .* of 119 samples; this model hears 120 or more",
+            ),
         ],
     )
     def test_pairs_that_are_none_are_refused_with_their_row(
@@ -258,6 +269,7 @@ class TestRewardModel:
     ) -> None:
         sections = pairs(tmp_path / "data", model)
         (tmp_path / "data" / "b.wav").write_bytes(as_wav(torch.zeros(2, 80), tiny_musicgen.RATE))
+        (tmp_path / "data" / "c.wav").write_bytes(as_wav(torch.zeros(119), tiny_musicgen.RATE))
         file = tmp_path / "data" / "train.jsonl"
         lines = file.read_text().splitlines()
         lines[1] = json.dumps({**json.loads(lines[1]), **changed})

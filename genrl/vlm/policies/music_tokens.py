@@ -24,7 +24,7 @@ from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from rewards.models.checkpoints import pretrained, transformers
-from rewards.models.musicgen import delayed, delays, pattern, text_states, with_reward_head
+from rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
 
 LANGUAGE = ("text_encoder", "decoder", "enc_to_dec_proj")
 """Parts of a MusicGen in the run's precision. EnCodec is no language model and stays in float32."""
@@ -85,7 +85,7 @@ class MusicPolicy:
         self.device = torch.device(device)
         decoder = self.model.decoder
         self.guidance = float(guidance or self.model.generation_config.guidance_scale or 3.0)
-        least, most = max(2 * delays(decoder), 1), decoder.config.max_position_embeddings
+        least, most = delays(decoder) + fewest(decoder), decoder.config.max_position_embeddings
         steps = least if steps is None else steps
         if not least <= steps <= most:
             text = f"of {decoder.num_codebooks} books the decoder takes {least} to {most} steps"

@@ -29,7 +29,7 @@ from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks.rows import Row, Split
-from rewards.models.musicgen import read_wav
+from rewards.models.musicgen import fewest, read_wav
 
 PIECES = ("preferred", "other")
 """Columns with codes, K lists of F numbers; or with `_path` behind them, with .wav files beside the data."""
@@ -109,8 +109,9 @@ def piece(policy: Any, row: Row, column: str, *, header: bool = False) -> Tensor
             model.check_sound(*found)
             return torch.zeros(books, 0) if header else model.heard(*found).cpu()
         codes = torch.tensor(told)
-        if codes.dim() != 2 or codes.dtype != torch.int64 or len(codes) != books or not codes.numel():
-            raise ValueError(f"a piece is {books} lists of codes, of equal length")
+        least = fewest(model.decoder)
+        if codes.dim() != 2 or codes.dtype != torch.int64 or len(codes) != books or codes.shape[1] < least:
+            raise ValueError(f"a piece is {books} lists of {least} or more codes, of equal length")
         if int(codes.min()) < 0 or int(codes.max()) > last:
             raise ValueError(f"codes are 0 to {last}, found {int(codes.min())} to {int(codes.max())}")
     except (TypeError, ValueError, RuntimeError) as error:
