@@ -93,8 +93,8 @@ def answer_economy(config: VLMConfig) -> Iterator[Finding]:
             yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
     if economy.selection is not None:
         at = "economy.selection"
-        if any(part.trainer.taught is not None for part in config.parts):
-            yield (at, "trainer.algorithm"), "answers that are taught are not scored; leave it out"
+        if not all(part.trainer.samples for part in config.parts):
+            yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
         if config.stages:
             yield (at, "stages"), "what is known of a question is of one stage; leave it out"
         if config.task.curriculum is not None:

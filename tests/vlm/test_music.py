@@ -284,6 +284,8 @@ class TestRewardModel:
             ({"vlm": {"output": "music"}}, "write output: music_reward"),
             ({"vlm": {"output": "music_reward", **LORA}}, "trained whole"),
             ({"rewards": [{"name": "exact"}]}, "pairs say what is better"),
+            ({"economy": {"selection": {}}}, "economy.selection.*answers that are given are not scored"),
+            ({"economy": {"keep": 2}, "generation": {"group_size": 4}}, "economy.keep.*reads whole groups"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, changes: dict[str, Any], text: str, model: str, tmp_path: Path) -> None:
