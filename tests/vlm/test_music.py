@@ -19,6 +19,7 @@ from genrl.config import load
 from genrl.config.errors import ConfigError
 from genrl.runtime.compare.media import as_wav
 from genrl.vlm.common import Headed
+from genrl.vlm.methods.music_preference import train as music_preference
 from genrl.vlm.methods.music_preference.train import loss, piece, recorded
 from genrl.vlm.methods.music_rl import train as music_rl
 from genrl.vlm.policies.folder import load_trained
@@ -223,6 +224,13 @@ class TestRewardModel:
         codes = held.heard(torch.randn(3 * tiny_musicgen.FRAME) / 3, tiny_musicgen.RATE)
         with torch.no_grad():
             assert codes.shape == (4, 3) and held.scores(text, torch.ones_like(text), [codes]).shape == (1,)
+
+    def test_a_process_without_held_out_pairs_has_none_right(
+        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(music_preference, "share_of", lambda process, number: [])
+        with vlm_runs.opened(vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model))) as run:
+            assert music_preference.evaluate(run)["eval/accuracy_mean"] == 0
 
     def test_padding_and_neighbours_change_no_score(self, model: str) -> None:
         held: MusicgenReward = with_reward_head(model)

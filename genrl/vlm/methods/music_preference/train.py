@@ -47,17 +47,18 @@ def train(run: AnswersRun, settings: MusicPreference) -> None:
 
 def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:
     """One optimiser step, on pairs that come in passes over all of them, and what it measured."""
-    loop, size, rank = run.loop, settings.batch_size, run.loop.process.rank
+    loop, size, rank, at_once = run.loop, settings.batch_size, run.loop.process.rank, settings.rows_per_pass
     first = loop.memory.get("pairs", 0)
     numbers = run.questions.asked(loop.iteration, first, size)[rank :: loop.process.accelerator.num_processes]
     loop.memory |= {"pairs": first + size}
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(numbers))
     with loop.timed("train"):
-        for part in torch.tensor(numbers).split(settings.rows_per_pass):
+        for start in range(0, len(numbers), at_once):
+            part = numbers[start : start + at_once]
             results, given = {"loss": torch.zeros(())}, Recorded(None, {})
             with loop.fitting():
-                given = recorded(run.policy, [run.questions[k] for k in part.tolist()], size)
+                given = recorded(run.policy, [run.questions[k] for k in part], size)
                 results = loss(settings, run.policy, given)
                 sums["loss"] += float(results["loss"].detach())
                 sums["pairs/accuracy"] += right(results["margin"]) / size
@@ -137,11 +138,12 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
     whole: VLMConfig = run.loop.config
     settings = cast(MusicPreference, whole.trainer)
     questions = Questions(whole, "eval")
-    mine = share_of(run.process, len(questions))
+    mine, at_once = share_of(run.process, len(questions)), settings.rows_per_pass
     run.loop.phase("evaluating", len(mine))
     mine_right = 0.0
-    for part in torch.tensor(mine).split(settings.rows_per_pass):
-        given = recorded(run.policy, [questions[number] for number in part.tolist()], 1)
+    for start in range(0, len(mine), at_once):  # none, where there are fewer pairs than processes
+        part = mine[start : start + at_once]
+        given = recorded(run.policy, [questions[number] for number in part], 1)
         mine_right += right(loss(settings, run.policy, given)["margin"])
         run.loop.advance_or_leave(len(part))
     every = sum(gather_object([mine_right]))
