@@ -37,7 +37,8 @@ class MusicPolicy:
 
     steps: of the decoder, as `generate(max_new_tokens=steps)` counts them; of K books a piece has steps + 1 - K frames;
     None = the fewest.
-    guidance: scale s, None = the model's own (`generation_config.guidance_scale`); 1 = no guidance, and half the work.
+    guidance: scale s, None = the model's own (`generation_config.guidance_scale`, none where that is null); 1 = no
+    guidance, and half the work.
     Raises ValueError where the checkpoint is no MusicGen, or cannot be read, and for steps that are no piece.
     """
 
@@ -84,7 +85,9 @@ class MusicPolicy:
         self.model.to(device).eval()
         self.device = torch.device(device)
         decoder = self.model.decoder
-        self.guidance = float(guidance or self.model.generation_config.guidance_scale or 3.0)
+        own = self.model.generation_config
+        self.guidance = float(guidance or own.guidance_scale or 1.0)
+        own.guidance_scale = self.guidance  # what is saved plays as it was trained
         least, most = delays(decoder) + fewest(decoder), decoder.config.max_position_embeddings
         steps = least if steps is None else steps
         if not least <= steps <= most:
