@@ -26,6 +26,11 @@ def delays(decoder: Any) -> int:
     return books // (2 if decoder.config.audio_channels == 2 else 1) - 1
 
 
+def fewest(decoder: Any) -> int:
+    """Frames that a piece has at least; for fewer the model makes no delay pattern."""
+    return max(delays(decoder), 1)
+
+
 def pattern(decoder: Any, frames: int) -> Tensor:
     """Which places of a grid hold codes: bool [K, frames + delays + 1], by the model's own rule."""
     start = torch.full((decoder.num_codebooks, 1), decoder.config.pad_token_id)
@@ -53,14 +58,16 @@ def text_states(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def read_wav(file: str | Path, *, header: bool = False) -> tuple[Tensor, int]:
-    """A .wav file of 16 bits: the waveform in [-1, 1], [S] or [channels, S], and its rate. header: no samples of it,
-    S = 0. Raises ValueError for any other file."""
+    """A .wav file of 16 bits: the waveform in [-1, 1], [S] or [channels, S], and its rate. header: of the waveform the
+    shape alone, a tensor on the device "meta". Raises ValueError for any other file."""
     try:
         with wave.open(str(file), "rb") as stream:
             if stream.getsampwidth() != 2:
                 raise ValueError(f"{file} has {8 * stream.getsampwidth()} bits; write it with 16")
-            data, channels = stream.readframes(0 if header else stream.getnframes()), stream.getnchannels()
-            rate = stream.getframerate()
+            rate, channels, number = stream.getframerate(), stream.getnchannels(), stream.getnframes()
+            if header:
+                return torch.empty((number,) if channels == 1 else (channels, number), device="meta"), rate
+            data = stream.readframes(number)
     except (wave.Error, EOFError, OSError) as error:
         raise ValueError(f"{file} is no .wav file that can be read: {error}") from error
     sound = torch.from_numpy(np.frombuffer(data, dtype="<i2") / np.float32(32767))
@@ -101,11 +108,13 @@ class MusicgenReward(_Musicgen):  # type: ignore[misc]
         return found
 
     def check_sound(self, sound: Tensor, rate: int) -> None:
-        """Raises ValueError for a waveform that this model does not hear: stereo, or of another rate."""
-        own = int(self.config.sampling_rate)
+        """Raises ValueError for a waveform that this model does not hear: stereo, of another rate, or too short."""
+        own, least = int(self.config.sampling_rate), fewest(self.decoder) * int(self.audio_encoder.config.hop_length)
         if rate != own or sound.ndim != 1:
             kind = f"{rate} samples per second" if rate != own else f"{len(sound)} channels"
             raise ValueError(f"a sound of {kind}; this model hears one channel of {own}: resample it first")
+        if len(sound) < least:
+            raise ValueError(f"a sound of {len(sound)} samples; this model hears {least} or more")
 
     @torch.no_grad()
     def heard(self, sound: Tensor, rate: int) -> Tensor:

@@ -18,9 +18,13 @@ from genrl.cli.app import app
 from genrl.config import load
 from genrl.config.errors import ConfigError
 from genrl.runtime.compare.media import as_wav
+from genrl.vlm.common import Headed
+from genrl.vlm.methods.music_preference import train as music_preference
 from genrl.vlm.methods.music_preference.train import loss, piece, recorded
+from genrl.vlm.methods.music_rl import train as music_rl
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.music_tokens import MusicPolicy
+from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.train import train
 from rewards.models.checkpoints import transformers
 from rewards.models.musicgen import MusicgenReward, read_wav, with_reward_head
@@ -84,11 +88,16 @@ class TestMusicRL:
         half = train(config(tmp_path / "half", model, preset, vlm, iterations=1))
         train(config(tmp_path / "half", model, preset, vlm, output=str(half)), resume=half)
         assert differences(whole, half) == []
-        first = next(row for row in rows(whole) if "loss" in row)
+        first, second = [row for row in rows(whole) if "loss" in row]
         assert math.isfinite(first["loss"]) and first["grad_norm"] > 0
-        assert first.get("ratio/max", 1.0) == first.get("ratio/min", 1.0) == 1.0
-        assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)
-        assert first.get("sampler/gap_mean", 0.0) < 1e-5
+        assert first["kl"] == pytest.approx(0.0, abs=1e-6) and second["kl"] > 1e-6
+        assert first["sampler/gap_mean"] < 1e-5
+        if preset == "grpo":
+            assert first["ratio/max"] == first["ratio/mean"] == 1.0
+        else:  # values begin at 0
+            square = first["reward/total_mean"] ** 2 + first["reward/total_std"] ** 2
+            assert first["loss/value"] == pytest.approx(square, rel=1e-4) and first["grad_norm/baseline"] > 0
+            assert first["loss"] == pytest.approx(first["loss/policy"] + first["loss/value"], rel=1e-5)
 
     def test_of_a_lora_the_value_has_adapters_of_its_own_on_the_same_weights(self, model: str, tmp_path: Path) -> None:
         with vlm_runs.opened(config(tmp_path, model, "music_rl", LORA)) as run:
@@ -98,6 +107,24 @@ class TestMusicRL:
                 assert (parameter is own[name]) == ("lora_" not in name)
             trained = [p for p in run.heads["baseline"].parameters() if p.requires_grad]
             assert len(trained) == 2 + sum("lora_" in name for name in own)
+
+    @pytest.mark.parametrize("vlm", [None, LORA])
+    def test_the_loss_of_the_value_trains_the_value_alone(
+        self, vlm: dict[str, Any] | None, model: str, tmp_path: Path
+    ) -> None:
+        with vlm_runs.opened(config(tmp_path, model, "music_rl", vlm)) as run:
+            baseline = run.heads["baseline"]
+            torch.nn.init.normal_(baseline.head.weight)  # at 0 nothing below the head has a gradient
+            for _ in run.loop.iterations():
+                answers, _ = run.draw()
+                reward = totals(run.config, answers.scores).float()
+                given = music_rl.recorded(run, answers, torch.arange(len(reward)), reward, 1.0)
+                found = music_rl.loss(run.config.trainer, Headed(run.policy, run.heads), given)
+                found["value_loss"].backward()
+                break
+            assert [name for name, p in run.policy.model.named_parameters() if p.grad is not None] == []
+            body = [float(p.grad.norm()) for p in baseline.body.parameters() if p.grad is not None]
+            assert body and max(body) > 0
 
     def test_sounds_are_kept_and_the_model_is_one_of_transformers(self, model: str, tmp_path: Path) -> None:
         settings = config(tmp_path, model, "music_rl", iterations=1, evaluation={"every": 1, "questions": 2})
@@ -197,6 +224,19 @@ class TestRewardModel:
             wanted = -torch.nn.functional.logsigmoid(found["margin"]).sum() / 8
         assert torch.allclose(found["loss"].detach(), wanted) and found["loss"].requires_grad
 
+    def test_the_shortest_piece_has_a_score_and_codes(self, model: str) -> None:
+        held, text = with_reward_head(model), torch.tensor([[3, 4, 1]])
+        codes = held.heard(torch.randn(3 * tiny_musicgen.FRAME) / 3, tiny_musicgen.RATE)
+        with torch.no_grad():
+            assert codes.shape == (4, 3) and held.scores(text, torch.ones_like(text), [codes]).shape == (1,)
+
+    def test_a_process_without_held_out_pairs_has_none_right(
+        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(music_preference, "share_of", lambda process, number: [])
+        with vlm_runs.opened(vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model))) as run:
+            assert music_preference.evaluate(run)["eval/accuracy_mean"] == 0
+
     def test_padding_and_neighbours_change_no_score(self, model: str) -> None:
         held: MusicgenReward = with_reward_head(model)
         torch.nn.init.normal_(held.reward_head.weight)
@@ -225,11 +265,16 @@ class TestRewardModel:
     @pytest.mark.parametrize(
         ("changed", "text"),
         [
-            ({"preferred": [[1, 2], [3, 4]]}, "a piece is 4 lists of codes"),
-            ({"preferred": [[1], [1], [1], [8]]}, "codes are 0 to 7, found 1 to 8"),
+            ({"preferred": [[1, 2, 3], [3, 4, 5]]}, "a piece is 4 lists of 3 or more codes"),
+            ({"preferred": [[1]] * 4}, "train.jsonl:2: .* a piece is 4 lists of 3 or more codes"),
+            ({"preferred": [[1] * 3, [1] * 3, [1] * 3, [8] * 3]}, "codes are 0 to 7, found 1 to 8"),
             ({"preferred": [[1], [1], [1], [1, 2]]}, "train.jsonl:2: no piece in the column 'preferred'"),
             ({"preferred": None}, "columns: preferred, other"),
             ({"preferred": None, "preferred_path": "b.wav"}, "2 channels; this model hears one channel of 800"),
+            (
+                {"preferred": None, "preferred_path": "c.wav"},
+                "train.jsonl:2: .* of 119 samples; this model hears 120 or more",
+            ),
         ],
     )
     def test_pairs_that_are_none_are_refused_with_their_row(
@@ -237,6 +282,7 @@ class TestRewardModel:
     ) -> None:
         sections = pairs(tmp_path / "data", model)
         (tmp_path / "data" / "b.wav").write_bytes(as_wav(torch.zeros(2, 80), tiny_musicgen.RATE))
+        (tmp_path / "data" / "c.wav").write_bytes(as_wav(torch.zeros(119), tiny_musicgen.RATE))
         file = tmp_path / "data" / "train.jsonl"
         lines = file.read_text().splitlines()
         lines[1] = json.dumps({**json.loads(lines[1]), **changed})
@@ -251,6 +297,8 @@ class TestRewardModel:
             ({"vlm": {"output": "music"}}, "write output: music_reward"),
             ({"vlm": {"output": "music_reward", **LORA}}, "trained whole"),
             ({"rewards": [{"name": "exact"}]}, "pairs say what is better"),
+            ({"economy": {"selection": {}}}, "economy.selection.*answers that are given are not scored"),
+            ({"economy": {"keep": 2}, "generation": {"group_size": 4}}, "economy.keep.*reads whole groups"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, changes: dict[str, Any], text: str, model: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from rewards.models.checkpoints import pretrained, transformers
-from rewards.models.musicgen import delayed, delays, pattern, text_states, with_reward_head
+from rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
 
 LANGUAGE = ("text_encoder", "decoder", "enc_to_dec_proj")
 """Parts of a MusicGen in the run's precision. EnCodec is no language model and stays in float32."""
@@ -37,7 +37,8 @@ class MusicPolicy:
 
     steps: of the decoder, as `generate(max_new_tokens=steps)` counts them; of K books a piece has steps + 1 - K frames;
     None = the fewest.
-    guidance: scale s, None = the model's own (`generation_config.guidance_scale`); 1 = no guidance, and half the work.
+    guidance: scale s, None = the model's own (`generation_config.guidance_scale`, none where that is null); 1 = no
+    guidance, and half the work.
     Raises ValueError where the checkpoint is no MusicGen, or cannot be read, and for steps that are no piece.
     """
 
@@ -84,8 +85,10 @@ class MusicPolicy:
         self.model.to(device).eval()
         self.device = torch.device(device)
         decoder = self.model.decoder
-        self.guidance = float(guidance or self.model.generation_config.guidance_scale or 3.0)
-        least, most = max(2 * delays(decoder), 1), decoder.config.max_position_embeddings
+        own = self.model.generation_config
+        self.guidance = float(guidance or own.guidance_scale or 1.0)
+        own.guidance_scale = self.guidance  # what is saved plays as it was trained
+        least, most = delays(decoder) + fewest(decoder), decoder.config.max_position_embeddings
         steps = least if steps is None else steps
         if not least <= steps <= most:
             text = f"of {decoder.num_codebooks} books the decoder takes {least} to {most} steps"
@@ -210,8 +213,10 @@ class MusicPolicy:
         return tokens
 
     def states(self, prompts: Sequence[Encoded], tokens: Tensor, model: Any = None) -> Tensor:
-        """Hidden states [B, T, H] that predict the tokens of answers, after the text, by another body."""
-        found = self._states(self.text(prompts, guided=False), self.codes(tokens), model)
+        """Hidden states [B, T, H] that predict the tokens of answers, after the text, by another body. The text's own
+        states are the policy's, and constants here: what is learnt with this body does not train the policy."""
+        text, mask = self.text(prompts, guided=False)
+        found = self._states((text.detach(), mask), self.codes(tokens), model)
         return found[:, torch.cat(self._read)[self._order]]
 
     @torch.no_grad()

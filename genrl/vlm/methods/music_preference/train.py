@@ -29,7 +29,7 @@ from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks.rows import Row, Split
-from rewards.models.musicgen import read_wav
+from rewards.models.musicgen import fewest, read_wav
 
 PIECES = ("preferred", "other")
 """Columns with codes, K lists of F numbers; or with `_path` behind them, with .wav files beside the data."""
@@ -47,17 +47,18 @@ def train(run: AnswersRun, settings: MusicPreference) -> None:
 
 def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:
     """One optimiser step, on pairs that come in passes over all of them, and what it measured."""
-    loop, size, rank = run.loop, settings.batch_size, run.loop.process.rank
+    loop, size, rank, at_once = run.loop, settings.batch_size, run.loop.process.rank, settings.rows_per_pass
     first = loop.memory.get("pairs", 0)
     numbers = run.questions.asked(loop.iteration, first, size)[rank :: loop.process.accelerator.num_processes]
     loop.memory |= {"pairs": first + size}
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(numbers))
     with loop.timed("train"):
-        for part in torch.tensor(numbers).split(settings.rows_per_pass):
+        for start in range(0, len(numbers), at_once):
+            part = numbers[start : start + at_once]
             results, given = {"loss": torch.zeros(())}, Recorded(None, {})
             with loop.fitting():
-                given = recorded(run.policy, [run.questions[k] for k in part.tolist()], size)
+                given = recorded(run.policy, [run.questions[k] for k in part], size)
                 results = loss(settings, run.policy, given)
                 sums["loss"] += float(results["loss"].detach())
                 sums["pairs/accuracy"] += right(results["margin"]) / size
@@ -109,8 +110,9 @@ def piece(policy: Any, row: Row, column: str, *, header: bool = False) -> Tensor
             model.check_sound(*found)
             return torch.zeros(books, 0) if header else model.heard(*found).cpu()
         codes = torch.tensor(told)
-        if codes.dim() != 2 or codes.dtype != torch.int64 or len(codes) != books or not codes.numel():
-            raise ValueError(f"a piece is {books} lists of codes, of equal length")
+        least = fewest(model.decoder)
+        if codes.dim() != 2 or codes.dtype != torch.int64 or len(codes) != books or codes.shape[1] < least:
+            raise ValueError(f"a piece is {books} lists of {least} or more codes, of equal length")
         if int(codes.min()) < 0 or int(codes.max()) > last:
             raise ValueError(f"codes are 0 to {last}, found {int(codes.min())} to {int(codes.max())}")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -136,11 +138,12 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
     whole: VLMConfig = run.loop.config
     settings = cast(MusicPreference, whole.trainer)
     questions = Questions(whole, "eval")
-    mine = share_of(run.process, len(questions))
+    mine, at_once = share_of(run.process, len(questions)), settings.rows_per_pass
     run.loop.phase("evaluating", len(mine))
     mine_right = 0.0
-    for part in torch.tensor(mine).split(settings.rows_per_pass):
-        given = recorded(run.policy, [questions[number] for number in part.tolist()], 1)
+    for start in range(0, len(mine), at_once):  # none, where there are fewer pairs than processes
+        part = mine[start : start + at_once]
+        given = recorded(run.policy, [questions[number] for number in part], 1)
         mine_right += right(loss(settings, run.policy, given)["margin"])
         run.loop.advance_or_leave(len(part))
     every = sum(gather_object([mine_right]))
