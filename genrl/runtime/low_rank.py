@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
+
+from rewards.models.torchvision_compat import ensure
 
 
 class _Linear(nn.Linear):
@@ -42,6 +43,9 @@ def in_input_precision(model: nn.Module) -> None:
     that it loads into such a model. Gradients arrive in float32. Where the model is float32 nothing changes. DoRA's
     layers, whose norms need it, and those of float16 models stay as peft has them.
     """
+    ensure()  # peft looks for a torchvision that may be broken
+    from peft.tuners.lora import LoraLayer
+
     for layer in model.modules():
         if not isinstance(layer, LoraLayer) or layer.lora_variant:
             continue

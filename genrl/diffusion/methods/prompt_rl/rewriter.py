@@ -25,16 +25,19 @@ from genrl.mdp.noise import generator
 from genrl.objectives.advantages.prompt_rl import completion_mask
 from genrl.runtime.low_rank import in_input_precision
 from genrl.runtime.run import write_atomic
-from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees  # first: transformers beside any torchvision
+from rewards.models.torchvision_compat import ensure
+from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees
 
-from peft import (  # isort: skip
+ensure()  # before transformers is imported for the first time
+
+from peft import (  # noqa: E402
     LoraConfig,
     get_peft_model,
     get_peft_model_state_dict,
     load_peft_weights,
     set_peft_model_state_dict,
 )
-from transformers import (  # isort: skip
+from transformers import (  # noqa: E402
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,7 +45,7 @@ from transformers import (  # isort: skip
     LogitsProcessor,
     LogitsProcessorList,
 )
-from transformers.utils import logging as transformers_logging  # isort: skip
+from transformers.utils import logging as transformers_logging  # noqa: E402
 
 SETTINGS = "rewriter.json"
 TAGS = ("<answer>", "</answer>")
