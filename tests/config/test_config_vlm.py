@@ -58,6 +58,10 @@ def refused(folder: Path, **changes: Any) -> tuple[str, str]:
     return problem.path, problem.text
 
 
+OWN_DATA = ("janus_pro_7b_grpo", "janus_pro_7b_dpo")
+"""Recipes for prompts of the user's own, which check names."""
+
+
 class TestShipped:
     def test_there_are_some(self) -> None:
         assert {"grpo", "dapo", "gspo"} <= {path.stem for path in CONFIGS}
@@ -73,7 +77,12 @@ class TestShipped:
         )
         (tmp_path / "again.yaml").write_text(dump(config))
         assert load(tmp_path / "again.yaml") == config
-        check_files(config, origins)
+        if path.stem in OWN_DATA:
+            with pytest.raises(ConfigError) as caught:
+                check_files(config, origins)
+            assert all("no such file" in problem.text for problem in caught.value.problems)
+        else:
+            check_files(config, origins)
         assert schema_validator().is_valid(json.loads(json.dumps(yaml.safe_load(dump(config)))))
 
     def test_the_schema_tells_the_kinds_apart(self) -> None:

@@ -297,7 +297,7 @@ class TestRewardModel:
             ({"vlm": {"output": "music"}}, "write output: music_reward"),
             ({"vlm": {"output": "music_reward", **LORA}}, "trained whole"),
             ({"rewards": [{"name": "exact"}]}, "pairs say what is better"),
-            ({"economy": {"selection": {}}}, "economy.selection.*answers that are given are not scored"),
+            ({"economy": {"selection": {"by": "success"}}}, "economy.selection.*answers that are given are not scored"),
             ({"economy": {"keep": 2}, "generation": {"group_size": 4}}, "economy.keep.*reads whole groups"),
         ],
     )
