@@ -16,9 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     ("diffusion", "dynamic_tree_rpo"): "diffusion/tree_rpo.yaml",
     ("diffusion", "flow_grpo"): "flow_grpo.yaml",
+    ("diffusion", "sft"): "diffusion/talk2move_sft.yaml",
     ("vla", "ppo"): "vla/flow_sde.yaml",
     ("vlm", "answers"): "vlm/grpo.yaml",
     ("vlm", "episodes"): "vlm/vl_dac.yaml",
+    ("vlm", "music_preference"): "vlm/musicgen_reward.yaml",
 }
 """(kind, method) -> its file in configs/, where it is not `kind/method.yaml`."""
 OTHERS = [

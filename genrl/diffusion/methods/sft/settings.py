@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows
 
 
-class SFT(Updating):
+class PipelineSFT(Updating):
     """Supervised fine-tuning: the model's own training loss on the pictures in the column target_image."""
 
     not_divided: ClassVar[str] = "trains on given pictures, shared out by process"

@@ -20,7 +20,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.given import given_pictures, picture_size
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import Tensors, drawn_level, noised_by, own_noise, update, without_guidance
-from genrl.diffusion.methods.sft.settings import SFT
+from genrl.diffusion.methods.sft.settings import PipelineSFT
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
@@ -36,7 +36,7 @@ def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     check_set(config.prompts.train, prompts, TARGET_COLUMNS)
 
 
-def train(run: DiffusionRun, settings: SFT) -> None:
+def train(run: DiffusionRun, settings: PipelineSFT) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     policy, size = run.policy, picture_size(run)
     reader = open_set(run.config.prompts.train, run.prompts, TARGET_COLUMNS)
@@ -57,7 +57,7 @@ def train(run: DiffusionRun, settings: SFT) -> None:
         run.finish(meter.result())
 
 
-def loss(settings: SFT, policy: Policy, given: Recorded) -> Tensors:
+def loss(settings: PipelineSFT, policy: Policy, given: Recorded) -> Tensors:
     """The matching error of each picture, [B], and metrics."""
     output = policy.velocity(given.batch, given["noisy"], given["sigma"])
     error = matching_error(output, given["target"])
