@@ -113,7 +113,7 @@ def test_a_run_in_shards_goes_on(changes: dict[str, Any], tmp_path: Path) -> Non
         if count == 2:
             assert differences(straight, run) == []
         else:
-            assert largest(straight, run) < 2e-4  # a step of Adam's, where a gradient is a rounding, and its decay
+            assert largest(straight, run) < 2.5e-3  # two steps of Adam's, where a gradient is a rounding of bfloat16
 
 
 def test_a_process_makes_the_passes_of_the_others(tmp_path: Path) -> None:
