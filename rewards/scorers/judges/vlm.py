@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -95,6 +96,10 @@ class LocalModel:
         self.model, self.tokenizer, self.inputs = model, tokenizer, inputs
         self.to = model.to
         self.spelled = {i: spelling(token) for token, i in tokenizer.get_vocab().items()}
+        self.ids: dict[str, list[int]] = defaultdict(list)
+        """Of a word in lower case, the tokens that spell it."""
+        for i, token in self.spelled.items():
+            self.ids[token.strip().lower()].append(i)
 
     def yes_no(self, questions: Sequence[Question]) -> list[Answer]:
         """How likely "yes" is compared with "no" as the first word, from the logits of the first token."""
@@ -103,9 +108,8 @@ class LocalModel:
     def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
         """How likely each answer is to begin with its word. Raises ValueError for a word that is no single token."""
         wanted = frozenset().union(*map(spellings, words))
-        known = {token.strip().lower() for token in self.spelled.values()}
         for word in words:
-            if not spellings(word) & known:
+            if not spellings(word) & self.ids.keys():
                 raise ValueError(f"the answer {word!r} is no single token of the model; ask for yes, no or a number")
         rows = self._first_tokens(questions, wanted)
         return [chance(row, word) for row, word in zip(rows, words, strict=True)]
@@ -113,7 +117,7 @@ class LocalModel:
     @torch.no_grad()
     def _first_tokens(self, questions: Sequence[Question], wanted: frozenset[str]) -> list[list[tuple[str, float]]]:
         """Of each answer, the tokens that spell one of these words, with their log-probabilities."""
-        tokens = {i: word for i, word in sorted(self.spelled.items()) if word.strip().lower() in wanted}
+        tokens = {i: self.spelled[i] for i in sorted(i for word in wanted for i in self.ids.get(word, ()))}
         rows = []
         for inputs in self._batches(questions):
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1]
