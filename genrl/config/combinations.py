@@ -180,6 +180,9 @@ def _samples(config: Config) -> Iterator[Finding]:
         keys = ("sampling.same_initial_noise", "trainer.algorithm")
         text = f"{trainer.algorithm} samples deterministically: a group from one noise is one picture many times"
         yield keys, f"{text}; write false"
+    if trainer.reads_pictures and sampling.same_initial_noise:
+        text = f"{trainer.algorithm} trains on given pictures and draws none, so it would do nothing; write false"
+        yield ("sampling.same_initial_noise", "trainer.algorithm"), text
     size, group, wanted = sampling.batch_size, sampling.group_size, trainer.samples_per_group
     if wanted is not None and group != wanted:
         text = f"{trainer.algorithm} has groups of {wanted}, found {group}; write {wanted}"

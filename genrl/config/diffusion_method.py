@@ -173,6 +173,9 @@ class DiffusionMethod(Method):
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         """How the samples of a group come about, for `genrl plan`. guidance: model calls per step."""
+        if self.reads_pictures:
+            yield f"{self.algorithm} samples nothing: its pictures are given"
+            return
         chains = make_plan(config.sampling.num_inference_steps, noise={}, roots=config.sampling.group_size)
         yield describe(chains, (), calls_per_state=guidance).rsplit("\n", 1)[0]
         yield f"{self.algorithm} trains on finished samples at noise levels, not on transitions"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import Calls, FileFinding, Guided
-from genrl.config.method import Finding
 from genrl.config.section import Positive
 from genrl.data.preferences import set_problem
 from genrl.diffusion.methods.preferences import DiffusionDPO
@@ -31,12 +30,6 @@ class OfflineDPO(DiffusionDPO):
     beta: Positive = 5000.0
     """Sharpness of the preference (Diffusion-DPO: 5000 for SDXL, 2000 for SD 1.5)."""
 
-    def problems(self, config: Config) -> Iterator[Finding]:
-        yield from super().problems(config)
-        if config.sampling.same_initial_noise:
-            text = "dpo_offline trains on given pictures and draws none, so it would do nothing; write false"
-            yield ("sampling.same_initial_noise", "trainer.algorithm"), text
-
     def calls(self, config: Config, guided: Guided) -> Calls:
         """As online, but nothing is sampled."""
         return super().calls(config, guided)._replace(sample=0.0)
@@ -45,7 +38,3 @@ class OfflineDPO(DiffusionDPO):
         """Two pictures for every prompt."""
         if wrong := set_problem(config.prompts.train, None if train is None else train.rows):
             yield ("prompts", "train"), wrong
-
-    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
-        yield "dpo_offline samples nothing: its pictures are given"

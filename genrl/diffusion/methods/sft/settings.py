@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import Calls, FileFinding, Guided, Updating
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count
 from genrl.data.preferences import TARGET_COLUMNS, set_problem
 from genrl.diffusion.methods.matching import matching_calls
@@ -48,12 +48,6 @@ class PipelineSFT(Updating):
     def other_guidance(self) -> tuple[float, ...]:
         return (1.0,)
 
-    def problems(self, config: Config) -> Iterator[Finding]:
-        yield from super().problems(config)
-        if config.sampling.same_initial_noise:
-            text = "sft trains on given pictures and draws none, so it would do nothing; write false"
-            yield ("sampling.same_initial_noise", "trainer.algorithm"), text
-
     def calls(self, config: Config, guided: Guided) -> Calls:
         """One call for each picture and noise level, without guidance; nothing is sampled."""
         trained, states = float(self.timesteps_per_picture), config.sampling.images_per_iteration
@@ -66,7 +60,3 @@ class PipelineSFT(Updating):
         """A target for every prompt."""
         if wrong := set_problem(config.prompts.train, None if train is None else train.rows, TARGET_COLUMNS):
             yield ("prompts", "train"), wrong
-
-    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
-        yield "sft samples nothing: its pictures are given"
