@@ -140,32 +140,33 @@ def _by_block(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 
 def _unpacked(config: Config, components: tuple[Component, ...]) -> int:
-    """torchao and diffusers' GGUF layers unpack a weight to multiply by it, and the graph keeps that copy: of all
-    blocks, or of the one that is computed again, but for layers that scale and shift by the timestep (`norm1.linear`),
-    through which no gradient of an adapter runs. bitsandbytes unpacks it once more in the backward pass."""
+    """torchao and diffusers' GGUF layers unpack a weight to multiply by it, and the graph keeps that copy, but for
+    layers that scale and shift by the timestep (`norm1.linear`), through which no gradient of an adapter runs.
+    bitsandbytes unpacks it once more in the backward pass."""
     model, total = config.model, 0
     for component in components:
         kind = quantized(model, [component.name]).get(component.name)
         if component.name in DENOISERS and (kind in ("int8", "fp8") or is_gguf(model.path)):
             linear = {name: shape for name, shape in component.shapes.items() if _is_linear(name, shape)}
-            blocks = _by_block({name: shape for name, shape in linear.items() if ".norm" not in name})
-            count = max(blocks.values()) if model.gradient_checkpointing else sum(blocks.values())
-            total += count * (2 if _half(config) else 4)
+            moved = {name: shape for name, shape in linear.items() if ".norm" not in name}
+            total += _in_graph(config, moved) * (2 if _half(config) else 4)
     return total
+
+
+def _in_graph(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Numbers of these tensors that a graph holds copies of: of all blocks, or of the largest, which is computed
+    again."""
+    blocks = _by_block(shapes).values()
+    return max(blocks, default=0) if config.model.gradient_checkpointing else sum(blocks)
 
 
 def _rounded(config: Config, components: tuple[Component, ...]) -> int:
-    """Autocast rounds float32 weights to two bytes, and the graph keeps that copy: of all linear layers, or of the
-    block that is computed again."""
+    """Autocast rounds float32 weights of linear layers to two bytes, and the graph keeps that copy."""
     model = config.model
     if model.autocast is None or not (model.dtype == "float32" or model.lora is None):
         return 0
-    total = 0
-    for component in components:
-        if component.name in DENOISERS:
-            blocks = _by_block({name: shape for name, shape in component.shapes.items() if _is_linear(name, shape)})
-            total += 2 * (max(blocks.values(), default=0) if model.gradient_checkpointing else sum(blocks.values()))
-    return total
+    linear = [{n: s for n, s in c.shapes.items() if _is_linear(n, s)} for c in components if c.name in DENOISERS]
+    return sum(2 * _in_graph(config, shapes) for shapes in linear)
 
 
 def _half(config: Config) -> bool:
