@@ -7,6 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""Either has a transformers model that sees or hears."""
+
 
 def looks_local(path: str) -> bool:
     """Whether `path` is written like a folder rather than a hub id (org/name)."""

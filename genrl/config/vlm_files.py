@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from genrl.config.folders import looks_local
+from genrl.config.folders import PROCESSORS, looks_local
 from genrl.config.memory_rules import missing_package
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, Task, VLMConfig
@@ -23,7 +23,6 @@ from rewards.contract import nearest
 from rewards.given import given, is_given
 from rewards.scorers.texts.completions import GIVEN, resolve_text
 
-PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 PROCESSED = {"text": "image processor", "image": "image processor", "music": "processor", "music_reward": "processor"}
 CODEC = "codec.safetensors"
 GENERATED = ("answer", "question", "level")

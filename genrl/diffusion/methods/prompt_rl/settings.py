@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import FileFinding
-from genrl.config.folders import looks_local, nearest_folder, read_json
+from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, read_json
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Text, Whole
 from genrl.config.sections import LowRank, Precision
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from genrl.config.schema import Config
     from genrl.data.prompts import PromptRows
 
-PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 METRICS = {
     "rewriter/format": MetricDoc(
         "share of the answers that end and hold one new prompt between their tags, which the text encoders take whole",
