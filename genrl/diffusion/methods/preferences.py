@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from genrl.config.diffusion_method import Calls, Guided, Updating
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Flag
 from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
 
@@ -66,9 +66,6 @@ class DiffusionDPO(Preference):
     @property
     def other_guidance(self) -> tuple[float, ...]:
         return () if self.guidance_in_training else (1.0,)
-
-    def problems(self, config: Config) -> Iterator[Finding]:
-        yield from super().problems(config)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The policy and the reference, for both pictures of each pair; all pairs decided."""
