@@ -117,7 +117,12 @@ class DiffusionRun:
     @property
     def iteration_prompts(self) -> list[Prompt]:
         """The prompts of the running iteration, one for each group of samples, in slot order."""
-        return [self.prompts[row] for row in iteration_rows(self.config, self.prompts, self.iteration, self.known)]
+        return [self.prompts[row] for row in self.iteration_rows]
+
+    @property
+    def iteration_rows(self) -> list[int]:
+        """Their numbers."""
+        return iteration_rows(self.config, self.prompts, self.iteration, self.known)
 
     @property
     def known(self) -> economy.Known:
@@ -294,7 +299,7 @@ class DiffusionRun:
 
     def _note(self, selection: Selection, rollouts: Rollouts) -> dict[str, float]:
         """Remember what the samples of the iteration's prompts were worth; metrics of the choice."""
-        numbers = iteration_rows(self.config, self.prompts, self.iteration, self.known)
+        numbers = self.iteration_rows
         first = rollouts.scored.values[self.config.reward_labels[0]]
         values = economy.values_of(selection, first, rollouts.total).view(len(numbers), -1)
         found, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
