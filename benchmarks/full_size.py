@@ -441,6 +441,7 @@ def configured(
     changes = [*SMALL, f"prompts={{train: {train}, eval: {held_out}}}", f"model.path={pipeline}", f"output={output}"]
     changes += [f"sampling.height={pixels}", f"sampling.width={pixels}"]
     changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update
+    changes += [] if config.ema is None else ["ema.every=1"]  # the run is shorter than eight steps
     changes += [] if model.frames is None else [f"sampling.num_frames={model.frames}"]
     changes += [] if steps is None else _of_steps(config, steps)
     if recipe in EMBEDDED:

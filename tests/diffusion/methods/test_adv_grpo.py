@@ -328,7 +328,7 @@ def test_the_published_recipe_on_tiny_models(
             *("sampling.height=16", "sampling.width=16", "sampling.pipeline_args={max_sequence_length: 4}"),
             *("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2"),
             *("trainer.adversary.every=2", "iterations=2", "evaluation.every=0", "trackers=[]"),
-            *("rewards.1={name: saturation, weight: 0}", f"output={tmp_path / 'run'}"),
+            *("ema.every=1", "rewards.1={name: saturation, weight: 0}", f"output={tmp_path / 'run'}"),
         ],
     )
     first, second = runs.rows(train(small))

@@ -96,7 +96,7 @@ def test_a_pair_is_learnt(folder: Path, kontext: Path) -> None:
     rows = runs.rows(
         train(config(folder, kontext, {**SFT, "timesteps_per_picture": 8}, iterations=6, optimizer={"lr": 2e-2}))
     )
-    assert rows[-1]["forward/error"] < 0.9 * rows[0]["forward/error"]
+    assert rows[-1]["sft/error"] < 0.9 * rows[0]["sft/error"]
 
 
 def test_calls_are_the_predicted_ones_and_nothing_is_sampled(folder: Path, kontext: Path) -> None:

@@ -23,7 +23,7 @@ class PipelineSFT(Updating):
     one_size: ClassVar[str] = "trains on given pictures, which are resized to one size"
     title: ClassVar[str] = "Supervised fine-tuning of pipelines"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
-        "forward/error": MetricDoc(
+        "sft/error": MetricDoc(
             "mean of (prediction - target)^2 at the trained noise levels: the loss",
             "Falls slowly, and not to 0: noise cannot be told from what it covers. Rising: lower `optimizer.lr`.",
             "the prediction's unit squared",

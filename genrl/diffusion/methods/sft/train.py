@@ -61,4 +61,4 @@ def loss(settings: PipelineSFT, policy: Policy, given: Recorded) -> Tensors:
     """The matching error of each picture, [B], and metrics."""
     output = policy.velocity(given.batch, given["noisy"], given["sigma"])
     error = matching_error(output, given["target"])
-    return {"loss": error, "forward/error": error, "model_output": output}
+    return {"loss": error, "sft/error": error, "model_output": output}
