@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 TARGET_COLUMNS = ("target_image",)
 """Of a set of targets. It holds paths, as it ends in `image`."""
 
+Size = tuple[int | None, int | None]
+"""Height and width, None where it is the pipeline's own."""
+UNLIKE = 1.02
+"""Ratio of two pictures' width over height above which they are cut differently: a column of pixels in fifty."""
 Reader = Callable[[Prompt], "tuple[Image, ...]"]
 """The images of a row: the preferred one and the other, or the target."""
 
@@ -38,6 +42,25 @@ def check_set(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREF
     cells = _cells(source, rows, columns)
     for row in rows:
         _of_each(check_picture, row, source, cells(row), columns)
+
+
+def check_shapes(source: str, rows: Sequence[Prompt], columns: Sequence[str], beside: str, size: Size) -> None:
+    """Raise PromptError where an image and the picture that the pipeline is given `beside` it, or the size that is
+    sampled, are unlike in shape: images are cut to that size (`as_tensor`), the picture beside them is not.
+
+    size: height and width, None where the pipeline's own is taken, which is not known here.
+    """
+    cells = _cells(source, rows, columns)
+    for row in rows:
+        shapes = {column: _of_each(_width_and_height, row, source, cells(row), [column])[0] for column in columns}
+        shapes[beside] = _of_each(_width_and_height, row, source, row.columns, [beside])[0]
+        if size[0] is not None and size[1] is not None:
+            shapes["the size that is sampled"] = (size[1], size[0])
+        ratios = [width / height for width, height in shapes.values()]
+        if max(ratios) > UNLIKE * min(ratios):
+            told = ", ".join(f"{name} {width} x {height}" for name, (width, height) in shapes.items())
+            why = f"images are cut to the size that is sampled, {beside} is not, so they would not fit"
+            raise PromptError(f"{source}:{row.line}: unlike shapes ({told}): {why}; cut them to one shape first")
 
 
 def missing_images(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> str | None:
@@ -89,6 +112,11 @@ def _of_each(
         except unreadable() as error:
             raise PromptError(f"{source}:{row.line}: {column} cannot be read as an image: {error}") from error
     return made
+
+
+def _width_and_height(cell: Any) -> tuple[int, int]:
+    with opened(cell) as image:  # its header alone
+        return image.size
 
 
 def _decoded(cell: Any) -> Image:

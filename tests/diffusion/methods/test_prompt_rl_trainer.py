@@ -243,6 +243,14 @@ def test_a_prompt_that_would_be_cut_is_refused(folder: Path, model: Path) -> Non
     assert not (folder / "run" / "checkpoints").exists()
 
 
+def test_a_prompt_that_leaves_the_rewriter_no_room_is_refused(folder: Path, model: Path) -> None:
+    """Before the first iteration, whenever the prompt would have had its turn."""
+    (folder / "train.txt").write_text("a red star\n" + "a red star " * 8)
+    with pytest.raises(ValueError, match=r"max_new_tokens: \d+ tokens .* more than the 256 positions"):
+        train(runs.config(folder, model, trainer=trainer(rewriter={"max_new_tokens": 240}), **GROUPS))
+    assert runs.rows(folder / "run") == []
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"retained": 4}, "use 3 or less"),
     ({"tree": {"ways": 2}, "window": {"size": 1}}, "trainer.tree: unknown key"),

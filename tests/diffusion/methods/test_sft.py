@@ -136,6 +136,11 @@ def test_impossible_settings_and_sets_are_refused(folder: Path, kontext: Path) -
     with pytest.raises(ConfigError, match=wanted):
         check_files(found, {})
     found = config(folder, kontext)
+    Image.new("RGB", (24, 16)).save(folder / "1-target.png")
+    told = r"pairs.jsonl:2: unlike shapes \(target_image 24 x 16, source_image 16 x 16, the size .* 16 x 16\)"
+    with pytest.raises(PromptError, match=told):
+        train(found)
+    Image.new("RGB", (16, 16)).save(folder / "1-target.png")
     (folder / "2-target.png").write_bytes(b"no picture")
     with pytest.raises(PromptError, match=r"pairs.jsonl:3: target_image cannot be read as an image"):
         train(found)

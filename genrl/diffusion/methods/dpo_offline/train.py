@@ -7,10 +7,11 @@ the configuration judge the held-out prompts only.
 from __future__ import annotations
 
 from genrl.config import Config
-from genrl.data.preferences import check_set, open_set
+from genrl.data.preferences import open_set
 from genrl.data.prompts import Prompt
+from genrl.data.rows import PREFERENCE_COLUMNS
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.methods.given import given_pictures, picture_size
+from genrl.diffusion.methods.given import check_given, given_pictures, picture_size
 from genrl.diffusion.methods.pairs import loss, train_on
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
@@ -22,8 +23,8 @@ PAIR = (1.0, 0.0)
 
 
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
-    """Raise ValueError for rows without two pictures."""
-    check_set(config.prompts.train, prompts)
+    """Raise PromptError for rows without two pictures, or with some that do not fit the picture to be edited."""
+    check_given(config, prompts, PREFERENCE_COLUMNS)
 
 
 def train(run: DiffusionRun, settings: OfflineDPO) -> None:

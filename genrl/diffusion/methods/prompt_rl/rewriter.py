@@ -128,6 +128,15 @@ class Rewriter:
         floats = self.model.dtype
         return {k: v.to(self.model.device, floats if v.is_floating_point() else None) for k, v in asked.items()}
 
+    def check_room(self, prompt: str, asked: Inputs) -> None:
+        """Raise ValueError where the model has too few positions for what it is asked and a whole answer."""
+        length, longest = asked["input_ids"].shape[1], self.settings.max_new_tokens
+        if self.room is not None and length + longest > self.room:
+            raise ValueError(
+                f"trainer.rewriter.max_new_tokens: {length} tokens of instruction and prompt and {longest} new "
+                f"ones are more than the {self.room} positions of {self.settings.path}: {prompt!r}; use fewer"
+            )
+
     @torch.no_grad()
     def write(
         self,
@@ -141,16 +150,14 @@ class Rewriter:
 
         fits: whether the text encoders take a text whole. Raises ValueError where the model has too few positions.
         """
-        asked, longest = self.asked(prompt, pictures), self.settings.max_new_tokens
-        length = asked["input_ids"].shape[1]
-        if self.room is not None and length + longest > self.room:
-            raise ValueError(
-                f"trainer.rewriter.max_new_tokens: {length} tokens of instruction and prompt and {longest} new "
-                f"ones are more than the {self.room} positions of {self.settings.path}: {prompt!r}; use fewer"
-            )
+        asked = self.asked(prompt, pictures)
+        self.check_room(prompt, asked)
+        length, longest = asked["input_ids"].shape[1], self.settings.max_new_tokens
         draw = _Draw(self._log_softmax, generator(*key))
         found = self.model.generate(
-            **_repeated(asked, count), max_new_tokens=longest, logits_processor=LogitsProcessorList([draw])
+            **_repeated(asked, count),
+            max_new_tokens=longest,
+            logits_processor=LogitsProcessorList([draw]),
         )
         tokens = found[:, length:]
         mask = completion_mask(tokens, self.end)

@@ -55,6 +55,9 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
     check_prompts(run, settings, fits)
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=device)
+    if not rewriter.see:  # how long pictures are is known when they are read
+        for row in (*run.prompts, *run.eval_prompts):
+            rewriter.check_room(row.text, rewriter.asked(row.text))
     run.loop.keep("rewriter", rewriter)
     run.rewrite = partial(rewritten, run, rewriter, fits)
     for iteration in run.iterations():

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 
 from genrl.config import Config
-from genrl.data.preferences import TARGET_COLUMNS, check_set, open_set
+from genrl.data.preferences import TARGET_COLUMNS, open_set
 from genrl.data.prompts import Prompt
-from genrl.diffusion.methods.given import given_pictures, picture_size
+from genrl.diffusion.methods.given import check_given, given_pictures, picture_size
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import Tensors, drawn_level, noised_by, own_noise, update, without_guidance
 from genrl.diffusion.methods.sft.settings import PipelineSFT
@@ -32,8 +32,8 @@ from genrl.runtime.recorded import Recorded
 
 
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
-    """Raise ValueError for rows without a target."""
-    check_set(config.prompts.train, prompts, TARGET_COLUMNS)
+    """Raise PromptError for rows without a target, or with one that does not fit its source picture."""
+    check_given(config, prompts, TARGET_COLUMNS)
 
 
 def train(run: DiffusionRun, settings: PipelineSFT) -> None:
