@@ -41,6 +41,8 @@ EDITABLE = (
     *("engine", "engine.*"),  # where samples are drawn
     *("distributed.fsdp", "distributed.shard"),  # which processes hold the weights
 )
+KEPT = ("evaluation.right_at",)
+"""Not editable after all: training may go by it (`economy.selection`, RLFR), and a curve has one meaning of right."""
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 DISTRIBUTIONS = {"genrl": "genrl-diffusion"}
 """Names on the package index of packages that are imported by another; genrl on the index is another project."""
@@ -181,12 +183,14 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
             f"(run.json says which). Nothing was changed. {error}"
         ) from None
     objects = {key for key, value in leaves(yaml.safe_load(dump(was))).items() if is_given(value)}
-    forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in (*EDITABLE, *objects))]
+    editable = (*EDITABLE, *objects)
+    forbidden = [key for key in edits if key in KEPT or not any(fnmatchcase(key, pattern) for pattern in editable)]
     if forbidden:
         raise ValueError(
             f"cannot resume {folder} with another value of {', '.join(forbidden)}: "
             + "; ".join(edits[key] for key in forbidden)
-            + f". Only {', '.join(EDITABLE)} may change; start a new run for anything else (output=FOLDER)."
+            + f". Only {', '.join(EDITABLE)} may change, and of these not {', '.join(KEPT)}; "
+            + "start a new run for anything else (output=FOLDER)."
         )
     if "distributed.fsdp" in edits and was.rounds_weights and step:
         raise ValueError(

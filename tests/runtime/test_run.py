@@ -114,6 +114,17 @@ def test_edits_that_a_resume_refuses(tmp_path: Path, override: str) -> None:
     assert run.config.read_text() == CONFIG
 
 
+def test_what_counts_as_right_stays(tmp_path: Path) -> None:
+    """Training may go by it, though it is a key of the evaluation."""
+
+    def saved(*more: str) -> str:
+        return dump(load("configs/vlm/quickstart.yaml", list(more)))
+
+    Run(tmp_path).config.write_text(saved())
+    with pytest.raises(ValueError, match=r"another value of evaluation\.right_at: .*1\.0 -> 0\.5"):
+        runs.resume(tmp_path, saved("evaluation.right_at=0.5"), step=1, command=[])
+
+
 @pytest.mark.parametrize(("changes", "refused"), [(["vlm.dtype=bfloat16"], True), ([], False)])
 def test_shards_whose_weights_would_be_rounded_stay_shards(tmp_path: Path, changes: list[str], refused: bool) -> None:
     def saved(*more: str) -> str:
