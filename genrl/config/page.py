@@ -38,8 +38,8 @@ genrl config schema > genrl.schema.json         # completion in editors
 in `configs/diffusion/` that are named after a method alone: `mix_grpo`, `mix_grpo_flash`, `flow_grpo_fast`,
 `tree_rpo`, `branch_grpo`, `tree_grpo`, `b2_diffurl`, `adv_grpo`, `dance_grpo`, `grpo_guard`, `ddpo`, `prdp`,
 `paco_grpo`, `prompt_rl`, `spo`, `talk2move` and `talk2move_sft`. The others there, named after a published model, are
-[recipes](recipes.md) with the field's defaults and their sources. We had no machine that could run them: they are
-validated, not run.
+[recipes](recipes.md) with the field's defaults and their sources. They are validated and rehearsed with random weights;
+we have trained none with the published ones.
 
 Keys and defaults, made from the schemas in `genrl/config/`:
 """
