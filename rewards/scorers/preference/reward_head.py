@@ -56,6 +56,33 @@ def backbone_name(name: str) -> str | None:
     return name if name.startswith(("visual.", "language_model.")) else f"language_model.{name}"
 
 
+def filled_backbone(base: str, weights: Mapping[str, torch.Tensor], what: str, dtype: torch.dtype) -> Any:
+    """The Qwen2-VL or Qwen2.5-VL that a checkpoint holds beside its heads, made by the configuration of `base`.
+
+    Raises ValueError, beginning with `what`, where the weights are not those of such a model.
+    """
+    own = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
+    if "language_model.embed_tokens.weight" not in own:
+        raise ValueError(f"{what} is not a reward model of this kind: it has {', '.join(list(weights)[:3])}...")
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.text_config.vocab_size = len(own["language_model.embed_tokens.weight"])
+    make: Any = transformers.AutoModel.from_config
+    with no_init_weights():
+        model = make(config, dtype=dtype)
+    fill(model, own, what)
+    return model.eval().requires_grad_(False)
+
+
+def tokens_of(base: str, added: Sequence[str], model: Any, what: str) -> tuple[Any, list[int]]:
+    """The tokenizer of `base` with these tokens, and their ids. Raises ValueError where the model has too few."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(added)})
+    ids, size = tokenizer.convert_tokens_to_ids(list(added)), model.config.text_config.vocab_size
+    if max(ids) >= size:
+        raise ValueError(f"{what} has {size} tokens; {added[-1]} of {base!r} is {max(ids)}")
+    return tokenizer, ids
+
+
 class RewardHead:
     """A Qwen2-VL or Qwen2.5-VL with scoring heads, from one `file` with the weights of backbone and heads.
 
@@ -66,23 +93,10 @@ class RewardHead:
     def __init__(self, base: str, file: Path, prefixes: Sequence[str], dtype: str, device: str, reward: str):
         check_type(base, ("qwen2_vl", "qwen2_5_vl"), reward)
         weights, what = read_weights(file), f"{reward}: {file}"
-        own = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
-        if "language_model.embed_tokens.weight" not in own:
-            raise ValueError(f"{what} is not a reward model of this kind: it has {', '.join(list(weights)[:3])}...")
+        self.model = filled_backbone(base, weights, what, torch_dtype(dtype, reward)).to(device)
         heads = [head({n.removeprefix(p): v for n, v in weights.items() if n.startswith(p)}, what) for p in prefixes]
         self.heads = torch.nn.ModuleList(heads).to(device)
-        config = transformers.AutoConfig.from_pretrained(base)
-        config.text_config.vocab_size = len(own["language_model.embed_tokens.weight"])
-        make: Any = transformers.AutoModel.from_config
-        with no_init_weights():
-            model = make(config, dtype=torch_dtype(dtype, reward))
-        fill(model, own, what)
-        self.model = model.eval().requires_grad_(False).to(device)
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
-        tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
-        self.token = tokenizer.convert_tokens_to_ids(TOKEN)
-        if self.token >= config.text_config.vocab_size:
-            raise ValueError(f"{what} has {config.text_config.vocab_size} tokens; {TOKEN} of {base!r} is {self.token}")
+        tokenizer, (self.token,) = tokens_of(base, [TOKEN], self.model, what)
         budget = {"shortest_edge": PIXELS, "longest_edge": PIXELS}
         self._inputs = QwenInputs(tokenizer, transformers.Qwen2VLImageProcessorPil.from_pretrained(base, size=budget))
         logger.info("%s: %s on %s", reward, what, base)
