@@ -31,8 +31,9 @@ METHODS = {
     "metaworld": "Meta-World, Flow-SDE, PPO",
     "point_maze": "PointMaze, Flow-SDE, PPO",
     "fetch": "Fetch, Flow-SDE, PPO",
+    "reacher": "Reacher, Flow-SDE, PPO",
 }
-STARTS = {name: f"{name}_sft" for name in ("metaworld", "point_maze", "fetch")}
+STARTS = {name: f"{name}_sft" for name in ("metaworld", "point_maze", "fetch", "reacher")}
 """What has to be trained first."""
 FIGURE = Path("docs/img/vla_methods.svg")
 RESULTS = Path(__file__).with_suffix(".json")
@@ -42,8 +43,9 @@ HEAD = """
 This page lists what the methods for policies in simulation reach. Every row is an unchanged configuration of
 `configs/vla/`, run to its end on one thread of a shared CPU with three seeds; each starts from the same supervised
 policy, so seeds differ only in episodes and noise. **Success** is that of the evaluation: 512 fixed episodes
-(Meta-World 96, PointMaze and Fetch 256) without exploration; the standard error of one figure is at most 0.022 (0.051,
-0.031). MiniTable and PointMaze are observed in pictures of 32 pixels, Meta-World and Fetch through their state.
+(Meta-World 96, PointMaze, Fetch and Reacher 256) without exploration; the standard error of one figure is at most 0.022
+(0.051, 0.031). MiniTable, PointMaze and Reacher are observed in pictures of 32 pixels, Meta-World and Fetch through
+their state.
 **To .85** is the number of environment steps until an evaluation first reaches it, linear between evaluations.
 Environment steps are those of rollouts. CPU minutes are those of the learner's process, including loading and
 evaluations, and of its workers.
