@@ -282,7 +282,5 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_has_an_expert() -> None:
-    with pytest.raises(
-        ValueError, match="gym_pusht/PushT-v0 has no scripted expert.*fetch, reacher have one"
-    ):
+    with pytest.raises(ValueError, match="gym_pusht/PushT-v0 has no scripted expert.*fetch, reacher have one"):
         demonstrated("gym_pusht/PushT-v0", (), 1, seed=0)
