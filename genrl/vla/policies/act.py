@@ -215,10 +215,10 @@ class ACT(PublishedPolicy):
             raise ValueError(f"policy.new.args: {error}") from None
         folder = _new_folder(config, inputs, action_dim, stats)
         policy = cls(config, Robot(folder))
-        if (name := config.pretrained_backbone_weights) is not None:
+        if (begun := config.pretrained_backbone_weights) is not None:
             key, wanted = "policy.new.args.pretrained_backbone_weights", TORCHVISION[config.vision_backbone]
-            if name != wanted or not inputs.image:
-                raise ValueError(f"{key} must be null or, with pictures, {wanted}; found {name!r}")
+            if begun != wanted or not inputs.image:
+                raise ValueError(f"{key} must be null or, with pictures, {wanted}; found {begun!r}")
             policy.model.backbone.load_state_dict(pretrained(config.vision_backbone, key))
         policy.folder, policy.layout = folder, lerobot.new_layout(policy)
         return policy.eval()
