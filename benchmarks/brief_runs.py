@@ -20,6 +20,7 @@ Overrides = dict[str, float | str]
 SIMULATORS = {
     **{name: name for name in ("metaworld", "libero")},
     **{name: "gymnasium_robotics" for name in ("point_maze", "fetch")},
+    "reacher": "mujoco",
 }
 """Names of environments that need a package, and the module that shows it installed."""
 

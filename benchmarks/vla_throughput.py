@@ -25,6 +25,7 @@ from genrl.vla.simulators.environments import open_environment
 ARM = {"num_envs": 48, "chunk": 8, "tasks": ("reach-v3", "push-v3", "pick-place-v3"), "max_steps": 80}
 MAZE = {"num_envs": 64, "chunk": 16, "tasks": ("umaze",), "max_steps": 160}
 HAND = {"num_envs": 64, "chunk": 4}
+PLANE = {"num_envs": 64, "chunk": 8, "max_steps": 32}
 FETCH = {"num_envs": 16, "chunk": 8, "proprioception": 3, "instruction": "push the box to the goal"}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minitable, state": ("genrl", "minitable", {"num_envs": 512, "chunk": 4}),
@@ -37,6 +38,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "point maze, 32 px": ("gymnasium_robotics", "point_maze", MAZE | {"image_size": 32}),
     "fetch, state": ("gymnasium_robotics", "fetch", HAND),
     "fetch, 64 px": ("gymnasium_robotics", "fetch", HAND | {"image_size": 64}),
+    "reacher, state": ("mujoco", "reacher", PLANE),
+    "reacher, 32 px": ("mujoco", "reacher", PLANE | {"image_size": 32}),
     "pusht, state": ("gym_pusht", "gym_pusht/PushT-v0", {"num_envs": 16, "chunk": 8, "proprioception": 2}),
     "pusht, 96 px": ("gym_pusht", "gym_pusht/PushT-v0", {"num_envs": 16, "chunk": 8, "image_size": 96}),
     "fetch push, state": ("gymnasium_robotics", "FetchPush-v4", FETCH),

@@ -106,7 +106,8 @@ class Environment(Section):
     """Where the policy acts."""
 
     name: Text
-    """minitable, metaworld, point_maze, fetch, a gymnasium id, or path/file.py:function that makes an environment."""
+    """minitable, metaworld, point_maze, fetch, reacher, a gymnasium id, or path/file.py:function that makes an
+    environment."""
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Which tasks, by name; null = the environment's own choice."""
     num_envs: Count = 64

@@ -40,6 +40,7 @@ SIMULATORS = Group(
         "libero": "genrl.vla.simulators.libero:describe",
         "point_maze": "genrl.vla.simulators.robotics.point_maze:describe",
         "fetch": "genrl.vla.simulators.robotics.fetch:describe",
+        "reacher": "genrl.vla.simulators.robotics.reacher:describe",
     },
     "genrl.simulators",
 )
@@ -52,6 +53,7 @@ EXPERTS = Group(
         "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
         "point_maze": "genrl.vla.simulators.robotics.expert:point_maze",
         "fetch": "genrl.vla.simulators.robotics.expert:fetch",
+        "reacher": "genrl.vla.simulators.robotics.expert:reacher",
     },
     "",
 )

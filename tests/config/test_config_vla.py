@@ -652,7 +652,7 @@ class TestFiles:
             (
                 {"name": "robosuite"},
                 "environment.name",
-                "there are fetch, libero, maniskill, metaworld, minitable, point_maze, gymnasium ids",
+                "there are fetch, libero, maniskill, metaworld, minitable, point_maze, reacher, gymnasium ids",
             ),
             ({"name": "none.py:make"}, "environment.name", "there is no file none.py"),
             ({"name": "docs/mine.py"}, "environment.name", "docs/mine.py:make"),

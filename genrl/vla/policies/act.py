@@ -24,7 +24,7 @@ from genrl.vla.policies import lerobot
 from genrl.vla.policies.lerobot import Adapt, Folder
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Batch, Errors, NoiseHead, Statistics
 from genrl.vla.policies.published import PublishedPolicy
-from genrl.vla.policies.resnet import DEPTHS, WIDTHS, FrozenBatchNorm, resnet
+from genrl.vla.policies.resnet import DEPTHS, TORCHVISION, WIDTHS, FrozenBatchNorm, pretrained, resnet
 from genrl.vla.policies.robot import Robot
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ _MODES = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION"
 
 @dataclass(frozen=True)
 class ACTConfig:
-    """LeRobot's names and defaults."""
+    """LeRobot's names and defaults, but that a new one downloads no weights unless it is told to."""
 
     chunk_size: int = 100
     vision_backbone: str = "resnet18"
+    pretrained_backbone_weights: str | None = None
     replace_final_stride_with_dilation: bool = False
     pre_norm: bool = False
     dim_model: int = 512
@@ -202,7 +203,7 @@ class ACT(PublishedPolicy):
 
     @classmethod
     def new(cls, inputs: Inputs, action_dim: int, stats: Statistics, settings: NewPolicy) -> ACT:
-        """A policy with fresh weights, its picture network too. settings: of the section `policy.new`."""
+        """A policy with fresh weights, its picture network's those that `settings`, the section `policy.new`, name."""
         known = sorted(ACTConfig.__dataclass_fields__.keys() - {"chunk_size"})
         for name in settings.args.keys() - set(known):
             near = difflib.get_close_matches(name, known, n=1)
@@ -214,6 +215,11 @@ class ACT(PublishedPolicy):
             raise ValueError(f"policy.new.args: {error}") from None
         folder = _new_folder(config, inputs, action_dim, stats)
         policy = cls(config, Robot(folder))
+        if (begun := config.pretrained_backbone_weights) is not None:
+            key, wanted = "policy.new.args.pretrained_backbone_weights", TORCHVISION[config.vision_backbone]
+            if begun != wanted or not inputs.image:
+                raise ValueError(f"{key} must be null or, with pictures, {wanted}; found {begun!r}")
+            policy.model.backbone.load_state_dict(pretrained(config.vision_backbone, key))
         policy.folder, policy.layout = folder, lerobot.new_layout(policy)
         return policy.eval()
 
@@ -250,7 +256,6 @@ def _new_folder(config: ACTConfig, inputs: Inputs, action_dim: int, stats: Stati
         "output_features": {ACTION: {"type": "ACTION", "shape": [action_dim]}},
         "normalization_mapping": _MODES,
         "n_action_steps": config.chunk_size,
-        "pretrained_backbone_weights": None,
     }
     return lerobot.new_folder(told | asdict(config), used)
 

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rewards.models.checkpoints import find, read_weights
+
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 WIDTHS = (64, 128, 256, 512)
+
+TORCHVISION = {"resnet18": "ResNet18_Weights.IMAGENET1K_V1", "resnet34": "ResNet34_Weights.IMAGENET1K_V1"}
+"""What torchvision calls the weights of `pretrained`."""
 
 Norm = Callable[[int], nn.Module]
 
@@ -68,3 +73,12 @@ def resnet(name: str, norm: Norm) -> nn.Sequential:
         stages.append(nn.Sequential(*blocks))
     stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
     return nn.Sequential(stem, norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *stages)
+
+
+def pretrained(name: str, key: str) -> dict[str, Tensor]:
+    """torchvision's weights from ImageNet, but for its last layer: timm's copy on the hub, which is no pickle.
+
+    key: of the configuration, for the ValueError where it cannot be downloaded.
+    """
+    held = read_weights(find(f"timm/{name}.tv_in1k", ("model.safetensors",), key))
+    return {own: value for own, value in held.items() if not own.startswith("fc.") and "num_batches" not in own}

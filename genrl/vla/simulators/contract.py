@@ -69,8 +69,8 @@ class Simulation(Reading):
     """Slots of a simulator, and where they run."""
 
     name: str = field(kw_only=False)
-    """minitable, metaworld, point_maze, fetch, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an installed
-    simulator, or "file.py:function", which returns a gymnasium environment."""
+    """minitable, metaworld, point_maze, fetch, reacher, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an
+    installed simulator, or "file.py:function", which returns a gymnasium environment."""
     num_envs: int
     """Slots."""
     tasks: tuple[str, ...] = ()

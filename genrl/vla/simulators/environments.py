@@ -15,7 +15,7 @@ from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import Simulators
 from genrl.vla.simulators.workers import Inline, Process
 
-ONE_CAMERA = ("minitable", "metaworld", "maniskill", "point_maze", "fetch")
+ONE_CAMERA = ("minitable", "metaworld", "maniskill", "point_maze", "fetch", "reacher")
 
 
 def open_environment(wanted: Simulation) -> Environment:

@@ -124,7 +124,7 @@ def test_it_learns_where_the_policy_goes(tmp_path: Path) -> None:
 
 
 def test_simulators_without_an_expert_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="maniskill has none; minitable, metaworld, point_maze, fetch have one"):
+    with pytest.raises(ConfigError, match="maniskill has none; minitable, .*, fetch, reacher have one"):
         config(tmp_path, environment={"name": "maniskill", "tasks": None})
     with pytest.raises(ConfigError, match=r"dagger imitates: write `expert: N`, or `dataset: FOLDER`"):
         config(tmp_path, demonstrations={"expert": None})

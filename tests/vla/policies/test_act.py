@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from genrl.config import ConfigError, load
@@ -21,6 +21,7 @@ from genrl.runtime.progress import Progress
 from genrl.vla.data.demonstrations import expert_demonstrations, write_minitable
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.imitation import imitation_loss, recorded_frames
+from genrl.vla.policies import resnet
 from genrl.vla.policies.act import ACT, ACTConfig
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import ACTION, STATE, PredictsActions, PredictsNoise, PredictsVelocity, rows
@@ -214,6 +215,32 @@ def test_a_new_policy_with_pictures_sees(tmp_path) -> None:
         assert (policy.regressed(policy.encode(seen)) - policy.regressed(policy.encode(dark))).abs().max() > 1e-3
 
 
+def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) -> None:
+    """By LeRobot's name of them. It sees as timm, whose copy of them is read; a saved one needs them no more."""
+    timm = pytest.importorskip("timm")
+    own, seen = timm.create_model("resnet18").eval(), torch.rand(2, 3, 64, 96)
+    for module in own.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            for numbers in (module.weight, module.bias, module.running_mean, module.running_var):
+                torch.nn.init.uniform_(numbers, 0.5, 1.5)
+    asked: list[Any] = []
+    save_file(own.state_dict(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(resnet, "find", lambda *told: asked.append(told) or tmp_path / "model.safetensors")
+    new: dict[str, Any] = RUN["policy"]["new"] | {"image_size": 32}
+    args = new["args"] | {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}
+    policy, _ = open_policy(config(tmp_path, policy={"path": None, "new": new | {"args": args}}))
+    save_policy(policy, tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert written["pretrained_backbone_weights"] == "ResNet18_Weights.IMAGENET1K_V1"
+    with torch.no_grad():
+        wanted = own.forward_features(seen)
+        for found in (policy, load_policy(tmp_path / "saved")):
+            torch.testing.assert_close(found.model.backbone(seen), wanted, rtol=1e-4, atol=1e-4)
+    assert wanted.std() > 0.1
+    key = "policy.new.args.pretrained_backbone_weights"
+    assert asked == [("timm/resnet18.tv_in1k", ("model.safetensors",), key)]
+
+
 def test_what_does_not_fit_is_refused(folders, tmp_path) -> None:
     for settings, match in (
         ({"temporal_ensemble_coeff": 0.01}, "temporal_ensemble_coeff must be null, found 0.01: it averages"),
@@ -243,6 +270,7 @@ def test_what_does_not_fit_is_refused(folders, tmp_path) -> None:
     [
         ({"dim_modl": 64}, "policy.new.args: act has no 'dim_modl'; did you mean dim_model"),
         ({"chunk_size": 8}, "policy.new.args: act has no 'chunk_size'"),
+        ({"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}, "must be null or, with pictures, ResNet18"),
         ({"dim_model": 30}, "policy.new.args: dim_model 30 must be a multiple of n_heads 8 and of 4"),
     ],
 )

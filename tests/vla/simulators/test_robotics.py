@@ -1,4 +1,4 @@
-"""Fetch and PointMaze: their experts, their independence of one another, pictures; and on workers."""
+"""Fetch, PointMaze and Reacher: their experts, their independence of one another, pictures; and on workers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from genrl.vla.simulators.environments import evaluation_episodes, open_environm
 from genrl.vla.simulators.robotics.env import RoboticsEnv
 from genrl.vla.simulators.robotics.fetch import FetchEnv
 from genrl.vla.simulators.robotics.point_maze import PointMazeEnv, steps_to
+from genrl.vla.simulators.robotics.reacher import FORE, UPPER, WITHIN, ReacherEnv, posture
 from genrl.vla.simulators.simulator import find_registered, headless
 
 headless()
@@ -27,7 +28,7 @@ installed = pytest.mark.skipif(
     importlib.util.find_spec("gymnasium_robotics") is None,
     reason="needs gymnasium-robotics: pip install 'genrl-diffusion[robotics]'",
 )
-EVERY = [(family, task) for family in (PointMazeEnv, FetchEnv) for task in family.tasks]
+EVERY = [(family, task) for family in (PointMazeEnv, FetchEnv, ReacherEnv) for task in family.tasks]
 
 
 def played(env: RoboticsEnv, seed: int) -> int | None:
@@ -95,6 +96,7 @@ def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[Rob
     """Two slots take turns in one model, with pictures in between; a third environment is the package's own."""
     one, other = family(task), family(task)
     own: Any = gymnasium.make(find_registered(family.tasks[task].id), disable_env_checker=True).unwrapped
+    success = "success" if family is PointMazeEnv else "is_success"
     actions = np.random.default_rng(0).uniform(-1, 1, (12, *one.action_space.shape)).astype(np.float32)
     one.reset(seed=9)
     one.step(actions[0])
@@ -107,8 +109,42 @@ def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[Rob
         one.picture(32)
         seen, reward, _, _, info = one.step(action)
         raw, paid, _, _, told = own.step(action.astype(np.float64))
-        assert reward == paid and info == {"success": bool(told[family.success_key])}
+        assert reward == paid and info == {"success": bool(told[success])}
     assert not np.array_equal(seen["agent_pos"], other.step(actions[0])[0]["agent_pos"])
+
+
+@installed
+def test_reacher_is_the_packages_own_whatever_runs_beside_it() -> None:
+    """The wider target and the coarser shapes are only drawn; success is by the distance that the package tells."""
+    one, other = ReacherEnv("reach"), ReacherEnv("reach")
+    own: Any = gymnasium.make("Reacher-v5", disable_env_checker=True).unwrapped
+    other.reset(seed=6)
+    found = set()
+    for seed in range(3):
+        seen, raw = one.reset(seed=seed)[0], own.reset(seed=seed)[0]
+        for _ in range(32):
+            mine = np.concatenate([seen["agent_pos"][:4], seen["environment_state"], seen["agent_pos"][4:]])
+            assert np.array_equal(mine, raw[:8])
+            other.step(np.ones(2, np.float32))
+            one.picture(32)
+            action = np.clip(one.expert(seen), -1, 1).astype(np.float32)
+            seen, reward, _, _, info = one.step(action)
+            raw, paid, _, _, _ = own.step(action.astype(np.float64))
+            assert reward == paid and info == {"success": bool(np.linalg.norm(raw[8:]) < WITHIN)}
+            found.add(info["success"])
+    assert found == {False, True}
+
+
+def test_a_posture_touches_its_target() -> None:
+    """Where the arm can: not beyond its reach, nor nearer to its root than the second joint can be bent."""
+    for radius in (0.03, 0.1, 0.2):
+        for angle in np.linspace(-3.0, 3.0, 7):
+            target = radius * np.array([np.cos(angle), np.sin(angle)])
+            first, second = posture(target)
+            tip = [UPPER * turn(first) + FORE * turn(first + second) for turn in (np.cos, np.sin)]
+            np.testing.assert_allclose(tip, target, atol=1e-9)
+            assert 0.0 <= second <= 3.0
+    assert posture(np.array([0.5, 0.0]))[1] == 0.0 and posture(np.array([1e-3, 0.0]))[1] == pytest.approx(3.0)
 
 
 def shown(name: str, workers: int, **how: Any) -> list[Any]:
@@ -125,7 +161,7 @@ def shown(name: str, workers: int, **how: Any) -> list[Any]:
 
 
 @installed
-@pytest.mark.parametrize("name", ["point_maze", "fetch"])
+@pytest.mark.parametrize("name", ["point_maze", "fetch", "reacher"])
 def test_rollouts_do_not_depend_on_workers(name: str) -> None:
     """Of all tasks, whose observations have one shape; episodes end and tasks change over slots."""
     here, there = (shown(name, workers, image_size=32) for workers in (0, 2))
@@ -181,6 +217,28 @@ def test_a_picture_shows_the_maze_from_above(seed: int) -> None:
 
 
 @installed
+@pytest.mark.parametrize("size", [32, 64])
+def test_a_picture_shows_the_arm_from_above(size: int) -> None:
+    """The red target and the blue arm are where the state says, x to the right and y up."""
+    env, half = ReacherEnv("reach"), 0.23
+    for seed in range(4):
+        seen, _ = env.reset(seed=seed)
+        for _ in range(seed * 4):
+            seen = env.step(env.expert_chunk(1)[0])[0]
+        picture = env.picture(size).astype(int)
+        row, column = reddest(picture)
+        x, y = seen["environment_state"]
+        assert abs((2 * column - 1) * half - x) < 0.012 and abs((1 - 2 * row) * half - y) < 0.012
+        rows, columns = np.nonzero(picture[..., 2] - picture[..., 0] > 50)
+        (c0, c1), (s0, s1) = seen["agent_pos"][:2], seen["agent_pos"][2:4]
+        elbow = UPPER * np.array([c0, s0])
+        tip = elbow + FORE * np.array([c0 * c1 - s0 * s1, s0 * c1 + c0 * s1])
+        middle = (elbow / 2 * UPPER + (elbow + tip) / 2 * FORE) / (UPPER + FORE)
+        seen_at = (2 * (columns.mean() + 0.5) / size - 1) * half, (1 - 2 * (rows.mean() + 0.5) / size) * half
+        assert np.abs(seen_at - middle).max() < 0.02
+
+
+@installed
 def test_pictures_of_slots_show_their_own_targets() -> None:
     one, other = FetchEnv("push"), FetchEnv("push")
     one.reset(seed=0)
@@ -219,10 +277,10 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mujoco", None)
     from genrl.vla.simulators.robotics import env
 
-    with pytest.raises(Misuse, match=r"gymnasium-robotics needs mujoco: pip install 'genrl-diffusion\[robotics\]'"):
+    with pytest.raises(Misuse, match=r"FetchReach-v4 needs mujoco: pip install 'genrl-diffusion\[robotics\]'"):
         env.Shared("FetchReach-v4")
 
 
 def test_who_has_an_expert() -> None:
-    with pytest.raises(ValueError, match="gym_pusht/PushT-v0 has no scripted expert.*point_maze, fetch have one"):
+    with pytest.raises(ValueError, match="gym_pusht/PushT-v0 has no scripted expert.*fetch, reacher have one"):
         demonstrated("gym_pusht/PushT-v0", (), 1, seed=0)

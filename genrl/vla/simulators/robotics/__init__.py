@@ -1,1 +1,2 @@
-"""gymnasium-robotics' Fetch and PointMaze, with pictures that are cheap, instructions, and scripted experts."""
+"""gymnasium-robotics' Fetch and PointMaze and gymnasium's Reacher, with pictures that are cheap, instructions, and
+scripted experts."""

@@ -1,4 +1,4 @@
-"""What Fetch and PointMaze share: a task's model once per process, pictures, and one interface.
+"""What Fetch, PointMaze and Reacher share: a task's model once per process, pictures, and one interface.
 
 Each slot has a state (`MjData`) of its own in the model of its task. What an episode writes into the model is the place
 of the red target, which is only drawn, and from the slot's own goal; so slots do not see each other, and an episode is
@@ -24,6 +24,9 @@ from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
 from genrl.vla.simulators.simulator import SlotHost, find_registered
 
 Seen = dict[str, NDArray[np.float64]]
+
+FIELD_OF_VIEW = np.pi / 4
+"""Of MuJoCo's free camera."""
 
 
 class Task(NamedTuple):
@@ -52,10 +55,6 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     tasks: ClassVar[Mapping[str, Task]]
     """Of the family, by name."""
-    target: ClassVar[str]
-    """The site that marks the goal."""
-    success_key: ClassVar[str]
-    """The simulator's own name for success."""
     sizes: ClassVar[tuple[int, int]]
     """Numbers of "agent_pos" and "environment_state"."""
 
@@ -79,12 +78,15 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
         """`inner` with a copy of its state: what is tried there does not happen here."""
 
     @abstractmethod
-    def named(self, raw: Mapping[str, NDArray[np.float64]]) -> Seen:
+    def named(self, raw: Any) -> Seen:
         """The simulator's observation by the contract's names."""
 
     @abstractmethod
-    def goal(self) -> NDArray[np.float64]:
-        """Where the target is, [3]."""
+    def succeeded(self, info: Mapping[str, Any]) -> bool:
+        """Whether an action ended at the target, by what the simulator says of it."""
+
+    def mark(self) -> None:
+        """Put the target of the pictures to the goal, where the state does not do so."""
 
     @abstractmethod
     def view(self) -> View:
@@ -104,9 +106,8 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
     def step(self, action: NDArray[np.float32]) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
         """One action."""
         raw, reward, terminated, truncated, info = self.inner.step(action.astype(np.float64))
-        told = {"success": bool(info[self.success_key])}
         self.seen = self.named(raw)
-        return self.seen, float(reward), bool(terminated), bool(truncated), told
+        return self.seen, float(reward), bool(terminated), bool(truncated), {"success": self.succeeded(info)}
 
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
         """See `simulator.Expert`: `expert`'s next actions, which keep to the target once it is reached."""
@@ -118,7 +119,8 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """What the camera sees, uint8 [size, size, 3]."""
-        return self.shared.picture(self.inner.data, self.view(), self.target, self.goal(), size)
+        self.mark()
+        return self.shared.picture(self.inner.data, self.view(), size)
 
     def close(self) -> None:
         """Nothing: the model is the process's."""
@@ -128,7 +130,7 @@ class Shared:
     """A task's environment as gymnasium makes it, never stepped, and its renderers, one per size."""
 
     def __init__(self, task_id: str) -> None:
-        self.mujoco = import_mujoco("gymnasium-robotics", "robotics")
+        self.mujoco = import_mujoco(task_id, "robotics")
         made: Any = gymnasium.make(find_registered(task_id), disable_env_checker=True)
         self.made = made.unwrapped
         model, plane = self.made.model, self.mujoco.mjtGeom.mjGEOM_PLANE
@@ -137,14 +139,13 @@ class Shared:
             model.geom_size[number, 2] = model.geom_size[number, :2].max()
         self.renderers: dict[int, Any] = {}
 
-    def picture(self, data: Any, view: View, target: str, goal: NDArray[np.float64], size: int) -> NDArray[np.uint8]:
-        """The scene with the target at its goal."""
+    def picture(self, data: Any, view: View, size: int) -> NDArray[np.uint8]:
+        """The scene as it is in `data`."""
         if size not in self.renderers:
             self.renderers[size] = renderer(self.mujoco, self.made.model, size)
         camera = self.mujoco.MjvCamera()
         camera.lookat[:], camera.distance = view.at, view.distance
         camera.azimuth, camera.elevation = view.azimuth, view.elevation
-        data.site(target).xpos[:] = goal
         self.renderers[size].update_scene(data, camera)
         return np.ascontiguousarray(self.renderers[size].render())
 

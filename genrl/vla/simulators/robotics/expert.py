@@ -1,4 +1,4 @@
-"""Demonstrations of Fetch and PointMaze by their scripted experts."""
+"""Demonstrations of Fetch, PointMaze and Reacher by their scripted experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from genrl.vla.data.frames import Shown
 from genrl.vla.simulators.robotics.env import RoboticsEnv, checked
 from genrl.vla.simulators.robotics.fetch import FetchEnv
 from genrl.vla.simulators.robotics.point_maze import PointMazeEnv
+from genrl.vla.simulators.robotics.reacher import ReacherEnv
 from genrl.vla.simulators.scripted import expert_episodes
 
 
@@ -22,6 +23,11 @@ def fetch(tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None,
 def point_maze(tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int) -> Shown:
     """`count` episodes of every maze (all where there are none); see `expert_episodes`."""
     return _shown(PointMazeEnv, checked(PointMazeEnv, "point_maze", tasks), count, seed, max_steps, image_size)
+
+
+def reacher(tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int) -> Shown:
+    """`count` episodes; see `expert_episodes`."""
+    return _shown(ReacherEnv, checked(ReacherEnv, "reacher", tasks), count, seed, max_steps, image_size)
 
 
 def rest(actions: NDArray[np.float32]) -> Sequence[float]:

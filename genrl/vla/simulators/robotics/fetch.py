@@ -29,8 +29,6 @@ class FetchEnv(RoboticsEnv):
         "reach": Task("FetchReach-v4", 50, "move the hand to the red point"),
         "push": Task("FetchPush-v4", 50, "push the block to the red point"),
     }
-    target = "target0"
-    success_key = "is_success"
     sizes = (10, 6)
 
     def slot(self) -> Any:
@@ -45,9 +43,11 @@ class FetchEnv(RoboticsEnv):
         own = seen if len(seen) == 10 else np.concatenate([seen[:3], seen[9:11], seen[20:25]])
         return {"agent_pos": own, "environment_state": np.concatenate([raw["achieved_goal"], raw["desired_goal"]])}
 
-    def goal(self) -> NDArray[np.float64]:
-        goal: NDArray[np.float64] = self.inner.goal
-        return goal
+    def succeeded(self, info: Mapping[str, Any]) -> bool:
+        return bool(info["is_success"])
+
+    def mark(self) -> None:
+        self.inner.data.site("target0").xpos[:] = self.inner.goal
 
     def view(self) -> View:
         """From the front left and above, where the arm hides the least."""

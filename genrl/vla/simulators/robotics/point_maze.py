@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
 from genrl.vla.simulators.robotics import env
-from genrl.vla.simulators.robotics.env import RoboticsEnv, Seen, Task, View, twin
+from genrl.vla.simulators.robotics.env import FIELD_OF_VIEW, RoboticsEnv, Seen, Task, View, twin
 
 Cell = tuple[int, int]
 
-FIELD_OF_VIEW = np.pi / 4
-"""Of MuJoCo's free camera."""
 SPEED, PULL, FORCE = 5.0, 6.0, 0.5
 """The expert's: greatest speed in m/s, wanted speed per metre of distance, force per m/s that is missing."""
 
@@ -36,8 +34,6 @@ class PointMazeEnv(RoboticsEnv):
             ("Large", 800, "large"),
         )
     }
-    target = "target"
-    success_key = "success"
     sizes = (4, 2)
 
     def slot(self) -> Any:
@@ -54,8 +50,11 @@ class PointMazeEnv(RoboticsEnv):
     def named(self, raw: Mapping[str, NDArray[np.float64]]) -> Seen:
         return {"agent_pos": raw["observation"], "environment_state": raw["desired_goal"]}
 
-    def goal(self) -> NDArray[np.float64]:
-        return np.array([*self.inner.goal, self.inner.maze.maze_height / 2])
+    def succeeded(self, info: Mapping[str, Any]) -> bool:
+        return bool(info["success"])
+
+    def mark(self) -> None:
+        self.inner.data.site("target").xpos[:] = [*self.inner.goal, self.inner.maze.maze_height / 2]
 
     def view(self) -> View:
         """From straight above, with no more of the outer walls than shows where they are."""
