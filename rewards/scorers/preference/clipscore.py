@@ -61,7 +61,7 @@ class ClipScore:
 
 
 class ClipGrid:
-    """Does each cell of a grid show its own part of the prompt? The mean of max(cos, 0) by CLIP over the cells, in [0, 1].
+    """Does each cell of a grid show its own part of the prompt? CLIP's max(cos, 0), mean over the cells, in [0, 1].
 
     `grid`  `2x2` (rows x columns, the default), or the column of the prompt file that holds such a value
     `model`, `processor`, `dtype` as in `clipscore`; PaCo-GRPO's CLIP-T is that of the default model
