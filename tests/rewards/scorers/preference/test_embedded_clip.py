@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_prompt_without_parts_has_no_score_and_a_wrong_number_is_an_error() ->
     grids = {"layout": ["1x2", "2x2"]}
     images = picture(Group(2, "red", "circle")).repeat(2, 1, 1, 1)
     found = rewards.score(reward, images=images, prompts=["a red circle", "two stars"], columns=grids)
-    assert not found.failures and found.values.isnan().all()
+    assert not found.failures and all(map(math.isnan, found.values))
     labels = "[TOP]-[LEFT]: a [TOP]-[RIGHT]: b"
     found = rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
     assert "2 x 2 cells, and the prompt has 2 parts" in found.failures[0].traceback
