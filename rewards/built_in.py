@@ -33,6 +33,13 @@ BUILT_IN: dict[str, BuiltIn] = {
         column="target",
     ),
     "clipscore": BuiltIn("rewards.scorers.preference.clipscore", "ClipScore", "-1 to 1, usually .1 to .4"),
+    "clip_grid": BuiltIn(
+        "rewards.scorers.preference.clipscore",
+        "ClipGrid",
+        "0 to 1, usually .1 to .4",
+        needs="images, prompts, or a column",
+        column="grid",
+    ),
     "pickscore": BuiltIn("rewards.scorers.preference.pickscore", "PickScore", "usually .6 to 1"),
     "aesthetic": BuiltIn("rewards.scorers.preference.aesthetic", "Aesthetic", "1 to 10, usually 4.5 to 6.5"),
     "imagereward": BuiltIn("rewards.scorers.preference.imagereward", "ImageReward", "about -2.3 to 2"),

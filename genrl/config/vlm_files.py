@@ -33,6 +33,7 @@ FURTHER = {
     "key_frames": ("frames", "about", "truth"),
     "scenes": ("caption",),
     "quality": ("harm",),
+    "pairs": ("first", "second"),
 }
 
 Finding = tuple[KeyPath, str]

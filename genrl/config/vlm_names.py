@@ -48,6 +48,7 @@ TASKS = Group(
         "emoji_count": "genrl.vlm.tasks.emoji:count",
         "emoji_place": "genrl.vlm.tasks.emoji:place",
         "emoji_combination": "genrl.vlm.tasks.emoji:combination",
+        "pairs": "genrl.vlm.tasks.pairs:Consistent",
         "sums": "genrl.vlm.tasks.sums:plus",
         "captions": "genrl.vlm.tasks.captions:text",
         "bodies": "genrl.vlm.tasks.bodies:text",

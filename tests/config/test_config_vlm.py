@@ -58,8 +58,8 @@ def refused(folder: Path, **changes: Any) -> tuple[str, str]:
     return problem.path, problem.text
 
 
-OWN_DATA = ("janus_pro_7b_grpo", "janus_pro_7b_dpo")
-"""Recipes for prompts of the user's own, which check names."""
+OWN_DATA = ("janus_pro_7b_grpo", "janus_pro_7b_dpo", "paco_reward_7b")
+"""Recipes for data of the user's own, which check names."""
 
 
 class TestShipped:

@@ -16,24 +16,14 @@ from rewards.contract import Scored, declare, mean
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import judged
 from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid
 
 MODEL = "X-GenGroup/PaCo-Reward-7B"
 
-CONSISTENT = (
-    'Given two subfigures generated based on the theme: "{prompt}", do the two images maintain consistency in terms of '
-    'style, logic and identity? Answer "Yes" or "No" first.'
-)
 KEPT = """The second picture was made from the first by this instruction: "{prompt}". Is everything that the instruction
 does not mention the same in both pictures? Answer "Yes" or "No" first."""
 FOLLOWED = """The second picture was made from the first by this instruction: "{prompt}". Was the instruction carried
 out? Answer "Yes" or "No" first."""
-
-
-def cells(picture: Image, rows: int, columns: int) -> list[Image]:
-    """The cells of a grid from left to right and top to bottom, all of the same size; a remainder is cut off."""
-    width, height = picture.width // columns, picture.height // rows
-    corners = [(column * width, row * height) for row in range(rows) for column in range(columns)]
-    return [picture.crop((x, y, x + width, y + height)) for x, y in corners]
 
 
 def edit_consistency(kept: float, followed: float) -> float:
@@ -46,7 +36,7 @@ class PacoGrid:
 
     `grid`        `2x2` (rows x columns, the default), or the column of the prompt file that holds such a value
     `both_orders` ask about each pair in both orders (default false, as in the paper)
-    `question`    with a placeholder `{prompt}` for the theme: the text itself, `file.txt` or `file.py:CONSTANT`
+    `question`    may have a placeholder `{prompt}` for the theme: the text itself, `file.txt` or `file.py:CONSTANT`
     `model`, `server`, `dtype` as in `judge`
     """
 
@@ -64,7 +54,7 @@ class PacoGrid:
         if self.fixed:
             parse_grid(grid)
         self.pairs = itertools.permutations if both_orders else itertools.combinations
-        self.question = templates.read(question, "paco_grid", holding="{prompt}")
+        self.question = templates.read(question, "paco_grid")
         self.vlm = open_vlm(model, server, dtype, device, "paco_grid")
         self.to = self.vlm.to
         self.__signature__ = declare(["pil_images", "prompts", *([] if self.fixed else [grid])])
@@ -78,15 +68,6 @@ class PacoGrid:
         answers = iter(self.vlm.yes_no([question for questions in asked for question in questions]))
         rows = [list(itertools.islice(answers, len(questions))) for questions in asked]
         return [mean(a.yes for a in row) for row in rows], {"mass": [mean(a.mass for a in row) for row in rows]}
-
-
-def parse_grid(grid: str) -> tuple[int, int]:
-    """`2x3` as (2, 3): at least two cells, at most 64. Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d{1,2})x(\d{1,2})", str(grid).strip())
-    shape = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 2 <= shape[0] * shape[1] <= 64:
-        raise ValueError(f"paco_grid: grid {grid!r} should be rows x columns such as '2x2', with 2 to 64 cells")
-    return shape
 
 
 class PacoEdit:
@@ -137,7 +118,7 @@ class PacoGroup:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.question = templates.read(question, "paco_group", holding="{prompt}")
+        self.question = templates.read(question, "paco_group")
         self.vlm = open_vlm(model, server, dtype, device, "paco_group")
         self.to = self.vlm.to
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
 
-from rewards.contract import check_choice
+from rewards.contract import check_choice, declare
 from rewards.models.clip_model import load_clip
+from rewards.scorers.pictures.grids import parse_grid, parts_of
 
 MODEL = "openai/clip-vit-large-patch14"
 
@@ -56,3 +58,49 @@ class ClipScore:
 
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         return clipscore(self.scorer.cosines(images, prompts), self.scale)
+
+
+class ClipGrid:
+    """Does each cell of a grid show its own part of the prompt? CLIP's max(cos, 0), mean over the cells, in [0, 1].
+
+    `grid`  `2x2` (rows x columns, the default), or the column of the prompt file that holds such a value
+    `model`, `processor`, `dtype` as in `clipscore`; PaCo-GRPO's CLIP-T is that of the default model
+
+    A part is the text after a label such as `[TOP-LEFT]:`, in the order of the cells. A prompt without labels has no
+    score; one with another number of parts than cells is an error.
+    """
+
+    differentiable = True
+
+    def __init__(
+        self,
+        grid: str = "2x2",
+        model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        processor: str | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
+        self.fixed = grid if re.match(r"\d", grid) else ""
+        if self.fixed:
+            parse_grid(grid, "clip_grid")
+        self.scorer = load_clip(model, processor, device, "clip_grid", dtype)
+        self.to = self.scorer.to
+        self.__signature__ = declare(["images", "prompts", *([] if self.fixed else [grid])])
+
+    def __call__(
+        self, images: torch.Tensor, prompts: Sequence[str], **grids: Sequence[str]
+    ) -> list[torch.Tensor | None]:
+        column = next(iter(grids.values()), [self.fixed] * len(prompts))
+        rows = zip(images, prompts, column, strict=True)
+        return [self._score(image, prompt, *parse_grid(grid, "clip_grid")) for image, prompt, grid in rows]
+
+    def _score(self, image: torch.Tensor, prompt: str, rows: int, columns: int) -> torch.Tensor | None:
+        parts = parts_of(prompt)
+        if not parts:
+            return None
+        if len(parts) != rows * columns:
+            raise ValueError(f"clip_grid: {rows} x {columns} cells, and the prompt has {len(parts)} parts: {prompt!r}")
+        height, width = image.shape[-2] // rows, image.shape[-1] // columns
+        bands = [image[..., y * height : (y + 1) * height, :] for y in range(rows)]
+        cells = [band[..., x * width : (x + 1) * width] for band in bands for x in range(columns)]
+        return self.scorer.cosines(torch.stack(cells), parts).clamp_min(0).mean()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
-from genrl.config.section import Count, Text
+from genrl.config.section import Count, Share, Text
 from genrl.config.vlm_method import Row, VLMMethod
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class VLMSFT(VLMMethod):
     target: Text = "answer"
     """The answer that is taught: a column, or a text with columns in braces, "<answer> {answer} </answer>". Of a chat
     row the last message of the assistant is the column `answer`."""
+    first_token_share: Share | None = None
+    """Of the loss of an answer, the share of its first token, which a judge's yes or no is read from; the rest is that
+    of the others in equal parts; null = all tokens alike."""
     batch_size: Count = 32
     """Questions per optimiser step, over all processes."""
     updates: Count | None = 1

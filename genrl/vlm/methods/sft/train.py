@@ -3,7 +3,8 @@
     L = -1/N sum_b sum_t log pi(y[b,t] | x[b], y[b,<t])         N: tokens of all answers of the optimiser step
 
 over the tokens of the answer alone, its end included; question, system message and pictures are read, not learnt. N is
-that of all micro-batches and processes, so the split into them changes nothing but rounding.
+that of all micro-batches and processes, so the split into them changes nothing but rounding. With `first_token_share`
+a, as PaCo-Reward (arXiv 2512.04784) has it, the n tokens of an answer weigh n a and n (1 - a) / (n - 1) instead of 1.
 """
 
 from __future__ import annotations
@@ -100,5 +101,16 @@ def loss(settings: VLMSFT, policy: Policy, given: Recorded) -> dict[str, Tensor]
     answers, answered = given["answers"], given["answered"]
     now = policy.log_probs(asked.prompts, answers, answered, group=asked.group, share_prefix=False)
     answered = answered.to(now.log_prob.device)
-    found = aggregate(-now.log_prob, answered, "token_mean_global", tokens=int(given["tokens"]))
+    nats = -now.log_prob
+    if settings.first_token_share is not None:
+        nats = nats * token_weights(answered, settings.first_token_share)
+    found = aggregate(nats, answered, "token_mean_global", tokens=int(given["tokens"]))
     return {"loss": found, "log_prob": now.log_prob, "computed": torch.tensor(now.positions)}
+
+
+def token_weights(answered: Tensor, first: float) -> Tensor:
+    """[b, T] of a mask padded on the right: n first, then n (1 - first) / (n - 1), in sum n; 1 where n is 1."""
+    number = answered.sum(1, keepdim=True).float()
+    weights = (number * (1 - first) / (number - 1).clamp_min(1)).repeat(1, answered.shape[1])
+    weights[:, :1] = torch.where(number > 1, number * first, 1.0)
+    return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -56,3 +57,27 @@ def test_its_gradient_is_that_of_differences() -> None:
     (gradient,) = torch.autograd.grad(value(0.0).sum(), images)
     slope = float((value(1e-3) - value(-1e-3)).detach()) / 2e-3
     assert float((gradient * direction).sum()) == pytest.approx(slope, rel=0.02, abs=1e-3)
+
+
+def test_the_cells_of_a_grid_are_compared_with_their_own_parts() -> None:
+    red, blue = picture(Group(2, "red", "circle")), picture(Group(1, "blue", "square"))
+    grid = torch.cat([red, blue], dim=-1)
+    reward = rewards.load("clip_grid", {"model": str(FOLDER), "grid": "1x2"})
+    parts = ["two red circles", "a blue square"]
+    prompts = [f"both of one style. [LEFT]: {parts[0]} [RIGHT]: {parts[1]}", f"[LEFT]:{parts[1]} [RIGHT]:{parts[0]}"]
+    right, swapped = rewards.score(reward, images=grid.repeat(2, 1, 1, 1), prompts=prompts).values
+    whole = rewards.load("clipscore", {"model": str(FOLDER)})
+    own = rewards.score(whole, images=torch.cat([red, blue]), prompts=parts).values
+    assert right == pytest.approx(sum(own) / 2, abs=1e-5) and right > swapped + 0.1
+
+
+def test_a_prompt_without_parts_has_no_score_and_a_wrong_number_is_an_error() -> None:
+    reward = rewards.load("clip_grid", {"model": str(FOLDER), "grid": "layout"})
+    assert rewards.needs(reward).columns == ("layout",)
+    grids = {"layout": ["1x2", "2x2"]}
+    images = picture(Group(2, "red", "circle")).repeat(2, 1, 1, 1)
+    found = rewards.score(reward, images=images, prompts=["a red circle", "two stars"], columns=grids)
+    assert not found.failures and all(map(math.isnan, found.values))
+    labels = "[TOP]-[LEFT]: a [TOP]-[RIGHT]: b"
+    found = rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
+    assert "2 x 2 cells, and the prompt has 2 parts" in found.failures[0].traceback

@@ -1,0 +1,36 @@
+"""Grids of sub-figures: a picture is cut into its cells, and its prompt into their parts."""
+
+from __future__ import annotations
+
+import re
+
+from PIL.Image import Image
+
+CONSISTENT = (
+    'Given two subfigures generated based on the theme: "{prompt}", do the two images maintain consistency in terms of '
+    'style, logic and identity? Answer "Yes" or "No" first.'
+)
+"""The question that PaCo-Reward is asked about two cells."""
+
+_LABEL = re.compile(r"\[[A-Z0-9 -]+\](?:\s*-\s*\[[A-Z0-9 -]+\])*\s*:")
+
+
+def cells(picture: Image, rows: int, columns: int) -> list[Image]:
+    """The cells of a grid from left to right and top to bottom, all of the same size; a remainder is cut off."""
+    width, height = picture.width // columns, picture.height // rows
+    corners = [(column * width, row * height) for row in range(rows) for column in range(columns)]
+    return [picture.crop((x, y, x + width, y + height)) for x, y in corners]
+
+
+def parse_grid(grid: str, reward: str = "paco_grid") -> tuple[int, int]:
+    """`2x3` as (2, 3): at least two cells, at most 64. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d{1,2})x(\d{1,2})", str(grid).strip())
+    shape = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 2 <= shape[0] * shape[1] <= 64:
+        raise ValueError(f"{reward}: grid {grid!r} should be rows x columns such as '2x2', with 2 to 64 cells")
+    return shape
+
+
+def parts_of(prompt: str) -> list[str]:
+    """What a prompt asks of each cell: the texts after labels such as `[TOP-LEFT]:` or `[TOP]-[LEFT]:`, in order."""
+    return [part.strip() for part in _LABEL.split(prompt)[1:]]
