@@ -390,11 +390,16 @@ def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
     pictures, captions = draw_scenes(args.stage, rank, world_size)
     latents, ids = encode_scenes(vae, pictures), tokenise(tokenizer, captions)
     loss_of = flow_loss(modules, latents, ids, tokenise(tokenizer, [""]), BATCH[args.stage] // world_size)
+    matrices, rest = split_parameters(modules, "transformer.transformer_blocks")
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=1.5e-3, betas=(0.9, 0.98)),
+    ]
 
     def export(modules: nn.ModuleDict, folder: Path) -> None:
         export_t2i(modules, vae, tokenizer, folder)
 
-    train(args.stage, modules, t2i_optimizers(modules), loss_of, export, args, rank, world_size)
+    train(args.stage, modules, optimizers, loss_of, export, args, rank, world_size)
     if rank == 0 and args.stage == "t2i-words":
         export(modules, args.out / "tiny-t2i")
 
@@ -408,14 +413,6 @@ def make_modules(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
             "text_encoder_2": make_text_encoder(tokenizer, CLIPTextModelWithProjection),
         }
     )
-
-
-def t2i_optimizers(modules: nn.ModuleDict) -> list[torch.optim.Optimizer]:
-    matrices, rest = split_parameters(modules, "transformer.transformer_blocks")
-    return [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=1.5e-3, betas=(0.9, 0.98)),
-    ]
 
 
 def flow_loss(
