@@ -162,10 +162,8 @@ def stage_scores(args: argparse.Namespace, rank: int, world_size: int) -> None:
         kinds = np.array([emoji_world.kind_of(prompt) for prompt in prompts])
         means = {name: np.array(parts[name]) for name in ("soft", "strict", "objects")}
         told = [f"{kind} {' / '.join(f'{m[kinds == kind].mean():.2f}' for m in means.values())}" for kind in KINDS]
-        print(
-            f"{guidance} {steps}: {' / '.join(f'{m.mean():.3f}' for m in means.values())} ({', '.join(told)})",
-            flush=True,
-        )
+        overall = " / ".join(f"{m.mean():.3f}" for m in means.values())
+        print(f"guidance {guidance}, {steps} steps: {overall} ({', '.join(told)})", flush=True)
         tiles = F.pad(pictures[:50], (1, 1, 1, 1), value=0.8)
         grid = torch.cat([torch.cat(list(row), dim=2) for row in tiles.split(10)], dim=1)
         Image.fromarray(to_uint8(grid)).save(args.work / f"emoji-{guidance}-{steps}.png")
@@ -175,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = {"emoji-vae": stage_vae, "emoji": stage_emoji, "scores": stage_scores, "prompts": stage_prompts}
     parser.add_argument("--stage", choices=stages, required=True)
-    parser.add_argument("--steps", type=int, help=f"default: { ({name: STEPS[name] for name in SCENES}) }")
+    parser.add_argument("--steps", type=int, help=f"default: { {name: STEPS[name] for name in SCENES} }")
     parser.add_argument("--out", type=Path, default=ASSETS, help="where the model folder and prompts go")
     parser.add_argument("--work", type=Path, default=Path("build/tiny-models"), help="checkpoints of the stages")
     parser.add_argument("--snapshots", type=int, help="export a pipeline to the work folder every so many steps")
