@@ -68,7 +68,7 @@ GLYPH = 22  # pixels of a glyph in a picture
 NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "above", "below")
 
-MIN_MATCH = 0.7  # of a place with a glyph; with less nothing known is there
+MIN_MATCH = 0.85  # of a place with a glyph; with less it is nothing known. Between two different glyphs: .88 at most
 NEAR = 0.85  # of a glyph's side: places nearer to a thing than that, in both directions, show part of it
 INK = 40.0  # a pixel farther than this from the background (RGB, 0-255) is ink
 BLOB = 100  # pixels of ink outside of all things found that count as one unknown thing
