@@ -144,35 +144,37 @@ def parse(caption: str) -> Asked | None:
 
 
 @cache
-def _templates() -> tuple[np.ndarray, np.ndarray]:
-    """Glyphs less the background, [3 * GLYPH * GLYPH, K], and their squared norms [K]."""
+def _templates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the glyphs less the background: conjugate spectra [K, 3, height, width // 2 + 1], squared norms [K]."""
     drawn = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - np.float32(BACKGROUND)
-    flat = drawn.transpose(0, 3, 1, 2).reshape(len(OBJECTS), -1)
-    return np.ascontiguousarray(flat.T), (flat**2).sum(1)
+    spectra = np.fft.rfft2(drawn.transpose(0, 3, 1, 2), s=(height, width)).conj().astype(np.complex64)
+    return spectra, (drawn**2).sum((1, 2, 3))
 
 
 def match(image: np.ndarray) -> np.ndarray:
-    """How well each glyph fits at each place, [H - GLYPH + 1, W - GLYPH + 1, K]; 1: the same, 0: nothing is there.
+    """How well each glyph fits at each place, [K, H - GLYPH + 1, W - GLYPH + 1]; 1: the same, 0: nothing is there.
 
     With the window w and the glyph g, both less the background: 2 w.g / (w.w + g.g). That is the normalised
     correlation, times 2 r / (1 + r^2) for windows whose contrast is r times the glyph's. image: uint8 [H, W, 3].
     """
-    templates, squares = _templates()
-    ink = image.astype(np.float32) - np.float32(BACKGROUND)
-    windows = np.lib.stride_tricks.sliding_window_view(ink, (GLYPH, GLYPH), axis=(0, 1))
-    flat = windows.reshape(*windows.shape[:2], -1)
-    fits: np.ndarray = 2 * (flat @ templates) / (np.square(flat).sum(-1, keepdims=True) + squares)
+    height, width, _ = image.shape
+    spectra, squares = _templates(height, width)
+    ink = (image.astype(np.float32) - np.float32(BACKGROUND)).transpose(2, 0, 1)
+    products = np.fft.irfft2((np.fft.rfft2(ink) * spectra).sum(1), s=(height, width))
+    sums = np.pad(np.square(ink, dtype=np.float64).sum(0).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    norms = sums[GLYPH:, GLYPH:] - sums[:-GLYPH, GLYPH:] - sums[GLYPH:, :-GLYPH] + sums[:-GLYPH, :-GLYPH]
+    fits: np.ndarray = 2 * products[:, : norms.shape[0], : norms.shape[1]] / (norms + squares[:, None, None])
     return fits
 
 
 def find(image: np.ndarray) -> list[Found]:
     """The glyphs of a picture, best first: each the best fit of at least `MIN_MATCH` away from those before it."""
     fits = match(image)
-    best = fits.max(-1)
+    best = fits.max(0)
     found = []
     while best.max() >= MIN_MATCH:
         row, column = (int(i) for i in np.unravel_index(best.argmax(), best.shape))
-        name = OBJECTS[int(fits[row, column].argmax())]
+        name = OBJECTS[int(fits[:, row, column].argmax())]
         middle = (GLYPH - 1) / 2
         found.append(Found(name, column + middle, row + middle, float(best[row, column])))
         reach = math.ceil(NEAR * GLYPH)
