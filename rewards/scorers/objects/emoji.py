@@ -63,6 +63,7 @@ def _plural(name: str) -> str:
 
 PLURALS = {name: _plural(name) for name in OBJECTS}
 BACKGROUND = (244, 243, 238)
+_GROUND = np.array(BACKGROUND, dtype=np.float32)
 PICTURE = 64  # pixels of a picture's side
 GLYPH = 22  # pixels of a glyph in a picture
 NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4}
@@ -146,7 +147,7 @@ def parse(caption: str) -> Asked | None:
 @cache
 def _templates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Of the glyphs less the background: conjugate spectra [K, 3, height, width // 2 + 1], squared norms [K]."""
-    drawn = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - np.float32(BACKGROUND)
+    drawn = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - _GROUND
     spectra = np.fft.rfft2(drawn.transpose(0, 3, 1, 2), s=(height, width)).conj().astype(np.complex64)
     return spectra, (drawn**2).sum((1, 2, 3))
 
@@ -159,7 +160,7 @@ def match(image: np.ndarray) -> np.ndarray:
     """
     height, width, _ = image.shape
     spectra, squares = _templates(height, width)
-    ink = (image.astype(np.float32) - np.float32(BACKGROUND)).transpose(2, 0, 1)
+    ink = (image.astype(np.float32) - _GROUND).transpose(2, 0, 1)
     products = np.fft.irfft2((np.fft.rfft2(ink) * spectra).sum(1), s=(height, width))
     sums = np.pad(np.square(ink, dtype=np.float64).sum(0).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     norms = sums[GLYPH:, GLYPH:] - sums[:-GLYPH, GLYPH:] - sums[GLYPH:, :-GLYPH] + sums[:-GLYPH, :-GLYPH]
@@ -184,7 +185,7 @@ def find(image: np.ndarray) -> list[Found]:
 
 def unknown(image: np.ndarray, found: list[Found]) -> int:
     """How many things of no known kind there are: the ink outside of those found, in parts of `BLOB` pixels."""
-    ink = np.linalg.norm(image.astype(np.float32) - np.float32(BACKGROUND), axis=-1) > INK
+    ink = np.linalg.norm(image.astype(np.float32) - _GROUND, axis=-1) > INK
     for thing in found:
         top, left = (round(centre - (GLYPH - 1) / 2) for centre in (thing.y, thing.x))
         ink[max(0, top - 1) : top + GLYPH + 1, max(0, left - 1) : left + GLYPH + 1] = False
