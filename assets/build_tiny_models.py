@@ -91,15 +91,15 @@ def average_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
 # --- the parts -------------------------------------------------------------------------------------------------
 
 
-def make_tokenizer(folder: Path) -> CLIPTokenizer:
-    """A CLIP tokenizer of single bytes and the grammar's words, saved to `folder` and read back."""
+def make_tokenizer(folder: Path, words: Iterable[str] = world.GRAMMAR) -> CLIPTokenizer:
+    """A CLIP tokenizer of single bytes and these whole words, saved to `folder` and read back."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]  # GPT-2's byte alphabet
     entries = [*symbols, *(f"{symbol}</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
     vocab = {entry: i for i, entry in enumerate(entries)}
     tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=TOKENS)
-    tokenizer.add_tokens([AddedToken(word, single_word=True, normalized=True) for word in world.GRAMMAR])
+    tokenizer.add_tokens([AddedToken(word, single_word=True, normalized=True) for word in words])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False))
@@ -341,8 +341,12 @@ def drop_captions(ids: Tensor, empty: Tensor, generator: torch.Generator) -> Ten
 
 def stage_vae(args: argparse.Namespace, rank: int, world_size: int) -> None:
     torch.manual_seed(SEED)
+    train_vae("vae", draw_scenes("vae", rank, world_size)[0], args, rank, world_size)
+
+
+def train_vae(name: str, pictures: Tensor, args: argparse.Namespace, rank: int, world_size: int) -> None:
+    """An autoencoder of pictures uint8 [N, 3, 64, 64], to the folder `name` of the work folder."""
     vae, batch = make_vae(), BATCH["vae"] // world_size
-    pictures, _ = draw_scenes("vae", rank, world_size)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.98))
 
     def loss_of(generator: torch.Generator) -> Tensor:
@@ -356,7 +360,7 @@ def stage_vae(args: argparse.Namespace, rank: int, world_size: int) -> None:
         modules["vae"].save_pretrained(folder)
 
     modules = nn.ModuleDict({"vae": vae})
-    vae = train("vae", modules, [optimizer], loss_of, export, args, rank, world_size)["vae"].eval()
+    vae = train(name, modules, [optimizer], loss_of, export, args, rank, world_size)["vae"].eval()
     if rank > 0:
         return
     with torch.no_grad():
@@ -365,8 +369,10 @@ def stage_vae(args: argparse.Namespace, rank: int, world_size: int) -> None:
         decoded = torch.cat([vae.decode(chunk).sample for chunk in modes.split(64)]).clamp(-1, 1)
     error = (decoded - images).div(2).square().mean((1, 2, 3))
     vae.register_to_config(shift_factor=float(modes.mean()), scaling_factor=float(1 / modes.std()))
-    vae.save_pretrained(args.work / "vae")
-    print(f"vae: PSNR {float(-10 * error.log10().mean()):.1f} dB, latent mean {modes.mean():.3f} std {modes.std():.3f}")
+    vae.save_pretrained(args.work / name)
+    print(
+        f"{name}: PSNR {float(-10 * error.log10().mean()):.1f} dB, latent mean {modes.mean():.3f} std {modes.std():.3f}"
+    )
 
 
 def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
@@ -378,25 +384,43 @@ def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
     torch.manual_seed(SEED + 1)
     tokenizer = make_tokenizer(args.work / f"tokenizer-{rank}")
     vae = AutoencoderKL.from_pretrained(args.work / "vae").eval().requires_grad_(False)
-    modules = nn.ModuleDict(
+    modules = make_modules(tokenizer)
+    if args.stage == "t2i-words":
+        start_from(modules, args.work / "t2i.pt")
+    pictures, captions = draw_scenes(args.stage, rank, world_size)
+    latents, ids = encode_scenes(vae, pictures), tokenise(tokenizer, captions)
+    loss_of = flow_loss(modules, latents, ids, tokenise(tokenizer, [""]), BATCH[args.stage] // world_size)
+    matrices, rest = split_parameters(modules, "transformer.transformer_blocks")
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=1.5e-3, betas=(0.9, 0.98)),
+    ]
+
+    def export(modules: nn.ModuleDict, folder: Path) -> None:
+        export_t2i(modules, vae, tokenizer, folder)
+
+    train(args.stage, modules, optimizers, loss_of, export, args, rank, world_size)
+    if rank == 0 and args.stage == "t2i-words":
+        export(modules, args.out / "tiny-t2i")
+
+
+def make_modules(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
+    """The transformer and the text encoders that are trained with it."""
+    return nn.ModuleDict(
         {
             "transformer": make_transformer(),
             "text_encoder": make_text_encoder(tokenizer, CLIPTextModelWithProjection),
             "text_encoder_2": make_text_encoder(tokenizer, CLIPTextModelWithProjection),
         }
     )
-    if args.stage == "t2i-words":
-        start_from(modules, args.work / "t2i.pt")
+
+
+def flow_loss(
+    modules: nn.ModuleDict, latents: Tensor, ids: Tensor, empty: Tensor, batch: int
+) -> Callable[[torch.Generator], Tensor]:
+    """Flow matching on random rows of latents [N, 4, 16, 16] and captions [N, TOKENS]; empty: those of no caption."""
     attention = BlankTokenAttention()
     modules["transformer"].set_attn_processor(attention)
-    pictures, captions = draw_scenes(args.stage, rank, world_size)
-    latents, ids = encode_scenes(vae, pictures), tokenise(tokenizer, captions)
-    empty, batch = tokenise(tokenizer, [""]), BATCH[args.stage] // world_size
-    matrices, rest = split_parameters(modules, "transformer.transformer_blocks")
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=1.5e-3, betas=(0.9, 0.98)),
-    ]
 
     def loss_of(generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(latents), (batch,), generator=generator)
@@ -410,12 +434,7 @@ def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
         velocity = modules["transformer"](noisy, context, pooled, sigma * 1000, return_dict=False)[0]
         return F.mse_loss(velocity, noise - clean)
 
-    def export(modules: nn.ModuleDict, folder: Path) -> None:
-        export_t2i(modules, vae, tokenizer, folder)
-
-    train(args.stage, modules, optimizers, loss_of, export, args, rank, world_size)
-    if rank == 0 and args.stage == "t2i-words":
-        export(modules, args.out / "tiny-t2i")
+    return loss_of
 
 
 def start_from(modules: nn.ModuleDict, state_file: Path) -> None:

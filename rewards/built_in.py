@@ -23,6 +23,7 @@ class BuiltIn(NamedTuple):
 BUILT_IN: dict[str, BuiltIn] = {
     "shapes": BuiltIn("rewards.scorers.objects.shapes", "Shapes", "0 to 1"),
     "same_shapes": BuiltIn("rewards.scorers.objects.shapes", "SameShapes", "0 to 1"),
+    "emoji": BuiltIn("rewards.scorers.objects.emoji", "Emoji", "0 to 1"),
     "ocr": BuiltIn(
         "rewards.scorers.texts.ocr",
         "Ocr",

@@ -1,6 +1,6 @@
 """Questions about real glyphs in 3 x 3 cells: which kind most are, how many, where one is, what lies beside one.
 
-96 things of eight kinds, drawn from Google's Noto emoji (`emoji.png`, made by assets/build_emoji.py). Two things whose
+96 things of eight kinds, Google's Noto emoji (`rewards/scorers/objects/emoji.png`). Two things whose
 numbers add up to a multiple of five are a *held-out pair*: no training picture shows both, and every held-out picture
 shows one such pair. The thing asked for and the answer are never the pair, so what training never showed tells no
 answer.
@@ -9,34 +9,19 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from genrl.vlm.tasks.rows import Question, Split
+from rewards.scorers.objects.emoji import EACH, NAMES, THINGS, sheet_glyphs
 
-SHEET = Path(__file__).with_suffix(".png")
-GLYPH = 32  # pixels of a glyph in the sheet
 CELLS, CELL = 3, 24  # cells a side; pixels of a cell
 PICTURE = CELLS * CELL
 SMALLEST, LARGEST = 19, 24  # pixels of a glyph in a picture
 BACKGROUND = (200, 256)  # levels of grey
-THINGS = {
-    "animals": "cat dog mouse pig frog monkey chicken penguin turtle octopus fish elephant".split(),
-    "fruit": "apple banana grapes strawberry orange lemon melon pineapple cherries pear peach kiwi".split(),
-    "foods": "bread cheese pizza burger egg cookie donut rice corn carrot mushroom icecream".split(),
-    "vehicles": "car bus bicycle train rocket helicopter tractor ship taxi ambulance firetruck scooter".split(),
-    "clothes": "shirt trousers dress socks gloves hat shoe boot handbag scarf crown glasses".split(),
-    "plants": "fir rose sunflower cactus tulip maple clover palm ricestalk hibiscus seedling daisy".split(),
-    "tools": "hammer wrench key scissors lock torch magnet broom ruler magnifier ladder bucket".split(),
-    "instruments": "guitar trumpet violin drum piano sax bell microphone headphones radio banjo accordion".split(),
-}
 KINDS = tuple(THINGS)
-NAMES = tuple(name for names in THINGS.values() for name in names)
-EACH = len(NAMES) // len(KINDS)
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 BESIDE = {"left of": -1, "right of": 1, "above": -CELLS, "below": CELLS}
 MOST = 6  # things in a picture
@@ -128,20 +113,12 @@ ASKS: dict[str, Callable[[np.random.Generator, Split], Asked]] = {
 }
 
 
-@cache
-def _glyphs() -> tuple[Image.Image, ...]:
-    with Image.open(SHEET) as sheet:
-        drawn = sheet.convert("RGBA")
-    places = [(GLYPH * (k % EACH), GLYPH * (k // EACH)) for k in range(len(NAMES))]
-    return tuple(drawn.crop((x, y, x + GLYPH, y + GLYPH)) for x, y in places)
-
-
 def picture(rng: np.random.Generator, cells: dict[int, int]) -> Image.Image:
     """Things by their cells, [PICTURE, PICTURE]: each of a random size and a little off its cell's middle."""
     canvas = Image.new("RGB", (PICTURE, PICTURE), (int(rng.integers(*BACKGROUND)),) * 3)
     for cell, thing in cells.items():
         side = int(rng.integers(SMALLEST, LARGEST + 1))
-        glyph = _glyphs()[thing].resize((side, side), Image.Resampling.BILINEAR)
+        glyph = sheet_glyphs()[thing].resize((side, side), Image.Resampling.BILINEAR)
         x, y = (CELL * place + int(rng.integers(CELL - side + 1)) for place in (cell % CELLS, cell // CELLS))
         canvas.paste(glyph, (x, y), glyph)
     return canvas

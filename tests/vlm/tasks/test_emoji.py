@@ -66,7 +66,7 @@ def test_a_glyph_stands_in_its_cell_and_nothing_elsewhere() -> None:
         inside = np.zeros_like(off)
         inside[CELL : 2 * CELL, 2 * CELL :] = True
         assert off[inside].mean() > 0.1 and not off[~inside].any()
-    assert len({glyph.tobytes() for glyph in emoji._glyphs()}) == len(NAMES) == len(set(NAMES)) == 96
+    assert len({glyph.tobytes() for glyph in emoji.sheet_glyphs()}) == len(NAMES) == len(set(NAMES)) == 96
 
 
 def test_levels_grow_with_the_kind_of_question() -> None:

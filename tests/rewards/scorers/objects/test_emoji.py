@@ -1,0 +1,108 @@
+"""The checker of emoji: right about drawn pictures, wherever the glyphs lie, and not to be talked round."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+
+from genrl.data import emoji_world as world
+from rewards.scorers.objects import emoji
+from rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, check, find, parse
+
+
+def picture(*things: tuple[str, int, int]) -> np.ndarray:
+    """Glyphs by their top left corners."""
+    return world.draw(world.Scene(tuple(world.Thing(*thing) for thing in things), ()))
+
+
+def scored(image: np.ndarray, caption: str) -> dict[str, float]:
+    asked = parse(caption)
+    assert asked is not None
+    return check(image, asked)
+
+
+def test_drawn_pictures_are_wholly_right() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        scene = world.sample_scene(rng, split="train" if rng.random() < 0.5 else "eval")
+        assert scored(world.draw(scene), world.caption(scene))["strict"] == 1.0, world.caption(scene)
+
+
+def test_every_glyph_is_known_at_any_place_and_blurred() -> None:
+    rng = np.random.default_rng(1)
+    for name in OBJECTS:
+        x, y = (int(corner) for corner in rng.integers(world.PICTURE - GLYPH + 1, size=2))
+        image = picture((name, x, y))
+        (thing,) = find(image)
+        assert (thing.name, thing.x, thing.y) == (name, x + 10.5, y + 10.5) and thing.match == pytest.approx(1)
+        blurred = np.array(Image.fromarray(image).filter(ImageFilter.GaussianBlur(0.7)))
+        noisy = np.clip(blurred + rng.normal(0, 8, blurred.shape), 0, 255).astype(np.uint8)
+        assert [thing.name for thing in find(noisy)] == [name]
+
+
+def test_a_wrong_caption_is_not_right() -> None:
+    image = picture(("cat", 1, 1), ("dog", 33, 1))
+    assert scored(image, "a cat and a dog") == scored(image, "a dog and a cat")
+    assert scored(image, "a cat left of a dog")["strict"] == 1.0
+    for caption in ("a cat", "two cats and a dog", "a cat and a pig", "a cat right of a dog", "a cat above a dog"):
+        assert scored(image, caption)["strict"] == 0.0, caption
+
+
+def test_partial_credit() -> None:
+    image = picture(("cat", 1, 1), ("cat", 33, 1), ("dog", 33, 33))
+    assert scored(image, "three cats")["soft"] == pytest.approx(2 / 3 * 3 / 4)  # one is missing, a dog too many
+    assert scored(image, "two cats and a pig")["soft"] == pytest.approx(1 / 2 * 3 / 4)
+    assert scored(image, "two cats and a pig")["count"] == 1.0
+    assert scored(image, "two cats and a pig")["objects"] == pytest.approx(2 / 3)
+    assert scored(image, "two cats below a dog")["soft"] == pytest.approx(0.6)  # all but the position
+    assert scored(image, "two cats above a dog")["strict"] == 1.0
+    assert scored(image, "a dog left of two cats")["position"] == 0.0
+    assert math.isnan(scored(image, "three cats")["position"])
+
+
+def test_ink_that_is_no_glyph_counts_as_something_else() -> None:
+    image = picture(("cat", 1, 1))
+    assert scored(image, "a cat")["strict"] == 1.0
+    image[40:60, 40:60] = (40, 86, 214)
+    assert scored(image, "a cat")["strict"] == 0.0
+    assert scored(image, "a cat")["soft"] == pytest.approx(1 / 5)  # 400 pixels: four unknown things
+    assert scored(np.full((64, 64, 3), BACKGROUND, np.uint8), "a cat")["soft"] == 0.0
+
+
+def test_a_faint_glyph_is_none() -> None:
+    image = picture(("car", 20, 20)).astype(float)
+    assert find((image + 2 * (BACKGROUND - image) / 3).astype(np.uint8)) == []
+
+
+@pytest.mark.parametrize(
+    ("caption", "groups", "relation"),
+    [
+        ("an apple", (Group(1, "apple"),), None),
+        ("Four buses.", (Group(4, "bus"),), None),
+        ("two cats and a dog", (Group(2, "cat"), Group(1, "dog")), None),
+        ("a cat left of two dogs", (Group(1, "cat"), Group(2, "dog")), "left of"),
+        ("a cat, two dogs and an egg", (Group(1, "cat"), Group(2, "dog"), Group(1, "egg")), None),
+    ],
+)
+def test_the_grammar(caption: str, groups: tuple[Group, ...], relation: str | None) -> None:
+    assert parse(caption) == emoji.Asked(groups, relation)
+
+
+@pytest.mark.parametrize(
+    "caption", ["two cat", "a cats", "a cat and a cat", "a red circle", "a cat, a dog", "five cats"]
+)
+def test_what_is_not_of_the_grammar_has_no_score(caption: str) -> None:
+    assert parse(caption) is None
+    scores, parts = Emoji()(torch.zeros(1, 3, 64, 64), [caption])
+    assert math.isnan(scores[0]) and math.isnan(parts["strict"][0])
+
+
+def test_the_reward_takes_the_soft_or_the_strict_score() -> None:
+    images = torch.from_numpy(picture(("cat", 1, 1), ("dog", 33, 33))).permute(2, 0, 1)[None] / 255
+    for strict, expected in ((False, 0.5), (True, 0.0)):
+        scores, parts = Emoji(strict=strict)(images, ["a cat"])
+        assert scores == [expected] and parts["soft"] == [0.5] and parts["strict"] == [0.0]
