@@ -18,6 +18,7 @@ of its part of the gradient, at the cost of training this step alone. Intervals 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from benchmarks.common import parser, save
 from benchmarks.methods import TRAINING_CALL, panels
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
+from genrl.data.prompts import Prompt
+from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.methods.edges import to_table
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -107,22 +110,27 @@ class World:
         self.arguments = call_arguments(config.sampling)
         self.scorers = {name: rewards.load(name, {}) for name in REWARDS}
 
+    def draw(self, name: str, plan: SamplingPlan, prompt: Prompt, keep: Collection[int]) -> Drawn:
+        """The pictures of a prompt, by Flow-SDE with the levels of the plan. keep: steps whose graphs are kept."""
+        tree = grow(plan)
+        slots = [int(tree.first_leaf[node]) for node in tree.level(0)]
+        keys = [(name, prompt.text, slot) for slot in slots]
+        batch = Batch([prompt.text] * len(slots), keys, self.arguments | {"num_inference_steps": plan.steps})
+        levels = {step: level for step, level in enumerate(plan.noise_levels) if level is not None}
+        return roll_out(self.policy, batch, slots, plan, Kernel("flow_sde", NOISE, levels), plan.leaves, keep=keep)
+
     def measure(self, name: str, number: int) -> Measured:
         """One gradient, from the prompt of this number."""
         plan, prompt = plan_of(name), self.prompts[number]
-        tree = grow(plan)
-        slots = [int(tree.first_leaf[node]) for node in tree.level(0)]
-        keys = [(name, number, slot) for slot in slots]
-        batch = Batch([prompt.text] * len(slots), keys, self.arguments)
         keep = () if name in SCORES_ONLY else NOISY
-        drawn = roll_out(self.policy, batch, slots, plan, Kernel("flow_sde", NOISE), LEAVES, keep=keep)
+        drawn, tree = self.draw(name, plan, prompt, keep), grow(plan)
         scores = self.score(drawn, prompt)
         baselines = BASELINES if len(plan.splits) > 1 else BASELINES[:1]
         tables = {(r, b): credit(tree, s, b) for r, s in scores.items() for b in baselines}
         return Measured(scores, self.gradients(drawn, tables) if keep else {})
 
     @torch.no_grad()
-    def score(self, drawn: Drawn, prompt: prompt_files.Prompt) -> dict[str, Tensor]:
+    def score(self, drawn: Drawn, prompt: Prompt) -> dict[str, Tensor]:
         images = self.policy.decode(drawn.batch, drawn.final)
         found = {}
         for name, scorer in self.scorers.items():
@@ -164,6 +172,19 @@ def train(folder: Path, prompts: int) -> None:
             print(f"{path.stem}: {time.process_time() - started:.0f} s of the processor", flush=True)
 
 
+def windows(folder: Path, prompts: int) -> None:
+    """Scores of the trees of configs/diffusion/tree_rpo.yaml, with its window at each of its places."""
+    world, config = World(), load("configs/diffusion/tree_rpo.yaml")
+    assert isinstance(config, Config) and isinstance(config.trainer, DynamicTreeRPO)
+    found = {}
+    for one in config.trainer.rounds(config):
+        name = f"window at {one.trained[0]}"
+        each = [world.score(world.draw(name, one.plan, prompt, ()), prompt) for prompt in world.prompts[:prompts]]
+        found[name] = {reward: torch.stack([scores[reward] for scores in each]) for reward in REWARDS}
+        print(name, {reward: float(scores.var(1).mean()) for reward, scores in found[name].items()}, flush=True)
+    torch.save(found, folder / "windows.pt")
+
+
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """What was measured of a structure on all prompts."""
     return {kind: {key: torch.cat([part[kind][key] for part in parts]) for key in parts[0][kind]} for kind in parts[0]}
@@ -194,8 +215,8 @@ def interval(values: list[float]) -> list[float]:
 
 
 def compared(gradients: dict[str, Tensor], steps: list[int], against: str) -> dict[str, Any]:
-    """Of every structure the noise of these steps' gradient, its efficiency (noise x calls of chains over its own), and
-    calls until noise equals signal, each with its interval. gradients: name -> [N, T, D], chains among them."""
+    """Of every structure the noise of these steps' gradient, that times its calls against the same of `against`, with its
+    interval (below 1: better), and calls until noise equals signal. gradients: name -> [N, T, D], chains among them."""
     chosen = {name: found[:, steps].flatten(1).double() for name, found in gradients.items()}
     grams = {name: (found @ found.T).numpy() for name, found in chosen.items()}
     count = len(grams[against])
@@ -214,27 +235,28 @@ def compared(gradients: dict[str, Tensor], steps: list[int], against: str) -> di
     calls = {name: cost(name, steps) for name in grams}
     found = {}
     for name in grams:
-        ratio = calls[against] / calls[name]
+        ratio = calls[name] / calls[against]
         found[name] = {
             "calls": calls[name],
             "noise": noise[name],
-            "efficiency": ratio * noise[against] / noise[name],
-            "efficiency_95": interval([ratio * one[against] / one[name] for _, one in resampled]),
+            "relative": ratio * noise[name] / noise[against],
+            "relative_95": interval([ratio * one[name] / one[against] for _, one in resampled]),
             "calls_until_noise_is_signal": noise[name] / signal * calls[name],
         }
     return {"signal": signal, "signal_95": interval([one for one, _ in resampled]), "structures": found}
 
 
+def mean_variance(scores: Tensor) -> dict[str, Any]:
+    """Variance of the scores of leaves, mean over prompts, with its interval. scores: [N, G]."""
+    random, each = np.random.default_rng(0), scores.var(1).numpy()
+    means = [float(each[random.integers(len(each), size=len(each))].mean()) for _ in range(RESAMPLED)]
+    return {"variance": float(each.mean()), "variance_95": interval(means)}
+
+
 def variances(scores: dict[str, Tensor]) -> dict[str, Any]:
-    """Variance of the reward below a node, by the step at which all leaves split (chains: of a prompt), with its
-    interval; means over prompts. scores: name -> [N, G]."""
-    random = np.random.default_rng(0)
-    found = {}
-    for name in ("chains", *(f"split at {step}" for step in NOISY)):
-        each = scores[name].var(1).numpy()
-        means = [float(each[random.integers(len(each), size=len(each))].mean()) for _ in range(RESAMPLED)]
-        found[name] = {"variance": float(each.mean()), "variance_95": interval(means)}
-    return found
+    """Variance of the reward below a node, by the step at which all leaves split (chains: of a prompt). scores: name ->
+    [N, G]."""
+    return {name: mean_variance(scores[name]) for name in ("chains", *(f"split at {step}" for step in NOISY))}
 
 
 def advantage_noise(within: dict[str, Any]) -> list[dict[str, float]]:
@@ -256,6 +278,10 @@ def report(folder: Path) -> dict[str, Any]:
     done = [k for k in range(0, 1000, TOGETHER) if all((folder / f"{name}-{k}.pt").exists() for name in SPLITS)]
     stored = {name: joined([torch.load(folder / f"{name}-{k}.pt", weights_only=True) for k in done]) for name in SPLITS}
     result: dict[str, Any] = {"prompts": len(stored["chains"]["scores"]["jpeg"])}
+    placed = torch.load(folder / "windows.pt", weights_only=True)
+    result["windows"] = {
+        reward: {name: mean_variance(scores[reward]) for name, scores in placed.items()} for reward in REWARDS
+    }
     for reward in REWARDS:
         within = variances({name: one["scores"][reward] for name, one in stored.items()})
         gradients = {
@@ -275,8 +301,8 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def _ratio(found: dict[str, Any]) -> str:
-    low, high = found["efficiency_95"]
-    return f"{found['efficiency']:.2f} ({low:.2f} to {high:.2f})"
+    low, high = found["relative_95"]
+    return f"{found['relative']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -298,7 +324,7 @@ def tables(found: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        "| reward | gradient of | structure | forward-equivalents of one gradient | efficiency against chains (95 %) "
+        "| reward | gradient of | structure | forward-equivalents of one gradient | noise x calls, chains = 1 (95 %) "
         "| thousand forward-equivalents until noise = signal |",
         "| --- " * 6 + "|",
     ]
@@ -315,15 +341,16 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def figure(found: dict[str, Any]) -> str:
-    """Efficiency of a tree against chains by the step of its split, with the limits of its interval; chains: 1."""
+    """Noise x calls of a tree over that of chains by the step of its split, with the limits of its interval."""
     shown = []
     for kind, title in (("steps", "this step's gradient"), ("suffixes", "gradient of it and later steps")):
         for reward in REWARDS:
             rows = {int(step): one["structures"][f"split at {step}"] for step, one in found[reward][kind].items()}
-            lines = [[(step, row["efficiency"]) for step, row in rows.items()]]
-            lines += [[(step, row["efficiency_95"][end]) for step, row in rows.items()] for end in (0, 1)]
+            lines = [[(step, row["relative"]) for step, row in rows.items()]]
+            lines += [[(step, row["relative_95"][end]) for step, row in rows.items()] for end in (0, 1)]
             shown.append((f"{reward}: {title}", lines))
-    return panels(shown, 330, 190, 2, "noise x calls of chains over that of a tree, by the step of its split")
+    label = "noise x calls of a tree over that of chains, by the step of its split"
+    return panels(shown, 330, 190, 2, label, ("noise x calls", "lower limit", "upper limit"))
 
 
 def main() -> None:
@@ -334,6 +361,7 @@ def main() -> None:
     given = arguments.parse_args()
     if given.command == "train":
         train(given.folder, given.prompts)
+        windows(given.folder, given.prompts)
         return
     found = report(given.folder)
     save(given.out, "gradient_noise", found)
