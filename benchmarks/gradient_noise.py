@@ -293,7 +293,8 @@ def report(folder: Path) -> dict[str, Any]:
         result[reward] = {"within": within, "advantage": advantage_noise(within), "steps": {}, "suffixes": {}}
         for step in (0, 2, 4, 6):
             both = {name: gradients[name] for name in ("chains", f"split at {step}")}
-            result[reward]["steps"][step] = compared(both, [step], "chains")
+            several = {name: found for name, found in gradients.items() if name.startswith("in two") and step < 4}
+            result[reward]["steps"][step] = compared(both | several, [step], "chains")
             result[reward]["suffixes"][step] = compared(both, [*range(step, STEPS - 1)], "chains")
         whole = {name: found for name, found in gradients.items() if not name.startswith("split at") or name[-1] == "0"}
         result[reward]["whole"] = compared(whole, [*NOISY], "chains")
