@@ -67,7 +67,6 @@ METHODS = {
     "grpo_guard": _method("GRPO-Guard", "grpo_guard", "grpo_guard.md"),
     "ddpo": _method("DDPO", "ddpo", "ddpo.md"),
     "prdp": _method("PRDP", "prdp", "prdp.md"),
-    "b2_diffurl": _method("B2-DiffuRL", "b2_diffurl", "trees.md"),
     "adv_grpo": _method("Adv-GRPO", "adv_grpo", "adv_grpo.md"),
     "paco_grpo": _method("PaCo-GRPO", "paco_grpo", "paco_grpo.md"),
     "diffusion_nft": _method("DiffusionNFT", "diffusion_nft", "diffusion_nft.md"),
