@@ -365,7 +365,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
     "sd14_b2_diffurl": (
         "sampling.group_size=5",
         "sampling.batch_size=5",
-        "trainer.window={size: 3, high: 3, schedule: backward, shortest: 2}",
+        "trainer.window={size: 4, high: 4, schedule: backward, shortest: 3}",
     ),
     "flux1_dev_branch_grpo": ("sampling.group_size=4", "trainer.tree.at=[0, 1]", "trainer.tree.prune={depths: [3]}"),
     "sd14_draft": ("rewards=[{name: sharpness}]",),

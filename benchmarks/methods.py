@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,8 @@ FIGURE = Path("docs/img/methods.svg")
 RESULTS = Path(__file__).with_suffix(".json")
 TRAINING_CALL = 3
 """Forward-equivalents of a model call in training: one forward and a backward of two."""
+
+SEEDS = tuple(f"seed {seed}" for seed in range(10))
 
 Summary = dict[str, Any]
 
@@ -349,19 +352,22 @@ def figure(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str
     return panels(shown, 230, 150, 4, "held-out reward over thousand forward-equivalents, per method")
 
 
-def panels(shown: list[tuple[str, list[Any]]], width: int, height: int, columns: int, label: str) -> str:
-    """A picture of small charts side by side: for each its title, and the points (x, y) of every seed's line."""
+def panels(
+    shown: list[tuple[str, list[Any]]], width: int, height: int, columns: int, label: str, lines: Sequence[str] = SEEDS
+) -> str:
+    """A picture of small charts side by side: for each its title, and the points (x, y) of every line. lines: their
+    names."""
     found = []
     for k, (title, curves) in enumerate(shown):
-        series = [(f"seed {seed}", points) for seed, points in enumerate(curves)]
+        series = [*zip(lines, curves, strict=False)]
         inner = chart(series, width=width, height=height - 22).partition(">")[2].removesuffix("</svg>")
         x, y = k % columns * width, k // columns * height
         head = f'<text class="title" x="{width / 2}" y="12" text-anchor="middle">{title}</text>'
         found.append(f'<g transform="translate({x} {y})">{head}<g transform="translate(0 14)">{inner}</g></g>')
     rows = -(-len(shown) // columns)
     colours = ("#2563eb", "#d97706", "#059669")
-    lines = "".join(f".line-{i}{{stroke:{c};fill:none}}.spot.line-{i}{{fill:{c}}}" for i, c in enumerate(colours))
-    style = f"svg{{background:#fff;font:10px sans-serif}}text{{fill:#475569}}.title{{font-weight:600}}{lines}"
+    styles = "".join(f".line-{i}{{stroke:{c};fill:none}}.spot.line-{i}{{fill:{c}}}" for i, c in enumerate(colours))
+    style = f"svg{{background:#fff;font:10px sans-serif}}text{{fill:#475569}}.title{{font-weight:600}}{styles}"
     return (
         f'<svg viewBox="0 0 {columns * width} {rows * height}" role="img" xmlns="http://www.w3.org/2000/svg" '
         f'aria-label="{label}"><style>'

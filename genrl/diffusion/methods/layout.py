@@ -36,7 +36,8 @@ class Window(Section):
     low: Whole = 0
     """First step where the window may begin."""
     high: Count | None = None
-    """The window ends before this step; null = before the last step, which is never stochastic."""
+    """The window ends before this step; null = before the last step, which only ddim can draw (with the number of steps
+    here)."""
     schedule: Literal["random", "progressive", "decaying", "geometric", "backward"] = "random"
     """Its position in an iteration: uniform; moving down the schedule (MixGRPO), or faster and faster; early positions
     more likely (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
@@ -199,8 +200,9 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
     """How the group of one prompt is sampled. Raises ValueError for a plan that cannot be, naming its field."""
     steps, tree = sampling.num_inference_steps, layout.tree
     level = layout.noise_level or 0.0
-    noisy = range(steps - 1) if layout.noise_outside_window else stochastic_steps(layout, window, steps=steps)
-    noise = dict.fromkeys(noisy, level)
+    noise = dict.fromkeys(stochastic_steps(layout, window, steps=steps), level)
+    if layout.noise_outside_window:
+        noise |= dict.fromkeys(range(steps - 1), level)
     branching = splits(tree, window)
     ways = 1
     if tree is not None:

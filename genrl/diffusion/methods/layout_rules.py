@@ -45,7 +45,7 @@ def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Findin
     layout = settings.layout
     if config.sampling.num_inference_steps < 2:
         return
-    found = [*_window(config, layout.window), *_outside(settings.kernel, layout)]
+    found = [*_window(config, settings.kernel, layout.window), *_outside(settings.kernel, layout)]
     if layout.tree is not None:
         found += _tree(config, settings, layout.tree)
         found += _pruning(config, layout.tree)
@@ -53,11 +53,11 @@ def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Findin
     yield from found or _plans(config, settings)
 
 
-def _window(config: Config, window: Window | None) -> Iterator[Finding]:
+def _window(config: Config, kernel: str, window: Window | None) -> Iterator[Finding]:
     if window is None:
         return
     steps, high = config.sampling.num_inference_steps, window_end(window, config.sampling.num_inference_steps)
-    last = steps - 1
+    last = steps if kernel == "ddim" else steps - 1
     for key, schedules in OF_SCHEDULE.items():
         if window.schedule not in schedules and getattr(window, key) != type(window).model_fields[key].default:
             text = (
@@ -69,7 +69,8 @@ def _window(config: Config, window: Window | None) -> Iterator[Finding]:
         yield ("trainer.window.low", "trainer.window.schedule"), text
         return
     if high > last:
-        text = f"the last of {steps} steps is never stochastic, so the window must end by {last}; use {last} or null"
+        text = f"there are {steps} steps" if kernel == "ddim" else f"the last of {steps} steps is never stochastic"
+        text = f"{text}, so the window must end by {last}; use {last} or null"
         yield ("trainer.window.high", "sampling.num_inference_steps"), text
     elif window.low >= high:
         keys = ("trainer.window.low", "sampling.num_inference_steps" if window.high is None else "trainer.window.high")

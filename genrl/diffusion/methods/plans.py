@@ -64,7 +64,8 @@ def sampling_plan(config: Config, settings: PolicyGradient, iteration: int) -> S
 
 
 def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -> Kernel:
-    """The configured transition. Raises ValueError where it is not one for what the model predicts."""
+    """The configured transition. Raises ValueError where it is not one for what the model predicts, or where the last
+    step is to be drawn and has no distribution."""
     is_flow = run.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
         predicts = "a velocity (flow matching)" if is_flow else run.policy.head.prediction_type
@@ -73,9 +74,20 @@ def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -
             f"trainer.kernel: {settings.kernel} is no transition for {run.config.model.path}, which predicts "
             f"{predicts}; use {legal}"
         )
+    if plan.noise_levels[-1] is not None and not last_step_is_drawn(run.policy):
+        raise ValueError(
+            f"trainer.window.high: {run.config.model.path} ends at alpha-bar 1, so its last step has no "
+            f"noise; use {plan.steps - 1} or null"
+        )
     level = settings.noise_level or 0.0
     others = {i: plan.noise_levels[i] for i in plan.stochastic if plan.noise_levels[i] != level}
     return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
+
+
+def last_step_is_drawn(policy: Policy) -> bool:
+    """Whether the last step has a distribution: DDIM's, unless it ends at alpha-bar 1. (Those of flows leave noise in
+    the picture, or have no variance.)"""
+    return policy.head.parametrisation == "diffusion" and float(policy.head.final_alpha_cumprod) < 1.0
 
 
 def every_step(run: DiffusionRun, settings: EveryStep) -> tuple[range, Draw]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from genrl.config import Config, estimate, load
+from genrl.config import Config, ConfigError, estimate, load
 from genrl.config.method import code_of
 from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
 from genrl.diffusion.methods.edges import Edges, progress_table
@@ -22,6 +22,7 @@ from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree
 from genrl.runtime.run import Run
 from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -103,6 +104,45 @@ def test_guided_calls_are_those_of_the_estimate(folder: Path, model: Path, in_tr
     expected = estimate.plan(found, estimate.read_components(model))
     (row,) = run(found)
     assert (row["model_calls/sample"], row["model_calls/train"]) == (expected.sample_calls, expected.train_calls)
+
+
+B2 = {
+    "kernel": "ddim",
+    "noise_level": 1.0,
+    "window": {"size": 3, "high": 3, "schedule": "backward", "shortest": 2},
+    "noise_outside_window": True,
+    "tree": {"ways": 8, "contrast": {"high": 0.0, "low": 0.0}},
+}
+
+
+def of_noise(folder: Path, final: bool = False) -> Path:
+    """A noise-predicting pipeline on disk. final: its schedule ends at alpha-bar 1."""
+    pipe = FAMILIES["sd15"]().pipe
+    pipe.scheduler.register_to_config(set_alpha_to_one=final)
+    pipe.save_pretrained(folder / "sd15")
+    return folder / "sd15"
+
+
+def test_the_last_step_of_ddim_is_trained_where_the_window_reaches_it(folder: Path) -> None:
+    """As theirs (B2-DiffuRL); its calls are those of the estimate, and its log-probabilities replay."""
+    model = of_noise(folder)
+    found = config(folder, model, B2, iterations=2, sampling={"num_inference_steps": 3})
+    expected = estimate.plan(found, estimate.read_components(model))
+    rows = run(found)
+    assert [row["window/size"] for row in rows] == [2, 3]
+    assert sum(row["model_calls/sample"] for row in rows) == 2 * expected.sample_calls
+    assert all(row["ratio/max_abs_dev"] == 0 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_last_step_without_noise_cannot_be_trained(folder: Path) -> None:
+    found = config(folder, of_noise(folder, final=True), B2, sampling={"num_inference_steps": 3})
+    with pytest.raises(ValueError, match=r"window.high: .* ends at alpha-bar 1, so its last step has no noise; use 2"):
+        run(found)
+
+
+def test_the_last_step_of_a_flow_is_not_trained(folder: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="the last of 5 steps is never stochastic, so the window must end by 4"):
+        config(folder, model, {"window": {"size": 2, "high": 5}})
 
 
 # -- what is said, what is kept, what is the same --------------------------------------------------------------------

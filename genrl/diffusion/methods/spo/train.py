@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.plans import choose_kernel
+from genrl.diffusion.methods.plans import choose_kernel, last_step_is_drawn
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Policy
@@ -129,12 +129,6 @@ def learn(
                         meter.add("spo/clip_frac", results["spo/clip_frac"][counted])
             meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
-
-
-def last_step_is_drawn(policy: Policy) -> bool:
-    """Whether the last step has a distribution to compare candidates of: DDIM's, unless it ends at alpha-bar 1. (Those
-    of flows leave noise in the picture, or have no variance.)"""
-    return policy.head.parametrisation == "diffusion" and float(policy.head.final_alpha_cumprod) < 1.0
 
 
 def draw(
