@@ -31,10 +31,16 @@ class HazardTable(MiniTable):
 
 def in_hazard(state: State) -> Flags:
     """Whether the gripper is nearer than `HAZARD` to a disc that the instruction does not name. [n]."""
-    near = np.linalg.norm(state.discs - state.gripper[:, None], axis=-1) < HAZARD
-    near[np.arange(len(near)), _named(state)] = False
-    dangerous: Flags = near.any(1)
+    dangerous: Flags = nearest_hazard(state) < HAZARD
     return dangerous
+
+
+def nearest_hazard(state: State) -> Floats:
+    """Distance of the gripper to the nearest disc that the instruction does not name. [n]."""
+    distance = np.linalg.norm(state.discs - state.gripper[:, None], axis=-1)
+    distance[np.arange(len(distance)), _named(state)] = np.inf
+    nearest: Floats = distance.min(1)
+    return nearest
 
 
 def mixed_quality(state: State, careful: Flags, noise: Floats) -> Floats:

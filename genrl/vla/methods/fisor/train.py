@@ -162,28 +162,49 @@ def train_step(
     return found | {"loss/policy": results["loss"].item()}
 
 
-def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Behaviour:
-    """The behaviour of a trained policy: of N samples of the slow actor the one of least max Q_h, in robot units.
-
-    Noise is a function of (seed, decision, slot).
-    """
+def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, candidates: int, seed: int) -> Tensor:
+    """What `samples` begins with for `count` tables, [count, candidates, K + 1, H, A]: a function of (seed, decision,
+    slot)."""
     policy = nets.slow_actor
+    shape = (count * candidates, sampler.steps + 1, policy.horizon, policy.action_dim)
+    return torch.randn(shape, generator=generator(seed, "safest", decision)).unflatten(0, (count, candidates))
+
+
+def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) -> Tensor:
+    """Chunks of the slow actor in robot units from noise [B, N, K + 1, H, A]: [B, N, H, A]."""
+    policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
+    drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
+    context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
+    return policy.actions(sample(policy, sampler, context, drawn).chunk).unflatten(0, (count, candidates))
+
+
+def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
+    """max Q_h of chunks [B, N, H, A], at least `SAFE`, [B, N]: nothing is safer than safe, and what is estimated below
+    it is error, and no reason."""
+    count, candidates = chunks.shape[:2]
+    repeated = rows(observation, torch.arange(count).repeat_interleave(candidates))
+    worst = nets.violation.slow_q(repeated, chunks.flatten(0, 1)).amax(0)
+    return worst.view(count, candidates).clamp(min=SAFE)
+
+
+def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Behaviour:
+    """The behaviour of a trained policy: of N samples of the slow actor the one of least max Q_h."""
 
     @torch.no_grad()
     def behave(observation: Batch, decision: int) -> Tensor:
-        count, chunk = len(observation[STATE]), (policy.horizon, policy.action_dim)
-        rng = generator(seed, "safest", decision)
-        noise = torch.randn((count * candidates, sampler.steps + 1, *chunk), generator=rng)
-        repeated = torch.arange(count).repeat_interleave(candidates)
-        context = rows(policy.encode(observation), repeated)
-        drawn = ChunkNoise(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
-        actions = policy.actions(sample(policy, sampler, context, drawn).chunk)
-        risk = nets.violation.slow_q(rows(observation, repeated), actions).amax(0).view(count, candidates)
-        risk = risk.clamp(min=SAFE)  # nothing is safer than safe: what is estimated below is error, and no reason
-        best: Tensor = actions.view(count, candidates, *chunk)[torch.arange(count), risk.argmin(1)]
+        count = len(observation[STATE])
+        noise = drawn_noise(nets, sampler, count, decision, candidates=candidates, seed=seed)
+        chunks = samples(nets, sampler, observation, noise)
+        best: Tensor = chunks[torch.arange(count), risks(nets, observation, chunks).argmin(1)]
         return best
 
     return behave
+
+
+def sampler_of(actor: DiffusionMLP) -> Diffusion:
+    """All of the actor's noise levels."""
+    levels = actor.config.train_steps
+    return Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
 
 
 def new_policy(config: VLAConfig) -> DiffusionMLP:
@@ -298,8 +319,7 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
 def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
     config, loop, actor = run.config, run.loop, run.policy
-    levels = actor.config.train_steps
-    sampler = Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
+    sampler = sampler_of(actor)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         nets = Fisor(actor).to(loop.process.accelerator.device)
