@@ -16,14 +16,15 @@ from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Batch, Policy, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, SEEN, STATE, Batch, Policy, Statistics
 from genrl.vla.rollout.sampling import Sampler, act
 
 
 class Dynamics(nn.Module):
     """(observation, chunk) -> the observation after it, and whether the episode is over: what the policy is judged in.
 
-    Numbers only (`STATE` and `ENVIRONMENT`, the latter where the data have it); instructions stay what they are.
+    Numbers only: `STATE`, and of `ENVIRONMENT` and `SEEN`, what a frozen encoder sees, those that the data have;
+    instructions stay what they are.
     """
 
     scale: Tensor
@@ -31,7 +32,7 @@ class Dynamics(nn.Module):
     def __init__(self, data: Transitions, stats: Statistics, *, width: int = 256) -> None:
         super().__init__()
         self.stats = stats
-        self.names = [name for name in (STATE, ENVIRONMENT) if name in data.observation]
+        self.names = [name for name in (STATE, ENVIRONMENT, SEEN) if name in data.observation]
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
         self.register_buffer("scale", moved.std(0).clamp(min=0.01))
         numbers, seen = data.action[0].numel(), moved.shape[1]
@@ -42,7 +43,10 @@ class Dynamics(nn.Module):
 
     def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:
         """The change in units of its spread [B, S], and the logit of an end [B]."""
-        shown = [normalise(observation[name], self.stats[name], "MEAN_STD") for name in self.names]
+        shown = [
+            observation[name] if name == SEEN else normalise(observation[name], self.stats[name], "MEAN_STD")
+            for name in self.names
+        ]
         chunk = normalise(action, self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
         found = self.body(torch.cat([*shown, chunk.flatten(1)], 1))
         return found[:, :-1], found[:, -1]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
 from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
+from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
 from genrl.vla.simulators.simulator import SlotHost, find_registered
 
 Seen = dict[str, NDArray[np.float64]]
@@ -58,6 +59,8 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
     """The simulator's own name for success."""
     sizes: ClassVar[tuple[int, int]]
     """Numbers of "agent_pos" and "environment_state"."""
+    workspace: ClassVar[Box]
+    """Of clouds, without what lies under everything."""
 
     def __init__(self, task: str) -> None:
         self.task, self.task_description = task, self.tasks[task].instruction
@@ -118,7 +121,13 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """What the camera sees, uint8 [size, size, 3]."""
-        return self.shared.picture(self.inner.data, self.view(), self.target, self.goal(), size)
+        seen = self.shared.seen(self.inner.data, self.view(), self.target, self.goal(), size)
+        return np.ascontiguousarray(seen.render())
+
+    def points(self, count: int) -> NDArray[np.float32]:
+        """What the camera sees in the workspace, the target too, in the world's frame, [count, 3]."""
+        seen = self.shared.seen(self.inner.data, self.view(), self.target, self.goal(), DEPTH_SIZE)
+        return cloud(self.shared.mujoco, seen, count, self.workspace)
 
     def close(self) -> None:
         """Nothing: the model is the process's."""
@@ -137,8 +146,8 @@ class Shared:
             model.geom_size[number, 2] = model.geom_size[number, :2].max()
         self.renderers: dict[int, Any] = {}
 
-    def picture(self, data: Any, view: View, target: str, goal: NDArray[np.float64], size: int) -> NDArray[np.uint8]:
-        """The scene with the target at its goal."""
+    def seen(self, data: Any, view: View, target: str, goal: NDArray[np.float64], size: int) -> Any:
+        """The renderer of this size, with the scene before its camera and the target at its goal."""
         if size not in self.renderers:
             self.renderers[size] = renderer(self.mujoco, self.made.model, size)
         camera = self.mujoco.MjvCamera()
@@ -146,7 +155,7 @@ class Shared:
         camera.azimuth, camera.elevation = view.azimuth, view.elevation
         data.site(target).xpos[:] = goal
         self.renderers[size].update_scene(data, camera)
-        return np.ascontiguousarray(self.renderers[size].render())
+        return self.renderers[size]
 
 
 @cache
