@@ -150,8 +150,10 @@ class ObservationEncoder(nn.Module):
         if self.inputs.environment:
             told = observation[ENVIRONMENT].to(device)
             parts.append(normalise(told, self.stats[ENVIRONMENT], MODES["ENV"]))
-        if self.inputs.looks or self.inputs.seen:
+        if self.inputs.looks:
             parts.append(observation[SEEN].to(device) if SEEN in observation else self.see(observation, language))
+        if self.inputs.seen:
+            parts.append(normalise(observation[SEEN].to(device), self.stats[SEEN], MODES["ENV"]))
         return torch.cat(parts, 1)
 
     def hear(self, tokens: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.critics import Critics
+from genrl.vla.methods.critics import Critics, seen_statistics
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
@@ -31,10 +31,11 @@ class Dynamics(nn.Module):
 
     def __init__(self, data: Transitions, stats: Statistics, *, width: int = 256) -> None:
         super().__init__()
-        self.stats = stats
+        self.stats = stats | seen_statistics(data)
         self.names = [name for name in (STATE, ENVIRONMENT, SEEN) if name in data.observation]
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
-        self.register_buffer("scale", moved.std(0).clamp(min=0.01))
+        ones = [torch.ones(data.observation[n].shape[1]) if n != SEEN else self.stats[n]["std"] for n in self.names]
+        self.register_buffer("scale", torch.maximum(moved.std(0), 0.01 * torch.cat(ones)))
         numbers, seen = data.action[0].numel(), moved.shape[1]
         self.body = nn.Sequential(
             nn.Linear(seen + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
@@ -43,10 +44,7 @@ class Dynamics(nn.Module):
 
     def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:
         """The change in units of its spread [B, S], and the logit of an end [B]."""
-        shown = [
-            observation[name] if name == SEEN else normalise(observation[name], self.stats[name], "MEAN_STD")
-            for name in self.names
-        ]
+        shown = [normalise(observation[name], self.stats[name], "MEAN_STD") for name in self.names]
         chunk = normalise(action, self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
         found = self.body(torch.cat([*shown, chunk.flatten(1)], 1))
         return found[:, :-1], found[:, -1]

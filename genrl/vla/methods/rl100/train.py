@@ -23,7 +23,7 @@ from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.recorded import Recorded
-from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
 from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
@@ -185,8 +185,10 @@ def train(run: VLARun, settings: RL100) -> None:
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
-    if inputs.looks:  # what it sees was kept in place of what it looked at (`episodes.seen`)
+    if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
         policy.encoder.requires_grad_(False)
+    if "transitions" in store.data:
+        critics.normalise_by(seen_statistics(store.data["transitions"]))
     step = stepper(run, settings, loss)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
@@ -208,6 +210,7 @@ def offline_round(
         new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
+    critics.normalise_by(seen_statistics(data))
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
         loop.phase("learning critics", settings.critic_steps)

@@ -27,7 +27,7 @@ from genrl.vla.simulators.simulator import SlotHost
 CAMERA = "corner2"
 CAMERA_PLACE = (0.75, 0.075, 0.7)
 """LeRobot's: nearer to the table; its pictures are turned by 180 degrees."""
-WORKSPACE = Box((-0.6, 0.3, 0.005), (0.6, 1.1, 0.6))
+WORKSPACE = Box((-0.6, 0.3, 0.005), (0.6, 0.95, 0.6))
 """Of clouds: over the table, without its top."""
 PROPRIOCEPTION = 4
 """The first numbers of the observation: the hand's position, and how far the gripper is open."""
