@@ -216,12 +216,15 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
 
-    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads.
+    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads, clouds
+    of points among it.
     """
     source = config.demonstrations
     reader = config.policy.new if policy is None else policy
     assert source is not None and reader is not None
     inputs = _read_by(config.policy.new) if policy is None else policy.inputs
+    if source.dataset is not None and POINTS in inputs:
+        raise ValueError("demonstrations.dataset: data sets hold no clouds of points; write demonstrations.expert: N")
     steps = recorded(config)
     if steps is not None:
         inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
@@ -292,9 +295,8 @@ def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
 
 def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
     env = config.environment
-    if any(name.startswith(IMAGE) or name == POINTS for name in inputs):
-        text = "files of steps hold neither pictures nor points; write policy.new.image_size: 0 and points: 0"
-        raise ValueError(f"demonstrations.dataset: {text}")
+    if any(name.startswith(IMAGE) for name in inputs):
+        raise ValueError("demonstrations.dataset: files of steps hold no pictures; write policy.new.image_size: 0")
     if env.instruction is None:
         raise ValueError("environment.instruction: files of steps hold no sentences; write the one of the task")
     told = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)

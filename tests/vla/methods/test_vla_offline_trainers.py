@@ -11,7 +11,7 @@ import torch
 from genrl.config import ConfigError, VLAConfig, load
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.setup import load_trained
-from genrl.vla.train import check_processes, train
+from genrl.vla.train import check_processes, open_policy, train
 from tests.run_folders import differences, rows
 
 _RL100 = (
@@ -105,9 +105,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
 )
 def test_what_looks_is_frozen_after_imitation(root: Path, tmp_path: Path, name: str, override: str) -> None:
     """From pictures and points alike: the rest learns on what it sees, and the one-step copy looks with it."""
-    folder = train(small(root, name, tmp_path, override, "trainer.distil_steps=2"))
+    config = small(root, name, tmp_path, override, "trainer.distil_steps=2")
+    begun, folder = open_policy(config)[0].state_dict(), train(config)
     first, last = (load_trained(folder, step=step).state_dict() for step in (1, 2))
-    begun = load_policy(folder / "policy").state_dict()
     still = {key for key in first if torch.equal(first[key], last[key])}
     assert still == {key for key in first if key.startswith("encoder.")}
     assert any(not torch.equal(begun[key], first[key]) for key in still)  # imitation has taught it
