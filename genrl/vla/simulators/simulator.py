@@ -77,15 +77,14 @@ class Expert(Protocol):
 class Simulator:
     """One gymnasium environment, observed once per chunk. Success ends the episode; actions are clipped to its box.
 
-    Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state"; clouds are
-    "environment_points") is taken as it is; another dict
-    (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a vector is "agent_pos", or
-    with `proprioception` p: its first p numbers are, and all are "environment_state". Pictures that are asked for and
-    not there are rendered: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
-    pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or rendered by `picture(size,
-    camera)` of an environment whose `cameras` are so named. A picture of an observation is a square of any size; it is
-    made as small as the policy reads it by averages over areas. Clouds that are not there are `points(count)` of the
-    environment.
+    Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state"; "environment_points") is taken
+    as it is; another dict (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a
+    vector is "agent_pos", or with `proprioception` p: its first p numbers are, and all are "environment_state".
+    Pictures that are asked for and not there are rendered: by the environment's `picture(size)`, or else by `render()`,
+    once per chunk. With `cameras` pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or
+    rendered by `picture(size, camera)` of an environment whose `cameras` are so named. A picture of an observation is a
+    square of any size; it is made as small as the policy reads it by averages over areas. Points that are asked for and
+    not there are those of the environment's `points(count)`.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:

@@ -22,9 +22,8 @@ class TableHost(Batch):
     """`slots` tables. Actions [n, chunk, 3] in [-1, 1] (see `task`); reward 1 at success.
 
     Observations: "pixels" uint8 [n, S, S, 3] (left out where image_size is 0), "environment_points" float32 [n, N, 3]
-    (left out where points is 0), "agent_pos" float32 [n, 3] (gripper and
-    whether it holds), "environment_state" float32 [n, 6] (the discs: for state policies, not for those that must look),
-    "task_index" int64 [n], a number of `INSTRUCTIONS`.
+    (where points is 0), "agent_pos" float32 [n, 3] (gripper and whether it holds), "environment_state" float32 [n, 6]
+    (the discs: for state policies, not for those that must look), "task_index" int64 [n], a number of `INSTRUCTIONS`.
     """
 
     def __init__(
