@@ -33,11 +33,19 @@ class NewPolicy(Section):
     horizon: Count = 4
     """Actions in a chunk."""
     image_size: Whole = 32
-    """Side of the picture that it sees, in pixels; 0 = it gets the state of the environment instead."""
+    """Side of the picture that it sees, in pixels; 0 = none."""
+    points: Whole = 0
+    """Points of the cloud that it sees (DP3, RL-100: 512 or 1024); 0 = none. Where it sees neither picture nor points
+    it gets the state of the environment instead."""
     train_steps: Ways = 20
     """Noise levels of a diffusion policy (DPPO: 20 from states, 100 from pictures)."""
     args: dict[str, Any] = {}
     """Settings of a policy of your own, by name; of act, by LeRobot's names: {dim_model: 128, dropout: 0}."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it sees anything."""
+        return self.image_size > 0 or self.points > 0
 
 
 class PolicyLoRA(Section):

@@ -58,4 +58,4 @@ EXPERTS = Group(
     "",
 )
 """Demonstrations, by the simulator, which also says what the expert would do from any state (`simulator.Expert`):
-functions (tasks, count, seed, max_steps, image_size) -> `frames.Shown`."""
+functions (tasks, count, seed, max_steps, image_size, points) -> `frames.Shown`."""

@@ -11,7 +11,7 @@ from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import names
 from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
-from genrl.config.vla_names import EMBEDDED, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
+from genrl.config.vla_names import BOTH, EMBEDDED, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
@@ -78,6 +78,8 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         hint = f"did you mean {close[0]}? " if close else ""
         text = f"found {new.type!r}; {hint}they are: {', '.join(known)}; or name a file: path/file.py:Name"
         yield ("policy.new.type",), text
+    if new.points and new.type in BOTH:
+        yield ("policy.new.points", "policy.new.type"), f"{new.type} has no encoder of points; write 0"
     if new.args and new.type in EMBEDDED:
         yield ("policy.new.args", "policy.new.type"), f"are of a policy of your own; {new.type} has none"
     predicts = PREDICTS.get(new.type, sampler.predicts)

@@ -39,6 +39,7 @@ from genrl.vla.policies.policy import (
     ENVIRONMENT,
     IMAGE,
     IMAGES,
+    POINTS,
     STATE,
     TOKENS,
     Batch,
@@ -197,12 +198,12 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
     """A small policy that fits the frames it is to imitate, with weights by the seed."""
     made = config.policy.new
     assert made is not None
-    looks = made.image_size > 0
     inputs = Inputs(
         state=frames[STATE].shape[-1],
         vocabulary=vocabulary,
-        environment=0 if looks or ENVIRONMENT not in frames else frames[ENVIRONMENT].shape[-1],
-        image=frames[IMAGE].shape[1] if looks else 0,
+        environment=0 if made.looks or ENVIRONMENT not in frames else frames[ENVIRONMENT].shape[-1],
+        image=frames[IMAGE].shape[1] if made.image_size else 0,
+        points=frames[POINTS].shape[1] if made.points else 0,
     )
     width = frames[ACTION].shape[-1]
     stats = {name: found for name, found in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
@@ -215,13 +216,15 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
 
-    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads.
+    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads, clouds
+    of points among it.
     """
     source = config.demonstrations
     reader = config.policy.new if policy is None else policy
     assert source is not None and reader is not None
-    inputs: tuple[str, ...] = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
-    inputs = inputs if policy is None else policy.inputs
+    inputs = _read_by(config.policy.new) if policy is None else policy.inputs
+    if source.dataset is not None and POINTS in inputs:
+        raise ValueError("demonstrations.dataset: data sets hold no clouds of points; write demonstrations.expert: N")
     steps = recorded(config)
     if steps is not None:
         inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
@@ -229,11 +232,18 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     elif source.dataset is not None:
         shown = _dataset(config, source.dataset, inputs)
     else:
-        shown = _expert(config, reader.image_size)
+        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0)
     words = vocabulary(shown.texts)
     told = partial(tokenise, words=words) if policy is None else policy.tokenise
     frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
     return frames, words
+
+
+def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
+    """What a new policy will read."""
+    assert new is not None
+    looks = {IMAGE: new.image_size, POINTS: new.points, STATE: True, ENVIRONMENT: not new.looks, TOKENS: True}
+    return tuple(name for name, used in looks.items() if used)
 
 
 def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
@@ -293,11 +303,11 @@ def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
     return Shown([env.instruction], told, None)
 
 
-def _expert(config: VLAConfig, image_size: int) -> Shown:
+def _expert(config: VLAConfig, image_size: int, points: int) -> Shown:
     assert config.demonstrations is not None and config.demonstrations.expert is not None
     env, count = config.environment, config.demonstrations.expert
     how: dict[str, Any] = {"seed": config.seed, "max_steps": env.max_steps, "image_size": image_size}
-    return demonstrated(env.name, env.tasks or (), count, **how)
+    return demonstrated(env.name, env.tasks or (), count, points=points, **how)
 
 
 def choose_trained(config: VLAConfig, policy: Any) -> None:
@@ -359,6 +369,7 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         timeout_s=env.timeout_s,
         worker_gb=math.inf if env.worker_gb is None else env.worker_gb,
         image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
+        points=policy.points if POINTS in policy.inputs else 0,
         cameras=cameras,
         max_steps=env.max_steps,
         seed=config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's

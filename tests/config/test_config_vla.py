@@ -302,6 +302,13 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "act predicts actions; write sampler.kind: regression",
     ),
     (
+        "points without an encoder of them",
+        NEW,
+        {"policy": {"new": {"type": "act", "points": 8}}, "sampler": {"kind": "regression"}},
+        "policy.new.points, policy.new.type",
+        "act has no encoder of points; write 0",
+    ),
+    (
         "a flow policy that says its chunk",
         NEW,
         {"sampler": {"kind": "regression"}},

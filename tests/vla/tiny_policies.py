@@ -19,12 +19,13 @@ from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, demonstrate, task
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)
 TOLD = Inputs(state=3, vocabulary=WORDS, environment=6)
+FEELS = Inputs(state=3, vocabulary=WORDS, points=14)
 
 
 @lru_cache(maxsize=4)
-def frames(count: int = 8, image: int = 32, horizon: int = 4) -> Batch:
+def frames(count: int = 8, image: int = 32, horizon: int = 4, points: int = 0) -> Batch:
     keys = task.episode_keys(0, np.arange(count), np.zeros(count))
-    return minitable_frames(demonstrate(keys, PUT), WORDS, horizon=horizon, image_size=image)
+    return minitable_frames(demonstrate(keys, PUT), WORDS, horizon=horizon, image_size=image, points=points)
 
 
 def flow(
@@ -34,7 +35,7 @@ def flow(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = TinyFlowConfig(inputs, 3, 4, critic=critic, noise_head=noise_head)
-        policy = TinyFlowVLA(config, frame_statistics(frames()))
+        policy = TinyFlowVLA(config, frame_statistics(frames(points=inputs.points)))
         if stir:
             nn.init.normal_(policy.out.weight, std=0.1)
             if critic:
@@ -46,4 +47,4 @@ def diffusion(inputs: Inputs = TOLD, *, critic: int = 0, train_steps: int = 20, 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = DiffusionMLPConfig(inputs, 3, 4, critic=critic, train_steps=train_steps)
-        return DiffusionMLP(config, frame_statistics(frames()))
+        return DiffusionMLP(config, frame_statistics(frames(points=inputs.points)))

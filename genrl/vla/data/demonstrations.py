@@ -14,9 +14,10 @@ from genrl.config.plugins import find
 from genrl.config.vla_names import EXPERTS
 from genrl.vla.data.frames import Shown, episode_frames
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, tokenise
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, tokenise
 from genrl.vla.simulators import minitable
 from genrl.vla.simulators.minitable import task
+from genrl.vla.simulators.minitable.points import cloud
 
 MINITABLE_FPS = 10
 _NAMES = {
@@ -27,11 +28,18 @@ _NAMES = {
 
 
 def demonstrated(
-    name: str, tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None = None, image_size: int = 0
+    name: str,
+    tasks: Sequence[str],
+    count: int,
+    *,
+    seed: int,
+    max_steps: int | None = None,
+    image_size: int = 0,
+    points: int = 0,
 ) -> Shown:
     """`count` successful episodes of a simulator's expert, of each task where it has several, with LeRobot's columns.
 
-    max_steps: the longest that counts, None for the simulator's own limit; image_size: 0 for no pictures.
+    max_steps: the longest that counts, None for the simulator's own limit; image_size, points: 0 for none.
     Raises ValueError for a simulator without an expert.
     """
     if name not in EXPERTS.built_in:
@@ -39,16 +47,20 @@ def demonstrated(
         raise ValueError(
             f"demonstrations.expert: {name} has no scripted expert; give a dataset instead ({known} have one)"
         )
-    shown: Shown = find(name, EXPERTS)(tasks, count, seed=seed, max_steps=max_steps, image_size=image_size)
+    how = {"seed": seed, "max_steps": max_steps, "image_size": image_size, "points": points}
+    shown: Shown = find(name, EXPERTS)(tasks, count, **how)
     return shown
 
 
-def minitable_expert(tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int) -> Shown:
+def minitable_expert(
+    tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int, points: int
+) -> Shown:
     """`count` episodes of all tasks together, each of which takes fewer actions than any limit that makes sense."""
     numbers = task.task_numbers(tasks)
     demonstrations = expert_demonstrations(count, tasks=numbers, seed=seed)
     texts = [minitable.INSTRUCTIONS[number] for number in numbers]
-    return Shown(texts, minitable_episodes(demonstrations, image_size=image_size), minitable_rest)
+    episodes = minitable_episodes(demonstrations, image_size=image_size, points=points)
+    return Shown(texts, episodes, minitable_rest)
 
 
 def minitable_rest(actions: NDArray[np.float32]) -> Sequence[float]:
@@ -62,11 +74,15 @@ def expert_demonstrations(count: int, *, tasks: Sequence[int], seed: int) -> min
     return minitable.demonstrate(keys, tasks)
 
 
-def minitable_episodes(demonstrations: minitable.Demonstrations, *, image_size: int) -> Iterator[Episode]:
-    """The demonstrations as episodes with LeRobot's columns; pictures of image_size pixels, none where it is 0.
+def minitable_episodes(
+    demonstrations: minitable.Demonstrations, *, image_size: int, points: int = 0
+) -> Iterator[Episode]:
+    """The demonstrations as episodes with LeRobot's columns; pictures of image_size pixels, clouds of so many
+    points, none where they are 0.
 
-    `STATE` [T, 3], `ENVIRONMENT` [T, 6], `IMAGE` uint8 [T, S, S, 3], `ACTION` [T, 3], and of the step that follows a
-    frame `next.reward` float32, `next.done` and `next.success` bool [T, 1]: 1 and true at the last frame.
+    `STATE` [T, 3], `ENVIRONMENT` [T, 6], `IMAGE` uint8 [T, S, S, 3], `POINTS` [T, N, 3], `ACTION` [T, 3], and of the
+    step that follows a frame `next.reward` float32, `next.done` and `next.success` bool [T, 1]: 1 and true at the last
+    one.
     """
     d = demonstrations
     for number, length in enumerate(d.length):
@@ -84,6 +100,8 @@ def minitable_episodes(demonstrations: minitable.Demonstrations, *, image_size: 
         }
         if image_size:
             columns[IMAGE] = minitable.render(state, image_size)
+        if points:
+            columns[POINTS] = cloud(state, points)
         yield Episode([minitable.INSTRUCTIONS[d.task[number]]] * length, columns)
 
 
@@ -96,14 +114,15 @@ def write_minitable(
 
 
 def minitable_frames(
-    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int
+    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int, points: int = 0
 ) -> Batch:
     """Every step of the demonstrations as an observation and the expert's chunk from there, F rows.
 
     `STATE` [F, 3], `ENVIRONMENT` [F, 6], `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32 [F, horizon, 3];
-    `IMAGE` uint8 [F, S, S, 3] unless image_size is 0. After its success the expert keeps still, as a chunk's tail too.
+    `IMAGE` uint8 [F, S, S, 3] and `POINTS` [F, N, 3] where image_size and points are not 0. After its success the
+    expert keeps still, as a chunk's tail too.
     """
-    inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()))
-    episodes = minitable_episodes(demonstrations, image_size=image_size)
+    inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()), *((POINTS,) if points else ()))
+    episodes = minitable_episodes(demonstrations, image_size=image_size, points=points)
     told = partial(tokenise, words=words)
     return episode_frames(episodes, told, inputs=inputs, horizon=horizon, rest=minitable_rest)

@@ -14,7 +14,16 @@ from genrl.vla.methods import shared_settings
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
-from genrl.vla.policies.policy import ACTION, Batch, Statistics
+from genrl.vla.policies.policy import ACTION, SEEN, Batch, Statistics
+
+
+def seen_statistics(data: Transitions) -> Statistics:
+    """Mean and spread of what an encoder has seen in the data, whose numbers may be of any size; empty where it has
+    looked at nothing."""
+    if SEEN not in data.observation:
+        return {}
+    values = data.observation[SEEN]
+    return {SEEN: {"mean": values.mean(0), "std": values.std(0).clamp(min=1e-6)}}
 
 
 class CriticNet(nn.Module):
@@ -45,6 +54,11 @@ class Critics(nn.Module):
         self.q = nn.ModuleList(CriticNet(inputs, stats, numbers, width) for _ in range(2))
         self.slow = copy.deepcopy(self.q).requires_grad_(False)
         self.v = CriticNet(inputs, stats, 0, width)
+
+    def normalise_by(self, stats: Statistics) -> None:
+        """From here on by these statistics, too: those of `SEEN` are known when there are data."""
+        for net in (*self.q, *self.slow, self.v):
+            net.encoder.stats = net.encoder.stats | stats
 
     def q_values(self, observation: Batch, action: Tensor) -> Tensor:
         """[2, N] of the trained copies."""

@@ -15,7 +15,7 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.policies.policy import ACTION, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
+from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def recorded_frames(
     actions = policy.normalised(frames[ACTION][here])
     padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
     share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
-    tensors = {
-        f"observation/{name}": value for name, value in rows({n: frames[n] for n in policy.inputs}, here).items()
-    }
+    shown = {name: frames[name] for name in (*policy.inputs, SEEN) if name in frames}
+    tensors = {f"observation/{name}": value for name, value in rows(shown, here).items()}
     tensors |= {"actions": actions, "share": torch.tensor(share, dtype=torch.float64)}
     if isinstance(policy, Imitates):
         drawn = policy.loss_noise(len(index), rng)

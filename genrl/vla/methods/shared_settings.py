@@ -168,7 +168,9 @@ def for_a_new_policy(config: VLAConfig, algorithm: str, *, diffusion: bool = Fal
     new = config.policy.new
     if new is None:
         yield ("policy.new",), f"{algorithm} begins with a new policy; write `new: {{...}}`"
-    elif new.image_size:
-        yield ("policy.new.image_size",), f"{algorithm} works on states; write 0"
+    else:
+        for key in ("image_size", "points"):
+            if getattr(new, key):
+                yield (f"policy.new.{key}",), f"{algorithm} works on states; write 0"
     if diffusion and new is not None and new.type != "diffusion_mlp":
         yield ("policy.new.type",), f"{algorithm} trains a diffusion policy; write diffusion_mlp"

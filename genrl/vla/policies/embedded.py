@@ -20,7 +20,7 @@ from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, check_
 from genrl.vla.policies.heads import critic_of
 from genrl.vla.policies.lerobot import Adapt, existing, write
 from genrl.vla.policies.normalise import normalise, unnormalise
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Batch, NoiseHead, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, NoiseHead, Statistics
 
 if TYPE_CHECKING:
     from genrl.config.vla import NewPolicy
@@ -45,8 +45,8 @@ _COMMON = ("inputs", "action_dim", "horizon")
 
 
 class EmbeddedPolicy(nn.Module):
-    """A network on the features [B, F] of an `ObservationEncoder`. stats: of `STATE`, `ACTION` and, where it is read,
-    `ENVIRONMENT`; the weights are initialised from torch's global generator.
+    """A network on the features [B, F] of an `ObservationEncoder`. stats: of `STATE`, `ACTION` and, where they are
+    read, `ENVIRONMENT` and `POINTS`; the weights are initialised from torch's global generator.
 
     A context has "features", what the encoder saw: with a frozen one keep those of a rollout and begin at `context`.
     """
@@ -62,7 +62,7 @@ class EmbeddedPolicy(nn.Module):
         check_statistics(config.inputs, config.action_dim, stats)
         self.config, self.stats = config, stats
         self.horizon, self.action_dim, self.critic = config.horizon, config.action_dim, config.critic
-        self.inputs, self.image_size = config.inputs.keys, config.inputs.image
+        self.inputs, self.image_size, self.points = config.inputs.keys, config.inputs.image, config.inputs.points
         self.encoder = ObservationEncoder(config.inputs, stats)
 
     @classmethod
@@ -157,9 +157,10 @@ class EmbeddedPolicy(nn.Module):
             raise ValueError(
                 f"{folder}/config.json: normalization_mapping must be {MODES}, found {config['normalization_mapping']}"
             )
-        sizes = {name: int(feature["shape"][-1]) for name, feature in config["input_features"].items()}
-        vocabulary = tuple(config["vocabulary"])
-        inputs = Inputs(sizes[STATE], vocabulary, environment=sizes.get(ENVIRONMENT, 0), image=sizes.get(IMAGE, 0))
+        sizes = {name: int(feature["shape"][0]) for name, feature in config["input_features"].items()}
+        image = config["input_features"].get(IMAGE, {"shape": [0]})["shape"][-1]
+        told = {"environment": sizes.get(ENVIRONMENT, 0), "image": int(image), "points": sizes.get(POINTS, 0)}
+        inputs = Inputs(sizes[STATE], tuple(config["vocabulary"]), **told)
         action, horizon = int(config["output_features"][ACTION]["shape"][0]), int(config["chunk_size"])
         own = {f.name: config[f.name] for f in fields(cls.Config) if f.name not in _COMMON and f.name in config}
         own["critic"] = int(own["critic"])  # true or false in the first folders
@@ -180,6 +181,8 @@ def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:
         found[ENVIRONMENT] = {"type": "ENV", "shape": [inputs.environment]}
     if inputs.image:
         found[IMAGE] = {"type": "VISUAL", "shape": [3, inputs.image, inputs.image]}
+    if inputs.points:
+        found[POINTS] = {"type": "ENV", "shape": [inputs.points, 3]}
     return found
 
 

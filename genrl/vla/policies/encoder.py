@@ -1,10 +1,11 @@
-"""The small encoder of the embedded policies: picture, instruction and state as one vector of features."""
+"""The small encoder of the embedded policies: picture, points, instruction and state as one vector of features."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -12,36 +13,44 @@ from torch.nn import functional
 
 from genrl.vla.policies import policy
 from genrl.vla.policies.normalise import Mode, normalise
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, SEEN, STATE, TOKENS, Batch, Statistics
 
 MODES: dict[str, Mode] = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
 """How the embedded policies normalise: actions to [-1, 1], where DPPO and ReinFlow clip."""
 
-LANGUAGE, PICTURE, _KEYPOINTS = 64, 128, 16
+LANGUAGE, PICTURE, CLOUD, _KEYPOINTS = 64, 128, 64, 16
 LOOKS = ("convolutions.", "film.", "keypoints.", "picture.")
 """What the parameters begin with that an encoder looks at pictures by."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a policy reads: numbers in `STATE`, the words it knows, and, 0 for none, numbers in `ENVIRONMENT` and side
-    of `IMAGE` in pixels."""
+    """What a policy reads: numbers in `STATE`, the words it knows, and, 0 for none, numbers in `ENVIRONMENT`, side of
+    `IMAGE` in pixels, points in `POINTS`, and numbers in `SEEN`, of critics beside a policy that looks."""
 
     state: int
     vocabulary: tuple[str, ...]
     environment: int = 0
     image: int = 0
+    points: int = 0
+    seen: int = 0
+
+    @property
+    def looks(self) -> bool:
+        """Whether there is anything to look at."""
+        return self.image > 0 or self.points > 0
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the entries of an observation."""
-        there = {STATE: True, ENVIRONMENT: self.environment > 0, IMAGE: self.image > 0, TOKENS: True}
-        return tuple(name for name, used in there.items() if used)
+        there = {STATE: True, ENVIRONMENT: self.environment, IMAGE: self.image, POINTS: self.points, SEEN: self.seen}
+        return (*(name for name, used in there.items() if used), TOKENS)
 
 
 def check_statistics(inputs: Inputs, action_dim: int, stats: Statistics) -> None:
     """Raises ValueError where a feature has no statistics, or those of another width."""
-    widths = {STATE: inputs.state, ENVIRONMENT: inputs.environment, ACTION: action_dim}
+    points = 3 if inputs.points else 0
+    widths = {STATE: inputs.state, ENVIRONMENT: inputs.environment, POINTS: points, ACTION: action_dim}
     for name, width in widths.items():
         found = {key: tuple(v.shape) for key, v in stats.get(name, {}).items() if key != "count"}
         if width and (not found or set(found.values()) != {(width,)}):
@@ -81,8 +90,25 @@ def sinusoidal(time: Tensor, width: int, *, longest: float) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], 1)
 
 
+class PointEncoder(nn.Module):
+    """Cloud [B, N, 3] -> [B, `CLOUD`], whatever the order of its points: 3D Diffusion Policy's (arXiv 2403.03954), an
+    MLP on every point, the greatest of each of its numbers over the points, and a projection."""
+
+    def __init__(self, widths: Sequence[int] = (3, 64, 128, 256)) -> None:
+        super().__init__()
+        layers = [(nn.Linear(low, high), nn.LayerNorm(high), nn.ReLU()) for low, high in pairwise(widths)]
+        self.each = nn.Sequential(*(part for layer in layers for part in layer))
+        self.project = nn.Sequential(nn.Linear(widths[-1], CLOUD), nn.LayerNorm(CLOUD))
+
+    def forward(self, points: Tensor) -> Tensor:
+        found: Tensor = self.project(self.each(points).amax(1))
+        return found
+
+
 class ObservationEncoder(nn.Module):
-    """Observation -> features [B, `size`]: instruction 64, normalised state and environment, picture 128.
+    """Observation -> features [B, `size`]: instruction 64, normalised state and environment, picture 128, points 64.
+
+    Pictures and points may be replaced by what it saw in them before (`see`), as `SEEN`.
 
     Words: embedding, mean, MLP. Picture: three convolutions, each with group norm and a scale and shift from the
     instruction (FiLM, arXiv 1709.07871), then `_KEYPOINTS` mean positions (spatial softmax, arXiv 1504.00702).
@@ -93,7 +119,8 @@ class ObservationEncoder(nn.Module):
         self.inputs, self.stats = inputs, stats
         self.words = nn.Embedding(1 + len(inputs.vocabulary), 32, padding_idx=0)
         self.language = nn.Sequential(nn.Linear(32, LANGUAGE), nn.SiLU(), nn.Linear(LANGUAGE, LANGUAGE))
-        self.size = LANGUAGE + inputs.state + inputs.environment
+        self.sees = (PICTURE if inputs.image else 0) + (CLOUD if inputs.points else 0)
+        self.size = LANGUAGE + inputs.state + inputs.environment + self.sees + inputs.seen
         if inputs.image:
             widths = (24, 32, 32) if inputs.image <= 32 else (32, 48, 64)
             strides = (2, 1, 1) if inputs.image <= 32 else (2, 2, 1)
@@ -106,26 +133,44 @@ class ObservationEncoder(nn.Module):
             self.film = nn.ModuleList(nn.Linear(LANGUAGE, 2 * width) for width in widths)
             self.keypoints = nn.Conv2d(widths[-1], _KEYPOINTS, 1)
             self.picture = nn.Sequential(nn.Linear(2 * _KEYPOINTS, PICTURE), nn.SiLU(), nn.Linear(PICTURE, PICTURE))
-            self.size += PICTURE
+        if inputs.points:
+            self.cloud = PointEncoder()
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         return policy.tokenise(instructions, self.inputs.vocabulary)
 
     def forward(self, observation: Batch) -> Tensor:
         """Raises KeyError for an entry that is missing."""
-        missing = [name for name in self.inputs.keys if name not in observation]
+        replaced = (IMAGE, POINTS) if SEEN in observation else ()
+        missing = [name for name in self.inputs.keys if name not in observation and name not in replaced]
         if missing:
             raise KeyError(f"the policy needs {missing}; the observation has {sorted(observation)}")
-        device = self.words.weight.device
-        tokens = observation[TOKENS].to(device)
-        there = (tokens > 0).float()[..., None]
-        language = self.language((self.words(tokens) * there).sum(1) / there.sum(1).clamp(min=1.0))
+        device, language = self.words.weight.device, self.hear(observation[TOKENS])
         parts = [language, normalise(observation[STATE].to(device), self.stats[STATE], MODES["STATE"])]
         if self.inputs.environment:
             told = observation[ENVIRONMENT].to(device)
             parts.append(normalise(told, self.stats[ENVIRONMENT], MODES["ENV"]))
-        if self.inputs.image:
-            parts.append(self.look(observation[IMAGE].to(device), language))
+        if self.inputs.looks:
+            parts.append(observation[SEEN].to(device) if SEEN in observation else self.see(observation, language))
+        if self.inputs.seen:
+            parts.append(normalise(observation[SEEN].to(device), self.stats[SEEN], MODES["ENV"]))
+        return torch.cat(parts, 1)
+
+    def hear(self, tokens: Tensor) -> Tensor:
+        """Features of instructions int64 [B, L]: [B, `LANGUAGE`]."""
+        tokens = tokens.to(self.words.weight.device)
+        there = (tokens > 0).float()[..., None]
+        said: Tensor = self.language((self.words(tokens) * there).sum(1) / there.sum(1).clamp(min=1.0))
+        return said
+
+    def see(self, observation: Batch, language: Tensor) -> Tensor:
+        """What there is to look at under what the instruction says, [B, `LANGUAGE`]: [B, `sees`]."""
+        parts = [self.look(observation[IMAGE].to(language.device), language)] if self.inputs.image else []
+        if self.inputs.points:
+            points = observation[POINTS].to(language.device)
+            if points.shape[1:] != (self.inputs.points, 3):
+                raise ValueError(f"{POINTS} must be [B, {self.inputs.points}, 3], got {list(points.shape)}")
+            parts.append(self.cloud(normalise(points, self.stats[POINTS], MODES["ENV"])))
         return torch.cat(parts, 1)
 
     def look(self, image: Tensor, language: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from genrl.vla.policies.policy import (
     ENVIRONMENT,
     IMAGE,
     IMAGES,
+    POINTS,
     STATE,
     TOKENS,
     Batch,
@@ -33,7 +34,12 @@ from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Frozen, Sampler, chunk_noise, sample
 from genrl.vla.simulators.contract import Observation, Tables
 
-ENVIRONMENT_NAMES = {"pixels": IMAGE, "agent_pos": STATE, "environment_state": ENVIRONMENT}
+ENVIRONMENT_NAMES = {
+    "pixels": IMAGE,
+    "agent_pos": STATE,
+    "environment_state": ENVIRONMENT,
+    "environment_points": POINTS,
+}
 """LeRobot's names of an observation, in environments and in policies; cameras: `policy_name`."""
 
 

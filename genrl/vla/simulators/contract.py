@@ -49,6 +49,8 @@ class Reading:
     """1 at success, or the environment's."""
     image_size: int = 0
     """Pixels of a square picture; 0: none."""
+    points: int = 0
+    """Points of a cloud, "environment_points" float32 [N, 3]; 0: none."""
     cameras: tuple[str, ...] = ()
     """Those whose pictures are shown, each as "pixels/<camera>"; where there are none, one as "pixels"."""
     goals: int = 0

@@ -60,6 +60,13 @@ class Cameras(Protocol):
 
 
 @runtime_checkable
+class Clouds(Protocol):
+    """An environment that shows the surfaces before its camera as `count` points in the world's frame."""
+
+    def points(self, count: int) -> NDArray[np.float32]: ...
+
+
+@runtime_checkable
 class Expert(Protocol):
     """An environment that knows what an expert would do from where it is: its next actions [horizon, D], standing still
     after the success; the environment stays as it is."""
@@ -70,13 +77,14 @@ class Expert(Protocol):
 class Simulator:
     """One gymnasium environment, observed once per chunk. Success ends the episode; actions are clipped to its box.
 
-    Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state") is taken as it is; another dict
-    (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a vector is "agent_pos", or
-    with `proprioception` p: its first p numbers are, and all are "environment_state". Pictures that are asked for and
-    not there are rendered: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
-    pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or rendered by `picture(size,
-    camera)` of an environment whose `cameras` are so named. A picture of an observation is a square of any size; it is
-    made as small as the policy reads it by averages over areas.
+    Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state"; "environment_points") is taken
+    as it is; another dict (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a
+    vector is "agent_pos", or with `proprioception` p: its first p numbers are, and all are "environment_state".
+    Pictures that are asked for and not there are rendered: by the environment's `picture(size)`, or else by `render()`,
+    once per chunk. With `cameras` pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or
+    rendered by `picture(size, camera)` of an environment whose `cameras` are so named. A picture of an observation is a
+    square of any size; it is made as small as the policy reads it by averages over areas. Points that are asked for and
+    not there are those of the environment's `points(count)`.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
@@ -168,6 +176,8 @@ class Simulator:
     def _observe(self, raw: Any) -> Observation:
         who, size, cameras = str(self.env.unwrapped), self.reading.image_size, self.reading.cameras
         found = named(raw, self.reading.proprioception, who)
+        if self.reading.points:
+            found["environment_points"] = self._cloud(found.get("environment_points"))
         pictures = {name: found.pop(name) for name in list(found) if name.startswith("pixels")}
         if not size:
             return found
@@ -183,6 +193,15 @@ class Simulator:
         rendered = list(bare.cameras) if isinstance(bare, Cameras) else []
         check_cameras(cameras, [*(name.removeprefix("pixels/") for name in pictures if "/" in name), *rendered], who)
         return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
+
+    def _cloud(self, shown: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        bare, count = self.env.unwrapped, self.reading.points
+        if shown is None and not isinstance(bare, Clouds):
+            raise Misuse(f"{bare} shows no points: give it a method points(count), or write policy.new.points: 0")
+        points = bare.points(count) if shown is None else shown  # type: ignore[attr-defined]
+        if points.shape != (count, 3):
+            raise Misuse(f"{bare} shows points {list(points.shape)}, the policy reads {[count, 3]}")
+        return points
 
     def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
         size, who = self.reading.image_size, str(self.env.unwrapped)
@@ -278,7 +297,7 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
 
     Raises Misuse for what is neither numbers nor a picture.
     """
-    names = ("pixels", "agent_pos", "environment_state")
+    names = ("pixels", "agent_pos", "environment_state", "environment_points")
     if isinstance(raw, Mapping) and any(name in raw for name in names):
         found = {name: raw[name] for name in names if name in raw}
         if isinstance(found.get("pixels"), Mapping):

@@ -15,8 +15,8 @@ from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.methods.sft import train as sft
 from genrl.vla.policies.policy import ACTION, rows
-from genrl.vla.setup import frames_of
-from genrl.vla.train import open_policy
+from genrl.vla.setup import frames_of, load_trained
+from genrl.vla.train import open_policy, train
 from tests.vla import vla_runs
 from tests.vla.methods.test_ppo import with_steps
 from tests.vla.tiny_policies import diffusion, flow, frames
@@ -135,3 +135,29 @@ def test_an_environment_without_an_expert(tmp_path: Path) -> None:
     run = config(tmp_path, environment={"name": "gym_pusht/PushT-v0", "tasks": None})
     with pytest.raises(ValueError, match="has no scripted expert; give a dataset instead"):
         frames_of(run, None)
+
+
+POINTS: dict[str, Any] = {"policy": {"path": None, "new": {"image_size": 0, "points": 14}}}
+
+
+@pytest.mark.slow
+def test_points_are_imitated_and_then_reinforced(tmp_path: Path) -> None:
+    """A policy's encoder of points is trained, saved, and kept as it is by PPO, which trains the rest."""
+    for name in ("taught", "reinforced"):
+        (tmp_path / name).mkdir()
+    how = config(tmp_path / "taught", **POINTS)
+    begun, taught = open_policy(how)[0].state_dict(), train(how)
+    learned = load_trained(taught).state_dict()
+    moved = {name for name in begun if not torch.equal(begun[name], learned[name])}
+    assert {"encoder.cloud.each.0.weight", "encoder.cloud.project.0.weight"} <= moved
+    after = load_trained(train(vla_runs.config(tmp_path / "reinforced", policy={"path": str(taught)}))).state_dict()
+    moved = {name for name in learned if not torch.equal(learned[name], after[name])}
+    assert moved and not any(name.startswith("encoder.") for name in moved)
+
+
+def test_data_sets_hold_no_points(tmp_path: Path) -> None:
+    nowhere = {"expert": None, "dataset": str(tmp_path)}
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "info.json").write_text("{}")
+    with pytest.raises(ValueError, match="data sets hold no clouds of points; write demonstrations.expert"):
+        open_policy(config(tmp_path, demonstrations=nowhere, **POINTS))

@@ -151,6 +151,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
     [
         ("environment.name=metaworld", "on the table only; write minitable"),
         ("policy.new.type=my.py:Policy", "pre-trains the picture encoder of embedded policies; write tiny_flow_vla"),
+        ("policy.new.points=8", "pre-trains what looks at pictures; write 0"),
         ("policy.new.image_size=0", "pre-trains what looks at pictures; write 32"),
         ("demonstrations.expert=5", "makes its own data; take them out"),
     ],

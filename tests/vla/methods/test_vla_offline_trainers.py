@@ -6,28 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genrl.config import ConfigError, VLAConfig, load
 from genrl.vla.policies.folder import load_policy
-from genrl.vla.train import check_processes, train
+from genrl.vla.setup import load_trained
+from genrl.vla.train import check_processes, open_policy, train
 from tests.run_folders import differences, rows
 
+_RL100 = (
+    "environment.num_envs=8",
+    "demonstrations.expert=6",
+    "trainer.imitation_steps=4",
+    "trainer.rounds=1",
+    "trainer.episodes=8",
+    "trainer.critic_steps=4",
+    "trainer.dynamics_steps=4",
+    "trainer.updates=4",
+    "trainer.batch_size=16",
+    "trainer.gate_every=2",
+    "trainer.union_steps=2",
+    "trainer.online_minibatch=32",
+    "trainer.distil_steps=0",
+)
 SMALL: dict[str, tuple[str, ...]] = {
-    "rl100": (
-        "environment.num_envs=8",
-        "demonstrations.expert=6",
-        "trainer.imitation_steps=4",
-        "trainer.rounds=1",
-        "trainer.episodes=8",
-        "trainer.critic_steps=4",
-        "trainer.dynamics_steps=4",
-        "trainer.updates=4",
-        "trainer.batch_size=16",
-        "trainer.gate_every=2",
-        "trainer.union_steps=2",
-        "trainer.online_minibatch=32",
-        "trainer.distil_steps=0",
-    ),
+    "rl100": _RL100,
+    "rl100_points": (*_RL100, "policy.new.points=14"),
     "diwa": (
         "environment.num_envs=6",
         "environment.max_steps=12",
@@ -96,6 +100,24 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "override"), [("rl100_points", "policy.new.points=14"), ("rl100", "policy.new.image_size=16")]
+)
+def test_what_looks_is_frozen_after_imitation(root: Path, tmp_path: Path, name: str, override: str) -> None:
+    """From pictures and points alike: the rest learns on what it sees, and the one-step copy looks with it."""
+    config = small(root, name, tmp_path, override, "trainer.distil_steps=2")
+    begun, folder = open_policy(config)[0].state_dict(), train(config)
+    first, last = (load_trained(folder, step=step).state_dict() for step in (1, 2))
+    still = {key for key in first if torch.equal(first[key], last[key])}
+    assert still == {key for key in first if key.startswith("encoder.")}
+    assert any(not torch.equal(begun[key], first[key]) for key in still)  # imitation has taught it
+    copied = load_policy(folder / "one_step").encoder.state_dict()
+    assert all(torch.equal(value, last[f"encoder.{key}"]) for key, value in copied.items())
+    with pytest.raises(ValueError, match="optimizer.weight_decay: would move the encoder"):
+        train(small(root, name, tmp_path / "other", override, "optimizer.weight_decay=0.1"))
+
+
+@pytest.mark.slow
 def test_what_they_say_of_themselves(root: Path, tmp_path: Path) -> None:
     """RL-100 leaves a one-step policy, FISOR counts costs, RL-VLM-F asks its judge no more than it must."""
     folder = train(small(root, "rl100", tmp_path / "a", "iterations=1", "trainer.distil_steps=3"))
@@ -130,7 +152,7 @@ def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_pa
         ("fisor", "policy.new.type=tiny_flow_vla", "diffusion_mlp"),
         ("rl_vlm_f", "policy.new.image_size=32", "states"),
         ("rl100", "sampler.selection=last", "write all"),
-        ("rl100", "policy.new.image_size=32", "a picture would never change; write 0"),
+        ("fisor", "policy.new.points=8", "policy.new.points.*works on states; write 0"),
         ("diwa", "demonstrations=null", "expert"),
     ],
 )

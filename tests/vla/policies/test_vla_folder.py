@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import ACTION, rows
-from tests.vla.tiny_policies import SEES, TOLD, diffusion, flow, frames
+from tests.vla.tiny_policies import FEELS, SEES, TOLD, diffusion, flow, frames
 
 POLICIES = {
     "flow": lambda: flow(SEES, critic=1, noise_head="context"),
     "flow from states": lambda: flow(TOLD),
+    "flow from points": lambda: flow(FEELS),
     "diffusion": lambda: diffusion(SEES, critic=1, train_steps=100),
 }
 
@@ -26,7 +27,7 @@ def test_a_saved_policy_is_the_same_policy(name: str, tmp_path) -> None:
     save_policy(policy, tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy")
     assert type(loaded) is type(policy) and loaded.config == policy.config and not loaded.training
-    seen, x = rows(frames(), torch.arange(4)), keyed_noise((4, 4, 3), 0)
+    seen, x = rows(frames(points=14), torch.arange(4)), keyed_noise((4, 4, 3), 0)
     ours, theirs = policy.encode(seen), loaded.encode(seen)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     ask, time = "noise" if name == "diffusion" else "velocity", torch.ones(4, dtype=torch.int64)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.policy import ACTION, IMAGE, STATE, TOKENS, rows, tokenise
+from genrl.vla.policies.encoder import CLOUD, PICTURE, Inputs, PointEncoder
+from genrl.vla.policies.policy import ACTION, IMAGE, POINTS, SEEN, STATE, TOKENS, rows, tokenise
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
-from tests.vla.tiny_policies import SEES, TOLD, WORDS, diffusion, flow, frames
+from tests.vla.tiny_policies import FEELS, SEES, TOLD, WORDS, diffusion, flow, frames
 
 
 def parameters(module: torch.nn.Module) -> int:
@@ -42,6 +42,40 @@ def test_every_input_reaches_the_context_and_rows_are_independent(make) -> None:
     for name in policy.inputs:
         changed = policy.encode(seen | {name: other[name]})
         assert (changed["features"] - context["features"]).abs().max() > 1e-4, name
+
+
+def test_a_cloud_is_a_set_of_points() -> None:
+    """Order and repetition do not matter, places do; the widths are 3D Diffusion Policy's."""
+    torch.manual_seed(0)
+    encoder, points = PointEncoder(), torch.randn(3, 20, 3)
+    found = encoder(points)
+    assert found.shape == (3, CLOUD) and [p.shape[0] for p in encoder.each if hasattr(p, "weight")][::2] == [
+        64,
+        128,
+        256,
+    ]
+    for same in (points[:, torch.randperm(20)], torch.cat([points, points[:, :7]], 1)):
+        torch.testing.assert_close(encoder(same), found, rtol=1e-5, atol=1e-5)
+    assert (encoder(points + 0.1) - found).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("inputs", "looked", "sees"), [(SEES, IMAGE, PICTURE), (FEELS, POINTS, CLOUD)])
+def test_what_was_seen_takes_the_place_of_what_was_looked_at(inputs: Inputs, looked: str, sees: int) -> None:
+    policy, shown = flow(inputs), rows(frames(points=14), torch.arange(5))
+    assert policy.inputs == (STATE, looked, TOKENS) and policy.encoder.sees == sees
+    seen = {
+        SEEN: policy.encoder.see(shown, policy.encoder.hear(shown[TOKENS])),
+        **{n: shown[n] for n in (STATE, TOKENS)},
+    }
+    assert torch.equal(policy.encode(seen)["prefix"], policy.encode(shown)["prefix"])
+    moved = policy.encode(seen | {SEEN: seen[SEEN] + 1.0})
+    assert (moved["prefix"] - policy.encode(shown)["prefix"]).abs().max() > 1e-3
+
+
+def test_points_of_another_number_are_refused() -> None:
+    shown = rows(frames(points=14), torch.arange(2))
+    with pytest.raises(ValueError, match=r"environment_points must be \[B, 14, 3\], got \[2, 13, 3\]"):
+        flow(FEELS).encode(shown | {POINTS: shown[POINTS][:, 1:]})
 
 
 def test_the_critic_leaves_the_encoder_alone_and_begins_at_zero() -> None:

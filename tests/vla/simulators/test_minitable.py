@@ -18,6 +18,7 @@ from genrl.vla.simulators.minitable import (
     render,
     task,
 )
+from genrl.vla.simulators.minitable.points import cloud
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray:
@@ -300,6 +301,25 @@ def test_pictures_do_not_depend_on_the_batch() -> None:
     together = render(state, 32)
     for row in range(9):
         assert np.array_equal(render(state.rows(slice(row, row + 1)), 32)[0], together[row])
+
+
+def test_a_cloud_shows_where_things_are_and_which() -> None:
+    """Every thing has its height: its points are spread round its place, within its radius."""
+    state = task.initial_state(keys(6), PUT)
+    points = cloud(state, 56)
+    assert points.shape == (6, 56, 3) and points.dtype == np.float32
+    places = [state.discs[:, k] for k in range(3)] + [state.gripper]
+    for height, place, radius in zip((0.1, 0.2, 0.3, 0.5), places, (0.11, 0.11, 0.11, 0.075), strict=True):
+        own = points[np.isclose(points[..., 2], height)].reshape(6, 8, 3)[..., :2]
+        assert np.abs(own.mean(1) - place).max() < 0.2 * radius
+        away = np.linalg.norm(own - place[:, None], axis=-1)
+        assert 0.9 * radius < away.max() < radius
+    assert (points[..., 2] == 0).sum(1).tolist() == [24] * 6  # the zones
+    assert np.array_equal(cloud(state.rows(slice(3, 4)), 56)[0], points[3])
+    env = MiniTable(6, image_size=0, points=20)
+    assert np.array_equal(env.reset(seed=0)[0]["environment_points"], cloud(env.state, 20))
+    with pytest.raises(ValueError, match="6 points cannot show the 7 things"):
+        cloud(state, 6)
 
 
 def test_films_are_made_of_render() -> None:

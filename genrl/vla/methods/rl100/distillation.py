@@ -69,6 +69,9 @@ def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, fl
         torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
         inputs = policy.config.inputs
         student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
+    if inputs.looks:  # the data hold what the policy's encoder has seen
+        student.encoder.load_state_dict(policy.encoder.state_dict())
+        student.encoder.requires_grad_(False)
     student = student.to(loop.process.accelerator.device)
     loop.phase("distilling")
     sampler = sampler_of(config, policy, config.iterations)

@@ -12,28 +12,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.critics import Critics
+from genrl.vla.methods.critics import Critics, seen_statistics
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Batch, Policy, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, SEEN, STATE, Batch, Policy, Statistics
 from genrl.vla.rollout.sampling import Sampler, act
 
 
 class Dynamics(nn.Module):
     """(observation, chunk) -> the observation after it, and whether the episode is over: what the policy is judged in.
 
-    Numbers only (`STATE` and `ENVIRONMENT`, the latter where the data have it); instructions stay what they are.
+    Numbers only: `STATE`, and of `ENVIRONMENT` and `SEEN`, what a frozen encoder sees, those that the data have;
+    instructions stay what they are.
     """
 
     scale: Tensor
 
     def __init__(self, data: Transitions, stats: Statistics, *, width: int = 256) -> None:
         super().__init__()
-        self.stats = stats
-        self.names = [name for name in (STATE, ENVIRONMENT) if name in data.observation]
+        self.stats = stats | seen_statistics(data)
+        self.names = [name for name in (STATE, ENVIRONMENT, SEEN) if name in data.observation]
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
-        self.register_buffer("scale", moved.std(0).clamp(min=0.01))
+        ones = [torch.ones(data.observation[n].shape[1]) if n != SEEN else self.stats[n]["std"] for n in self.names]
+        self.register_buffer("scale", torch.maximum(moved.std(0), 0.01 * torch.cat(ones)))
         numbers, seen = data.action[0].numel(), moved.shape[1]
         self.body = nn.Sequential(
             nn.Linear(seen + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),

@@ -1,8 +1,13 @@
-"""What RL-100 learns from: the expert's decisions, and episodes of the policy."""
+"""What RL-100 learns from: the expert's decisions, and episodes of the policy.
+
+A policy that looks at pictures or points is learned from what its encoder, which is frozen then, has seen in them: this
+takes their place (`SEEN`), and can be imagined.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,7 +15,7 @@ from torch import Tensor
 from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
 from genrl.vla.methods.offline import Transitions, from_rollout, from_steps, merge, play
-from genrl.vla.policies.policy import Batch, Policy
+from genrl.vla.policies.policy import IMAGE, POINTS, SEEN, TOKENS, Batch, rows
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Sampler
@@ -39,28 +44,52 @@ def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRoll
     loop.phase("acting", decisions)
     seed = derive_seed(run.config.seed, "turn", turn)
     plan = RolloutPlan(decisions=decisions, seed=seed, iteration=iteration, one_episode=True)
-    return run.acted(run.policy, sampler, plan, advance=lambda: loop.advance(1))
+    rollout = run.acted(run.policy, sampler, plan, advance=lambda: loop.advance(1))
+    return rollout._replace(observations=seen(run.policy, rollout.observations))
 
 
-def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions | None:
+@torch.no_grad()
+def seen(policy: Any, observation: Batch) -> Batch:
+    """Observations [..., D] with what the policy's encoder sees in place of what it looks at; those of a policy that
+    does not look as they are. policy: embedded."""
+    encoder = policy.encoder
+    if not encoder.inputs.looks:
+        return observation
+    lead = observation[TOKENS].shape[:-1]
+    looked = {name: observation[name].flatten(0, len(lead) - 1) for name in encoder.inputs.keys}
+    parts = [
+        encoder.see(part := rows(looked, index), encoder.hear(part[TOKENS])).cpu()
+        for index in torch.arange(prod(lead)).split(512)
+    ]
+    kept = {name: value for name, value in observation.items() if name not in (IMAGE, POINTS)}
+    return kept | {SEEN: torch.cat(parts).unflatten(0, lead)}
+
+
+def demonstrated(config: VLAConfig, policy: Any, gamma: float) -> Transitions | None:
     """The expert's decisions in MiniTable as transitions, or those of a file of steps; None elsewhere, where data begin
-    with the first rollouts."""
+    with the first rollouts. Raises ValueError for a file of steps and a policy that looks."""
     source, env = config.demonstrations, config.environment
     steps = recorded(config)
     if steps is not None:
+        if policy.encoder.inputs.looks:
+            text = "files of steps hold neither pictures nor points; take a policy of states"
+            raise ValueError(f"demonstrations.dataset: {text}")
         executed = env.chunk or policy.horizon
         return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name != "minitable":
         return None
     limit = env.max_steps or MAX_STEPS
     tasks, chunk = task_numbers(env.tasks or ()), env.chunk or policy.horizon
-    table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, max_steps=limit)
+    shown = {"image_size": policy.image_size, "points": policy.points}
+    table = MiniTable(source.expert, tasks=tasks, chunk=chunk, max_steps=limit, **shown)
 
     def behave(observation: Batch, decision: int) -> Tensor:
         return torch.from_numpy(expert_chunk(table.state, policy.horizon))
 
     decisions = -(-table.max_steps // chunk)
-    return play(table, behave, policy, decisions=decisions, seed=config.seed, gamma=gamma, one_episode=True)
+    data = play(table, behave, policy, decisions=decisions, seed=config.seed, gamma=gamma, one_episode=True)
+    now, following = seen(policy, data.observation), seen(policy, data.next_observation)
+    return data._replace(observation=now, next_observation=following)
 
 
 def success_of(data: Transitions) -> float:

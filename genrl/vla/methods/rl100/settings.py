@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
 
 
-BLIND = "rl100 judges a policy in a model that imagines states, where a picture would never change"
-
-
 class RL100(VLAMethod):
     """RL-100: imitation, rounds of offline RL that offline evaluation gates, online RL, a one-step copy at the end."""
 
@@ -29,7 +26,8 @@ class RL100(VLAMethod):
             "decisions in the data set so far", "Grows by what every round collects.", "decisions"
         ),
         "dynamics/loss": MetricDoc(
-            "squared error of the change in units of its spread, plus the cross-entropy of an end; last 50 steps",
+            "squared error of the change, of states and of what a frozen encoder sees, in units of its spread, plus "
+            "the cross-entropy of an end; last 50 steps",
             "Near 1: the model knows nothing, and the gate is blind.",
         ),
         "gate/accepted": MetricDoc(
@@ -103,15 +101,13 @@ class RL100(VLAMethod):
     """Steps that make the one-step copy at the end; 0 = none."""
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
-        """A sampler that does not score every denoising step, a frozen encoder, a new policy without demonstrations, or
-        one that reads pictures."""
+        """A sampler that does not score every denoising step, a frozen encoder, or a new policy without
+        demonstrations."""
         sampler, policy = config.sampler, config.policy
         if config.environment.success_key is None and self.union == "successes":
             yield ("trainer.union", "environment.success_key"), "nothing is said of success; write all or none"
         if policy.new is not None:
             yield from from_demonstrations(config, self.algorithm)
-            if policy.new.image_size:
-                yield ("policy.new.image_size",), f"{BLIND}; write 0"
         if sampler.kind in ("flow_noise", "reinflow"):
             text = f"rl100 needs a ratio for every denoising step, {sampler.kind} has one for the chain; write flow_cps"
             yield ("sampler.kind",), text
@@ -120,7 +116,7 @@ class RL100(VLAMethod):
         if sampler.kind == "diffusion" and sampler.ft_denoising_steps != sampler.steps:
             yield ("sampler.ft_denoising_steps",), "rl100 trains all denoising steps; write as many as steps"
         if policy.frozen:
-            yield ("policy.freeze",), "rl100 trains the whole policy; write nothing"
+            yield ("policy.freeze",), "rl100 trains the whole policy, and freezes by itself what looks; write nothing"
 
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
         """Its rounds differ too much for one number."""

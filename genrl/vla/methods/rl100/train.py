@@ -2,12 +2,15 @@
 
 One surrogate serves offline and online: chunks drawn by a copy of the policy, an advantage for each (of critics that
 were learned from data, or of episodes), PPO's clip at every denoising step, and an optimiser step for each of these.
+
+What looks at pictures or points is frozen from the end of imitation on; critics, model and updates read what it sees.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,14 +23,14 @@ from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.recorded import Recorded
-from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
 from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
 from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
-from genrl.vla.methods.rl100.settings import BLIND, RL100
+from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
@@ -150,15 +153,13 @@ def part(batch: Drawn, index: Tensor) -> Drawn:
 
 
 def inputs_of(policy: Any) -> Inputs:
-    """What the policy reads, and so its critics. Raises ValueError for a policy whose worth cannot be imagined."""
+    """What the policy reads. Raises ValueError for a policy whose worth cannot be imagined."""
     inputs: Inputs | None = getattr(policy.config, "inputs", None)
     if inputs is None:
         raise ValueError(
             f"policy.path: rl100's critics and model read what an embedded policy reads, and a {type(policy).__name__} "
             "has inputs of its own; write policy.new, or train it by ppo or grpo"
         )
-    if inputs.image:
-        raise ValueError(f"policy.path: {BLIND}; take a policy of states")
     return inputs
 
 
@@ -166,10 +167,12 @@ def train(run: VLARun, settings: RL100) -> None:
     """Imitation of the frames (where the policy is new), rounds of offline RL, online RL, the one-step copy."""
     config, loop, policy = run.config, run.loop, run.policy
     inputs = inputs_of(policy)
+    if inputs.looks and config.optimizer.weight_decay:
+        raise ValueError("optimizer.weight_decay: would move the encoder that rl100 has frozen; write 0")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
-        critics = Critics(inputs, stats, numbers)
+        critics = Critics(replace(inputs, image=0, points=0, seen=policy.encoder.sees), stats, numbers)
     store = Store(critics=critics.to(loop.process.accelerator.device))
     loop.keep("rl100", store)
     if not store.ready:
@@ -182,6 +185,10 @@ def train(run: VLARun, settings: RL100) -> None:
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
+    if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
+        policy.encoder.requires_grad_(False)
+    if "transitions" in store.data:
+        critics.normalise_by(seen_statistics(store.data["transitions"]))
     step = stepper(run, settings, loss)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
@@ -203,6 +210,7 @@ def offline_round(
         new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
+    critics.normalise_by(seen_statistics(data))
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
         loop.phase("learning critics", settings.critic_steps)

@@ -69,6 +69,8 @@ class VPTR(VLAMethod):
             yield ("policy.new.type",), text
         elif not config.policy.new.image_size:
             yield ("policy.new.image_size",), "v_ptr pre-trains what looks at pictures; write 32"
+        elif config.policy.new.points:
+            yield ("policy.new.points",), "v_ptr pre-trains what looks at pictures; write 0"
         if config.demonstrations is not None:
             yield ("demonstrations",), "v_ptr makes its own data; take them out"
 

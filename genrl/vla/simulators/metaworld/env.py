@@ -21,11 +21,14 @@ from numpy.typing import NDArray
 from genrl.vla.simulators.contract import Description, Misuse, Reading
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
+from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
 from genrl.vla.simulators.simulator import SlotHost
 
 CAMERA = "corner2"
 CAMERA_PLACE = (0.75, 0.075, 0.7)
 """LeRobot's: nearer to the table; its pictures are turned by 180 degrees."""
+WORKSPACE = Box((-0.6, 0.3, 0.005), (0.6, 0.95, 0.6))
+"""Of clouds: over the table, without its top."""
 PROPRIOCEPTION = 4
 """The first numbers of the observation: the hand's position, and how far the gripper is open."""
 
@@ -124,6 +127,11 @@ class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.floa
         self.scene.enter(self)
         return self.scene.picture(self.inner.data, size)
 
+    def points(self, count: int) -> NDArray[np.float32]:
+        """What the camera sees over the table, in the world's frame, [count, 3]."""
+        self.scene.enter(self)
+        return cloud(_mujoco(), self.scene.seen(self.inner.data, DEPTH_SIZE), count, WORKSPACE)
+
     def close(self) -> None:
         """Nothing: the model is the process's."""
 
@@ -168,10 +176,14 @@ class _Scene:
 
     def picture(self, data: Any, size: int) -> NDArray[np.uint8]:
         """Turned by 180 degrees."""
+        return np.ascontiguousarray(self.seen(data, size).render()[::-1, ::-1])
+
+    def seen(self, data: Any, size: int) -> Any:
+        """The renderer of this size, with the scene before its camera."""
         if size not in self.renderers:
             self.renderers[size] = renderer(_mujoco(), self.model, size)
         self.renderers[size].update_scene(data, camera=CAMERA)
-        return np.ascontiguousarray(self.renderers[size].render()[::-1, ::-1])
+        return self.renderers[size]
 
 
 @cache

@@ -13,10 +13,13 @@ from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checke
 from genrl.vla.simulators.scripted import Act, expert_episodes
 
 
-def demonstrate(tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int) -> Shown:
+def demonstrate(
+    tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int, points: int
+) -> Shown:
     """`count` episodes of every task (all fifty where there are none); see `expert_episodes`."""
     names, limit = checked(tasks), MAX_STEPS if max_steps is None else max_steps
-    episodes = expert_episodes(names, MetaWorldEnv, scripted, count, seed=seed, max_steps=limit, image_size=image_size)
+    how = {"seed": seed, "max_steps": limit, "image_size": image_size, "points": points}
+    episodes = expert_episodes(names, MetaWorldEnv, scripted, count, **how)
     return Shown([INSTRUCTIONS[name] for name in names], episodes, rest)
 
 

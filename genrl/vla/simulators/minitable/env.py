@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from genrl.vla.simulators.batch import Batch, Flags
 from genrl.vla.simulators.contract import Advice, Ask, Description, Observation, Reading, Simulation
 from genrl.vla.simulators.minitable import task
+from genrl.vla.simulators.minitable.points import cloud
 from genrl.vla.simulators.minitable.render import render
 from genrl.vla.simulators.minitable.task import INSTRUCTIONS, MAX_STEPS, PUT, Floats, State, task_numbers
 from genrl.vla.simulators.tables import Simulators
@@ -20,14 +21,16 @@ from genrl.vla.simulators.workers import Inline
 class TableHost(Batch):
     """`slots` tables. Actions [n, chunk, 3] in [-1, 1] (see `task`); reward 1 at success.
 
-    Observations: "pixels" uint8 [n, S, S, 3] (left out where image_size is 0), "agent_pos" float32 [n, 3] (gripper and
-    whether it holds), "environment_state" float32 [n, 6] (the discs: for state policies, not for those that must look),
-    "task_index" int64 [n], a number of `INSTRUCTIONS`.
+    Observations: "pixels" uint8 [n, S, S, 3] (left out where image_size is 0), "environment_points" float32 [n, N, 3]
+    (where points is 0), "agent_pos" float32 [n, 3] (gripper and whether it holds), "environment_state" float32 [n, 6]
+    (the discs: for state policies, not for those that must look), "task_index" int64 [n], a number of `INSTRUCTIONS`.
     """
 
-    def __init__(self, slots: int, *, tasks: Sequence[int], chunk: int, image_size: int, max_steps: int) -> None:
+    def __init__(
+        self, slots: int, *, tasks: Sequence[int], chunk: int, image_size: int, points: int, max_steps: int
+    ) -> None:
         super().__init__(slots, chunk, max_steps, 3)
-        self.tasks, self.image_size = tuple(tasks), image_size
+        self.tasks, self.image_size, self.points = tuple(tasks), image_size, points
         self.state = task.initial_state(np.zeros(slots, dtype=np.uint64), self.tasks)
 
     def begin(self, episodes: Mapping[int, int]) -> None:
@@ -50,7 +53,11 @@ class TableHost(Batch):
             "environment_state": state.discs.reshape(self.slots, 6),
             "task_index": state.task,
         }
-        return seen | {"pixels": render(state, self.image_size)} if self.image_size else seen
+        if self.image_size:
+            seen["pixels"] = render(state, self.image_size)
+        if self.points:
+            seen["environment_points"] = cloud(state, self.points)
+        return seen
 
     def instructions(self) -> list[str]:
         return [INSTRUCTIONS[number] for number in self.state.task]
@@ -71,7 +78,8 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
         raise ValueError("goals, instruction and proprioception are not for minitable, which has its own")
     limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
     told = {"tasks": task_numbers(tasks), "chunk": reading.chunk, "image_size": reading.image_size}
-    return Description(TableHost, told | {"max_steps": limit}, max_steps=limit)  # one task: a table has its own
+    told |= {"points": reading.points, "max_steps": limit}
+    return Description(TableHost, told, max_steps=limit)  # one task: a table has its own
 
 
 class MiniTable(Simulators):
@@ -88,11 +96,12 @@ class MiniTable(Simulators):
         *,
         tasks: Sequence[int] = PUT,
         image_size: int = 32,
+        points: int = 0,
         chunk: int = 4,
         max_steps: int = MAX_STEPS,
         group_size: int = 1,
     ) -> None:
-        told = {"tasks": tasks, "chunk": chunk, "image_size": image_size, "max_steps": max_steps}
+        told = {"tasks": tasks, "chunk": chunk, "image_size": image_size, "points": points, "max_steps": max_steps}
         described = Description(TableHost, told, max_steps=max_steps)
         super().__init__(
             described, Simulation("minitable", num_envs=num_envs, chunk=chunk, group_size=group_size), Inline

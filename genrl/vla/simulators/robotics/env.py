@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
 from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
+from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
 from genrl.vla.simulators.simulator import SlotHost, find_registered
 
 Seen = dict[str, NDArray[np.float64]]
@@ -57,6 +58,8 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
     """Of the family, by name."""
     sizes: ClassVar[tuple[int, int]]
     """Numbers of "agent_pos" and "environment_state"."""
+    workspace: ClassVar[Box]
+    """Of clouds, without what lies under everything."""
 
     def __init__(self, task: str) -> None:
         self.task, self.task_description = task, self.tasks[task].instruction
@@ -119,8 +122,16 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """What the camera sees, uint8 [size, size, 3]."""
+        return np.ascontiguousarray(self.seen(size).render())
+
+    def points(self, count: int) -> NDArray[np.float32]:
+        """What the camera sees in the workspace, the target too, in the world's frame, [count, 3]."""
+        return cloud(self.shared.mujoco, self.seen(DEPTH_SIZE), count, self.workspace)
+
+    def seen(self, size: int) -> Any:
+        """The renderer of this size, with the scene before its camera and the target at its goal."""
         self.mark()
-        return self.shared.picture(self.inner.data, self.view(), size)
+        return self.shared.seen(self.inner.data, self.view(), size)
 
     def close(self) -> None:
         """Nothing: the model is the process's."""
@@ -139,15 +150,15 @@ class Shared:
             model.geom_size[number, 2] = model.geom_size[number, :2].max()
         self.renderers: dict[int, Any] = {}
 
-    def picture(self, data: Any, view: View, size: int) -> NDArray[np.uint8]:
-        """The scene as it is in `data`."""
+    def seen(self, data: Any, view: View, size: int) -> Any:
+        """The renderer of this size, with the scene as it is in `data` before its camera."""
         if size not in self.renderers:
             self.renderers[size] = renderer(self.mujoco, self.made.model, size)
         camera = self.mujoco.MjvCamera()
         camera.lookat[:], camera.distance = view.at, view.distance
         camera.azimuth, camera.elevation = view.azimuth, view.elevation
         self.renderers[size].update_scene(data, camera)
-        return np.ascontiguousarray(self.renderers[size].render())
+        return self.renderers[size]
 
 
 @cache

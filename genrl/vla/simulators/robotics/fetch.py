@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
+from genrl.vla.simulators.mujoco_points import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import RoboticsEnv, Seen, Task, View, twin
 
@@ -30,6 +31,7 @@ class FetchEnv(RoboticsEnv):
         "push": Task("FetchPush-v4", 50, "push the block to the red point"),
     }
     sizes = (10, 6)
+    workspace = Box((1.0, 0.3, 0.405), (1.7, 1.2, 1.0))
 
     def slot(self) -> Any:
         made = self.shared.made

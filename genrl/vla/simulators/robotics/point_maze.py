@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
+from genrl.vla.simulators.mujoco_points import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import FIELD_OF_VIEW, RoboticsEnv, Seen, Task, View, twin
 
@@ -35,6 +36,7 @@ class PointMazeEnv(RoboticsEnv):
         )
     }
     sizes = (4, 2)
+    workspace = Box((-10.0, -10.0, 0.01), (10.0, 10.0, 1.0))
 
     def slot(self) -> Any:
         """The maze and the ball in it have a class each."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
+from genrl.vla.simulators.mujoco_points import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import FIELD_OF_VIEW, RoboticsEnv, Seen, Task, View, twin
 
@@ -27,6 +28,7 @@ class ReacherEnv(RoboticsEnv):
 
     tasks = {"reach": Task("Reacher-v5", 50, "touch the red ball with the tip of the arm")}
     sizes = (6, 2)
+    workspace = Box((-0.27, -0.27, 0.002), (0.27, 0.27, 0.1))
 
     def slot(self) -> Any:
         made = self.shared.made
