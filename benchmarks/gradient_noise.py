@@ -215,8 +215,11 @@ def interval(values: list[float]) -> list[float]:
 
 
 def compared(gradients: dict[str, Tensor], steps: list[int], against: str) -> dict[str, Any]:
-    """Of every structure the noise of these steps' gradient, that times its calls against the same of `against`, with its
-    interval (below 1: better), and calls until noise equals signal. gradients: name -> [N, T, D], chains among them."""
+    """Of every structure the noise of these steps' gradient, that times its calls against the same of `against`, with
+    its interval (below 1: better), and calls until noise equals signal.
+
+    gradients: name -> [N, T, D], chains among them.
+    """
     chosen = {name: found[:, steps].flatten(1).double() for name, found in gradients.items()}
     grams = {name: (found @ found.T).numpy() for name, found in chosen.items()}
     count = len(grams[against])

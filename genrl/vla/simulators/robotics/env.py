@@ -122,13 +122,13 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """What the camera sees, uint8 [size, size, 3]."""
-        return np.ascontiguousarray(self.seen(size).render())
+        return np.ascontiguousarray(self.filmed(size).render())
 
     def points(self, count: int) -> NDArray[np.float32]:
         """What the camera sees in the workspace, the target too, in the world's frame, [count, 3]."""
-        return cloud(self.shared.mujoco, self.seen(DEPTH_SIZE), count, self.workspace)
+        return cloud(self.shared.mujoco, self.filmed(DEPTH_SIZE), count, self.workspace)
 
-    def seen(self, size: int) -> Any:
+    def filmed(self, size: int) -> Any:
         """The renderer of this size, with the scene before its camera and the target at its goal."""
         self.mark()
         return self.shared.seen(self.inner.data, self.view(), size)
