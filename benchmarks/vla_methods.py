@@ -155,12 +155,12 @@ NOTES = """
   a frozen encoder, has nothing to begin from. Besides, one camera hardly tells how far away a point in the air is.
 - **Reacher** from pictures: the intervals are .521 to .641 before, and .803 to .890, .838 to .917 and .829 to .910 after.
   It is the simulator's pictures that are used: with those of another episode the policy of seed 0 succeeds in .215 (.169
-  to .269), the one before in .125; random torques that are held for 8 actions in .315 of 200. Episodes also become shorter, from 24.1
-  actions to 15.9, 14.7 and 15.7. The encoder is that of 400 supervised steps (1.5 CPU minutes, not counted above) and
+  to .269), the one before in .125; random torques that are held for 8 actions in .315 of 200
+  episodes. Episodes also become shorter, from 24.1 actions to 15.9, 14.7 and 15.7. The encoder is that of 400 supervised steps (1.5 CPU minutes, not counted above) and
   stays frozen. Earlier tries did not get there: with a success of 2 cm (a ball of 3 pixels), and an expert that pushes
   by .6 per radian near the target instead of 2, a policy succeeded in .25 of 128 episodes of 40 actions after 300 steps
-  (of 128 frames) and in .26 after 600 (of 64 frames, from four times the demonstrations), which is hardly more than what
-  random torques do (.14 in 32 actions, .21 in 50).
+  (of 128 frames) and in .26 after 600 (of 64 frames, from four times the demonstrations and with more light), which is
+  hardly more than what random torques do (.14 in 32 actions, .21 in 50).
 - None of these settings was tuned beyond a few runs. The constants of pi_RL, DPPO and ReinFlow are for policies a
   thousand times larger; a configuration that departs from them says so.
 
