@@ -36,11 +36,9 @@ class Row(NamedTuple):
     """The evaluation that is told; None: the last one."""
 
 
-UNASKED = ("trainer.labels.rounds=1", "trainer.labels.pairs=100", "trainer.labels.steps=1", "trainer.critic_steps=1")
-"""Of plain cloning: its weights are 1 whatever the judge says, so it is the same policy without most of the asking."""
 COST = ("eval/success_mean", "eval/cost_mean", "eval/violating")
 ROWS = (
-    Row("RL-VLM-F: plain cloning", "rl_vlm_f", ("trainer.temperature=0", *UNASKED)),
+    Row("RL-VLM-F: plain cloning", "rl_vlm_f", ("trainer.temperature=0",)),
     Row("RL-VLM-F", "rl_vlm_f"),
     Row("DiWA: imitation in latents, and its dreams", "diwa"),
     Row("RL-100: rounds of imitation without the surrogate", "rl100", ("trainer.updates=1", "iterations=3")),
