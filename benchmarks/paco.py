@@ -75,7 +75,7 @@ def tamed(images: Tensor, prompts: list[str], group: list[int]) -> None:
     of = torch.tensor(group)
     for name in CONFLICTS:
         other = rewards.score(rewards.load(name), images=images, prompts=prompts).values
-        parts = [shapes.double(), other.double()]
+        parts = [torch.tensor(values, dtype=torch.float64) for values in (shapes, other)]
         variations = [coefficient_of_variation(part) for part in parts]
         plain = group_advantages(parts[0] + parts[1], of, scale="global")
         tame = log_tame_advantages(parts, [1.0, 1.0], of, scale="global")
