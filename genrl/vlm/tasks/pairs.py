@@ -44,7 +44,7 @@ class Consistent:
         return Question((*pictures, QUESTION), "yes" if pair.together else "no", 1, columns)
 
 
-def _rng(*key: object) -> np.random.Generator:
+def _rng(*key: int | str) -> np.random.Generator:
     return np.random.default_rng(derive_seed("grids", *key))
 
 

@@ -167,7 +167,8 @@ def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, c
     slot)."""
     policy = nets.slow_actor
     shape = (count * candidates, sampler.steps + 1, policy.horizon, policy.action_dim)
-    return torch.randn(shape, generator=generator(seed, "safest", decision)).unflatten(0, (count, candidates))
+    noise = torch.randn(shape, generator=generator(seed, "safest", decision))
+    return noise.view(count, candidates, *shape[1:])
 
 
 def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) -> Tensor:
@@ -175,7 +176,8 @@ def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) 
     policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
     drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
-    return policy.actions(sample(policy, sampler, context, drawn).chunk).unflatten(0, (count, candidates))
+    chunks = policy.actions(sample(policy, sampler, context, drawn).chunk)
+    return chunks.view(count, candidates, *chunks.shape[1:])
 
 
 def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
