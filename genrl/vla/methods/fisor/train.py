@@ -175,7 +175,8 @@ def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) 
     policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
     drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
-    return policy.actions(sample(policy, sampler, context, drawn).chunk).unflatten(0, (count, candidates))
+    actions: Tensor = policy.actions(sample(policy, sampler, context, drawn).chunk)
+    return actions.unflatten(0, (count, candidates))
 
 
 def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
     it is error, and no reason."""
     count, candidates = chunks.shape[:2]
     repeated = rows(observation, torch.arange(count).repeat_interleave(candidates))
-    worst = nets.violation.slow_q(repeated, chunks.flatten(0, 1)).amax(0)
+    worst: Tensor = nets.violation.slow_q(repeated, chunks.flatten(0, 1)).amax(0)
     return worst.view(count, candidates).clamp(min=SAFE)
 
 
