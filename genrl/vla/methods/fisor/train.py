@@ -166,8 +166,8 @@ def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, c
     """What `samples` begins with for `count` tables, [count, candidates, K + 1, H, A]: a function of (seed, decision,
     slot)."""
     policy = nets.slow_actor
-    shape = (count * candidates, sampler.steps + 1, policy.horizon, policy.action_dim)
-    return torch.randn(shape, generator=generator(seed, "safest", decision)).unflatten(0, (count, candidates))
+    shape = (count, candidates, sampler.steps + 1, policy.horizon, policy.action_dim)
+    return torch.randn(shape, generator=generator(seed, "safest", decision))
 
 
 def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) 
     drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
     actions: Tensor = policy.actions(sample(policy, sampler, context, drawn).chunk)
-    return actions.unflatten(0, (count, candidates))
+    return actions.view(count, candidates, *actions.shape[1:])
 
 
 def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
