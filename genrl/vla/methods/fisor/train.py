@@ -166,9 +166,8 @@ def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, c
     """What `samples` begins with for `count` tables, [count, candidates, K + 1, H, A]: a function of (seed, decision,
     slot)."""
     policy = nets.slow_actor
-    shape = (count * candidates, sampler.steps + 1, policy.horizon, policy.action_dim)
-    noise = torch.randn(shape, generator=generator(seed, "safest", decision))
-    return noise.view(count, candidates, *shape[1:])
+    shape = (count, candidates, sampler.steps + 1, policy.horizon, policy.action_dim)
+    return torch.randn(shape, generator=generator(seed, "safest", decision))
 
 
 def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) -> Tensor:
@@ -176,8 +175,8 @@ def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) 
     policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
     drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
-    chunks = policy.actions(sample(policy, sampler, context, drawn).chunk)
-    return chunks.view(count, candidates, *chunks.shape[1:])
+    actions: Tensor = policy.actions(sample(policy, sampler, context, drawn).chunk)
+    return actions.view(count, candidates, *actions.shape[1:])
 
 
 def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
@@ -185,7 +184,7 @@ def risks(nets: Fisor, observation: Batch, chunks: Tensor) -> Tensor:
     it is error, and no reason."""
     count, candidates = chunks.shape[:2]
     repeated = rows(observation, torch.arange(count).repeat_interleave(candidates))
-    worst = nets.violation.slow_q(repeated, chunks.flatten(0, 1)).amax(0)
+    worst: Tensor = nets.violation.slow_q(repeated, chunks.flatten(0, 1)).amax(0)
     return worst.view(count, candidates).clamp(min=SAFE)
 
 
