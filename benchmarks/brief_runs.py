@@ -20,7 +20,7 @@ Overrides = dict[str, float | str]
 SIMULATORS = {
     **{name: name for name in ("metaworld", "libero")},
     **{name: "gymnasium_robotics" for name in ("point_maze", "fetch")},
-    "reacher": "mujoco",
+    "reacher": "gymnasium_robotics",
 }
 """Names of environments that need a package, and the module that shows it installed."""
 

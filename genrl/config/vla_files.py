@@ -23,7 +23,7 @@ PACKAGES = {
     "metaworld": ("metaworld", "'genrl-diffusion[metaworld]'"),
     "point_maze": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
     "fetch": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
-    "reacher": ("mujoco", "'genrl-diffusion[robotics]'"),
+    "reacher": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
     "maniskill": ("mani_skill", "mani-skill"),
     "libero": ("libero", "hf-libero"),
 }

@@ -280,7 +280,11 @@ def recorded(config: VLAConfig) -> Steps | None:
 
 
 def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
-    """Raises ValueError where the steps of a file are of another environment than the one that is named beside it."""
+    """Raises ValueError where the steps of a file are of another environment than the one that is named beside it, or
+    the policy looks."""
+    if any(name.startswith(IMAGE) or name == POINTS for name in policy.inputs):
+        text = "files of steps hold neither pictures nor points; take a policy of states"
+        raise ValueError(f"demonstrations.dataset: {text}")
     with closing(open_tables(config, policy, num_envs=1)) as env:
         seen, _ = env.reset(seed=0)
         shown = max(value.shape[1] for name, value in seen.items() if value.ndim == 2), env.action_dim

@@ -44,28 +44,29 @@ class Dynamics(nn.Module):
 
     def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:
         """The change in units of its spread [B, S], and the logit of an end [B]."""
-        shown = [normalise(observation[name], self.stats[name], "MEAN_STD") for name in self.names]
-        chunk = normalise(action, self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
+        device = self.scale.device
+        shown = [normalise(observation[name].to(device), self.stats[name], "MEAN_STD") for name in self.names]
+        chunk = normalise(action.to(device), self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
         found = self.body(torch.cat([*shown, chunk.flatten(1)], 1))
         return found[:, :-1], found[:, -1]
 
     @torch.no_grad()
     def after(self, observation: Batch, action: Tensor) -> tuple[Batch, Tensor]:
-        """The next observation, and whether the episode is over, bool [B]."""
+        """The next observation, and whether the episode is over, bool [B], on the CPU, where data are."""
         change, over = self(observation, action)
-        moved, new, first = change * self.scale, dict(observation), 0
+        moved, new, first = (change * self.scale).cpu(), dict(observation), 0
         for name in self.names:
             width = observation[name].shape[1]
             new[name] = observation[name] + moved[:, first : first + width]
             first += width
-        return new, over > 0
+        return new, over.cpu() > 0
 
     def loss(self, batch: Transitions) -> Tensor:
         """Squared error of the change and cross-entropy of the end, []."""
         change, over = self(batch.observation, batch.action)
         moved = torch.cat([batch.next_observation[n] - batch.observation[n] for n in self.names], 1)
-        ended = functional.binary_cross_entropy_with_logits(over, batch.terminated.float())
-        error: Tensor = (change - moved / self.scale).square().mean() + ended
+        ended = functional.binary_cross_entropy_with_logits(over, batch.terminated.to(over))
+        error: Tensor = (change - moved.to(change) / self.scale).square().mean() + ended
         return error
 
 
@@ -98,7 +99,7 @@ def offline_value(
     for step in range(steps):
         noise = torch.randn(count, policy.horizon, policy.action_dim, generator=generator(seed, "judged", step))
         actions = policy.actions(act(policy, sampler, policy.encode(observation), noise))
-        kept = torch.where(over, kept, critics.slow_q(observation, actions).amin(0))
+        kept = torch.where(over, kept, critics.slow_q(observation, actions).amin(0).cpu())
         total += float(kept.mean())
         following, ended = model.after(observation, actions)
         observation = {

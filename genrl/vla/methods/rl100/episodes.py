@@ -67,13 +67,10 @@ def seen(policy: Any, observation: Batch) -> Batch:
 
 def demonstrated(config: VLAConfig, policy: Any, gamma: float) -> Transitions | None:
     """The expert's decisions in MiniTable as transitions, or those of a file of steps; None elsewhere, where data begin
-    with the first rollouts. Raises ValueError for a file of steps and a policy that looks."""
+    with the first rollouts."""
     source, env = config.demonstrations, config.environment
     steps = recorded(config)
     if steps is not None:
-        if policy.encoder.inputs.looks:
-            text = "files of steps hold neither pictures nor points; take a policy of states"
-            raise ValueError(f"demonstrations.dataset: {text}")
         executed = env.chunk or policy.horizon
         return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name != "minitable":

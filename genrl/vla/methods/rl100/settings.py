@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
 
 
+DECAYED = "it would move the encoder, which rl100 freezes after imitation; write 0"
+
+
 class RL100(VLAMethod):
     """RL-100: imitation, rounds of offline RL that offline evaluation gates, online RL, a one-step copy at the end."""
 
@@ -115,6 +118,11 @@ class RL100(VLAMethod):
             yield ("sampler.selection",), "rl100 trains on all denoising steps of a chunk; write all"
         if sampler.kind == "diffusion" and sampler.ft_denoising_steps != sampler.steps:
             yield ("sampler.ft_denoising_steps",), "rl100 trains all denoising steps; write as many as steps"
+        if config.ema is not None:
+            text = "the average would begin before imitation, and follow candidates that the gate refuses; write null"
+            yield ("ema", "trainer.algorithm"), text
+        if policy.new is not None and policy.new.looks and config.optimizer.weight_decay:
+            yield ("optimizer.weight_decay", "policy.new"), DECAYED
         if policy.frozen:
             yield ("policy.freeze",), "rl100 trains the whole policy, and freezes by itself what looks; write nothing"
 

@@ -30,7 +30,7 @@ from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge
 from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
-from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
@@ -133,7 +133,7 @@ def online_batch(
     """
     decisions, count = rollout.valid.shape
     flat = {name: value.flatten(0, 1) for name, value in rollout.observations.items()}
-    values = critics.v(flat).view(decisions + 1, count)
+    values = critics.v(flat).cpu().view(decisions + 1, count)
     flags = (rollout.terminated, rollout.truncated)
     found = chunk_gae(
         *(rollout.rewards, rollout.n_executed, *flags, values[:-1], values[1:]), gamma=gamma, lam=lam, mode="smdp"
@@ -168,7 +168,7 @@ def train(run: VLARun, settings: RL100) -> None:
     config, loop, policy = run.config, run.loop, run.policy
     inputs = inputs_of(policy)
     if inputs.looks and config.optimizer.weight_decay:
-        raise ValueError("optimizer.weight_decay: would move the encoder that rl100 has frozen; write 0")
+        raise ValueError(f"optimizer.weight_decay: {DECAYED}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
