@@ -7,7 +7,8 @@ The weights are those before training and stay as they are. All structures draw 
 policy (8 steps of Flow-SDE, every step but the last noisy) and estimate the same gradient, that of the expected reward:
 an edge e with m_e of the G leaves below it weighs `m_e / G (mean reward below e - baseline)`, the baseline being the
 mean of leaves that are not below it, of the whole group or of its nearest relatives (those below the closest node above
-that has others). So both are unbiased, and structures can be compared by noise alone.
+that has others). So both are unbiased at and after the first split, and structures can be compared there by noise
+alone; edges that all leaves share have no such leaves, and weigh 0.
 
 With gradients g_n of N prompts: signal S = (|sum g|^2 - sum |g|^2) / (N (N - 1)), noise = mean |g|^2 - S. S is common
 to all structures and is taken of their mean weighted by inverse noise; calls until noise equals signal: noise / S times
@@ -173,7 +174,9 @@ def train(folder: Path, prompts: int) -> None:
 
 
 def windows(folder: Path, prompts: int) -> None:
-    """Scores of the trees of configs/diffusion/tree_rpo.yaml, with its window at each of its places."""
+    """Scores of the trees of configs/diffusion/tree_rpo.yaml, with its window at each of its places, once."""
+    if (folder / "windows.pt").exists():
+        return
     world, config = World(), load("configs/diffusion/tree_rpo.yaml")
     assert isinstance(config, Config) and isinstance(config.trainer, DynamicTreeRPO)
     found = {}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid
+from rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid, theme_of
 
 TOGETHER, NEAR = 0.5, 0.5
 """Shares: of pairs of one grid, and of the others those of one set."""
@@ -79,7 +79,7 @@ def write_pairs(
                 (a, i), (b, j) = ((side[grid], cell) for grid, cell in pair)
                 first, second = rows[a]["prompt"], rows[b]["prompt"]
                 row = {
-                    "prompt": question.replace("{prompt}", first),
+                    "prompt": question.replace("{prompt}", theme_of(first)),
                     "image": [f"cells/{a}-{i}.png", f"cells/{b}-{j}.png"],
                     "answer": "Yes" if pair.together else "No",
                     "first": first,

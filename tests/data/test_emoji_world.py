@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from genrl.data import emoji_world as world
-from rewards.scorers.objects.emoji import OBJECTS, PLURALS, glyph, parse
+from rewards.scorers.objects.emoji import OBJECTS, PLURALS, Group, glyph, parse
 
 PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 
@@ -55,8 +56,13 @@ def test_relations_hold_for_all_things(relation: str, axis: int, sign: int) -> N
         assert min(along[:2]) - max(along[2:]) >= world.CELL
 
 
-def test_a_quarter_or_more_of_the_combinations_is_held_out() -> None:
+def test_one_in_five_combinations_is_held_out() -> None:
     """Of every thing some numbers or pairs, so that held-out prompts are about all 64."""
+    counts = [(Group(number, name),) for name in OBJECTS for number in (1, 2, 3, 4)]
+    assert np.mean([*map(world.held_out, counts)]) == pytest.approx(0.2, abs=0.02)
+    trained = {group.name: group for (group,) in counts if not world.held_out((group,))}
+    pairs = [*itertools.combinations(trained.values(), 2)]
+    assert len(trained) == 64 and np.mean([*map(world.held_out, pairs)]) == pytest.approx(0.2, abs=0.02)
     rng = np.random.default_rng(0)
     held = [world.sample_groups(rng, split="eval")[0] for _ in range(600)]
     trained = [world.sample_groups(rng, split="train")[0] for _ in range(600)]

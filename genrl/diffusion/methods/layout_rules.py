@@ -70,7 +70,7 @@ def _window(config: Config, kernel: str, window: Window | None) -> Iterator[Find
         return
     if high > last:
         text = f"there are {steps} steps" if kernel == "ddim" else f"the last of {steps} steps is never stochastic"
-        text = f"{text}, so the window must end by {last}; use {last} or null"
+        text = f"{text}, so the window must end by {last}; use {last}, or null for {steps - 1}"
         yield ("trainer.window.high", "sampling.num_inference_steps"), text
     elif window.low >= high:
         keys = ("trainer.window.low", "sampling.num_inference_steps" if window.high is None else "trainer.window.high")
@@ -102,13 +102,15 @@ def _outside(kernel: str, layout: Layout) -> Iterator[Finding]:
 
 
 def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
-    last, window = config.sampling.num_inference_steps - 2, settings.layout.window
+    steps, window = config.sampling.num_inference_steps, settings.layout.window
+    reaches = settings.kernel == "ddim" and window is not None and window_end(window, steps) == steps
+    last = steps - 1 if reaches else steps - 2
     if isinstance(tree.at, tuple):
         outside = [step for step in tree.at if step > last]
         if not tree.at:
             yield ("trainer.tree.at",), "no step branches, which is no tree; name steps, or write tree: null"
         elif outside:
-            text = f"steps {_listed(outside)} cannot branch: those with noise are 0 to {last} (the last has none)"
+            text = f"steps {_listed(outside)} cannot branch: those with noise are 0 to {last} (later ones have none)"
             yield ("trainer.tree.at", "sampling.num_inference_steps"), f"{text}; use these"
         elif list(tree.at) != sorted(set(tree.at)):
             yield ("trainer.tree.at",), f"steps must rise; write {list(sorted(set(tree.at)))}"

@@ -1,8 +1,8 @@
 """Do two cells of grids belong together? Pairs of sub-figures, as PaCo-Reward is taught by (arXiv 2512.04784).
 
 A grid of the embedded world shows the same things in each of its four cells, placed anew. Grids come in sets of two
-that differ in one word. Held out are the world's combinations. Cells are drawn when they are first asked for: a few
-hundred grids give any number of pairs.
+that differ in one word. Held out are the world's combinations: every held-out grid has one, no other has any. Cells are
+drawn when they are first asked for: a few hundred grids give any number of pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.data.grid_pairs import drawn_pair
-from genrl.data.world import Scene, caption, draw, place
+from genrl.data.world import Scene, caption, draw, held_out, place
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.tasks import scenes
 from genrl.vlm.tasks.rows import Question, Split
@@ -55,7 +55,7 @@ def shown(split: Split, grid: int) -> tuple[Group, ...]:
     if grid % 2:
         other = shown(split, grid - 1)
         found = other
-        while found == other:
+        while set(found) == set(other) or any(map(held_out, found)) != (split == "eval"):
             found = near(rng, other)
     else:
         found = scenes.scene(rng, split).groups

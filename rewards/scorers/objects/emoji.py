@@ -1,4 +1,4 @@
-"""Exact checker of the embedded world of emoji: are the requested things there, in number and place?
+"""Checker of the embedded world of emoji: are the requested things there, in number and place?
 
 The world (rendered by `genrl.data.emoji_world`) shows 64 of 96 glyphs of Google's Noto Emoji (`emoji.png`, made by
 assets/build_emoji.py) on a plain background. Since every glyph is known, the checker compares them with the picture
@@ -72,7 +72,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 MIN_MATCH = 0.85  # of a place with a glyph; with less it is nothing known. Between two different glyphs: .88 at most
 NEAR = 0.85  # of a glyph's side: places nearer to a thing than that, in both directions, show part of it
 INK = 40.0  # a pixel farther than this from the background (RGB, 0-255) is ink
-BLOB = 100  # pixels of ink outside of all things found that count as one unknown thing
+BLOB = 100  # pixels of ink outside of all things found that count as one unknown thing; fewer count as none
 POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
 
 
@@ -144,7 +144,7 @@ def parse(caption: str) -> Asked | None:
     return Asked(groups, words[2]) if agree and distinct else None
 
 
-@cache
+@lru_cache(maxsize=2)
 def _templates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Of the glyphs less the background: conjugate spectra [K, 3, height, width // 2 + 1], squared norms [K]."""
     drawn = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - _GROUND
@@ -169,7 +169,10 @@ def match(image: np.ndarray) -> np.ndarray:
 
 
 def find(image: np.ndarray) -> list[Found]:
-    """The glyphs of a picture, best first: each the best fit of at least `MIN_MATCH` away from those before it."""
+    """The glyphs of a picture, best first: each the best fit of at least `MIN_MATCH` away from those before it. None in
+    a picture that is smaller than a glyph."""
+    if min(image.shape[:2]) < GLYPH:
+        return []
     fits = match(image)
     best = fits.max(0)
     found = []
@@ -250,7 +253,7 @@ class Emoji:
         self.strict = strict
 
     def __call__(self, images: torch.Tensor, prompts: list[str]) -> Scored:
-        """images: float tensor [N, 3, H, W] in [0, 1], H and W at least `GLYPH`; prompts: N captions."""
+        """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
         for picture, prompt in zip(to_uint8(images), prompts, strict=True):
             asked = parse(prompt)

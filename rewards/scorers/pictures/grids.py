@@ -6,11 +6,9 @@ import re
 
 from PIL.Image import Image
 
-CONSISTENT = (
-    'Given two subfigures generated based on the theme: "{prompt}", do the two images maintain consistency in terms of '
-    'style, logic and identity? Answer "Yes" or "No" first.'
-)
-"""The question that PaCo-Reward is asked about two cells."""
+CONSISTENT = """These two pictures are parts of one set, whose theme is: "{prompt}". Do they go together: one style, one
+course of events, the same persons and things? Answer "Yes" or "No" first."""
+"""A judge is asked this about two cells. PaCo-Reward was taught by another text, which belongs to its authors."""
 
 _LABEL = re.compile(r"\[[A-Z0-9 -]+\](?:\s*-\s*\[[A-Z0-9 -]+\])*\s*:")
 
@@ -29,6 +27,12 @@ def parse_grid(grid: str, reward: str = "paco_grid") -> tuple[int, int]:
     if not 2 <= shape[0] * shape[1] <= 64:
         raise ValueError(f"{reward}: grid {grid!r} should be rows x columns such as '2x2', with 2 to 64 cells")
     return shape
+
+
+def theme_of(prompt: str) -> str:
+    """What a prompt says of all cells together: the text before the first label, the whole prompt where there is
+    none."""
+    return _LABEL.split(prompt)[0].strip() or prompt
 
 
 def parts_of(prompt: str) -> list[str]:

@@ -16,7 +16,7 @@ from rewards.contract import Scored, declare, mean
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import judged
 from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
-from rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid
+from rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid, theme_of
 
 MODEL = "X-GenGroup/PaCo-Reward-7B"
 
@@ -36,7 +36,8 @@ class PacoGrid:
 
     `grid`        `2x2` (rows x columns, the default), or the column of the prompt file that holds such a value
     `both_orders` ask about each pair in both orders (default false, as in the paper)
-    `question`    may have a placeholder `{prompt}` for the theme: the text itself, `file.txt` or `file.py:CONSTANT`
+    `question`    may have a placeholder `{prompt}` for the theme, which is the prompt up to its first label: the text
+                  itself, `file.txt` or `file.py:CONSTANT`
     `model`, `server`, `dtype` as in `judge`
     """
 
@@ -63,7 +64,7 @@ class PacoGrid:
         column = next(iter(grids.values()), [self.fixed] * len(prompts))
         asked: list[list[Question]] = []
         for picture, prompt, grid in zip(pil_images, prompts, column, strict=True):
-            text = templates.put(self.question, "{prompt}", prompt)
+            text = templates.put(self.question, "{prompt}", theme_of(prompt))
             asked.append([[a, b, text] for a, b in self.pairs(cells(picture, *parse_grid(grid)), 2)])
         answers = iter(self.vlm.yes_no([question for questions in asked for question in questions]))
         rows = [list(itertools.islice(answers, len(questions))) for questions in asked]

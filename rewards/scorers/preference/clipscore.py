@@ -70,8 +70,6 @@ class ClipGrid:
     score; one with another number of parts than cells is an error.
     """
 
-    differentiable = True
-
     def __init__(
         self,
         grid: str = "2x2",

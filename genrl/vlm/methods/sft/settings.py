@@ -43,7 +43,7 @@ class VLMSFT(VLMMethod):
     row the last message of the assistant is the column `answer`."""
     first_token_share: Share | None = None
     """Of the loss of an answer, the share of its first token, which a judge's yes or no is read from; the rest is that
-    of the others in equal parts; null = all tokens alike."""
+    of the others in equal parts; null = all tokens alike, as they always are in `eval/loss`."""
     batch_size: Count = 32
     """Questions per optimiser step, over all processes."""
     updates: Count | None = 1
