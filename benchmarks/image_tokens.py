@@ -1,0 +1,135 @@
+"""Pictures by tokens: DPO against GRPO, in and out of the domain, by reward and by scale, three seeds each.
+
+    python -m benchmarks.image_tokens train runs/tokens                     # every run that is not done yet
+    python -m benchmarks.image_tokens train runs/tokens --settings groups_4 --seeds 0
+    python -m benchmarks.image_tokens report                                # the tables of docs/sequence_policies.md
+
+The questions are those of a study of Janus-Pro (arXiv 2505.17017). A run is `genrl train` of ar_image_grpo.yaml or
+ar_image_dpo.yaml in configs/vlm with the changes below, in a process of its own with one thread; all sample 6,400
+pictures. What the table needs goes to benchmarks/results/image_tokens.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+
+from benchmarks.methods import complete
+from benchmarks.vlm_runs import Summary, cpu_seconds, stored
+from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.vlm.tasks.captions import text
+
+RESULTS = Path(__file__).parent / "results" / "image_tokens.json"
+SEEDS = (0, 1, 2)
+METHODS = {"grpo": "ar_image_grpo", "dpo": "ar_image_dpo"}
+LAST = 10
+"""Iterations at the end whose own pictures give the figure in the domain, 640 of them."""
+CLIP = "{name: clipscore, args: {model: assets/tiny-clip}, weight: %d}"
+RULE = f"rewards=[{{name: shapes}}, {CLIP % 0}]"
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "rule": (RULE,),
+    "learned": (f"rewards=[{{name: shapes, weight: 0}}, {CLIP % 1}]",),
+    "groups_4": (RULE, "generation.group_size=4", "generation.prompts_per_iteration=16"),
+    "captions_16": (RULE,),
+}
+"""Changes by setting. captions_N: only so many captions to train on, instead of new ones in every iteration."""
+TITLES = {
+    "rule": "trained on the rule, groups of 8, ever new captions",
+    "learned": "trained on the learned scorer",
+    "groups_4": "groups of 4",
+    "captions_16": "16 captions",
+}
+
+
+def changes_of(setting: str, folder: Path) -> list[str]:
+    """Those of SETTINGS, with the files of captions that it needs."""
+    changes = list(SETTINGS[setting])
+    if setting.startswith("captions"):
+        count = int(setting.rpartition("_")[2])
+        for split, number in (("train", count), ("eval", 128)):
+            rng = np.random.default_rng(number)
+            file = folder / f"{split}_{number}.txt"
+            file.write_text("".join(f"{text(rng, split).answer}\n" for _ in range(number)))
+            changes.append(f"task.{split}={file}")
+    return changes
+
+
+def train(folder: Path, settings: Sequence[str], seeds: Sequence[int]) -> None:
+    """Make every run that is not there, and go on with those that were left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        for setting in settings:
+            for method, config in METHODS.items():
+                run = Run(folder / f"{setting}-{method}-{seed}")
+                if run.folder.name in stored(RESULTS):
+                    continue
+                own = [f"seed={seed}", f"output={run.folder}", "checkpoint.keep=1", "trackers=[]"]
+                complete(run, ["train", f"configs/vlm/{config}.yaml", *changes_of(setting, folder), *own])
+                kept = stored(RESULTS) | {run.folder.name: summary(run)}
+                write_atomic(RESULTS, json.dumps(kept, sort_keys=True).replace("}, ", "},\n ") + "\n")
+
+
+def summary(run: Run) -> Summary:
+    """Of both scorers: out of the domain at each evaluation, and in it over the first and the last iterations."""
+    rows = read_metrics(run.metrics)
+    found: Summary = {"cpu_s": cpu_seconds(run)}
+    for name in ("shapes", "clipscore"):
+        evaluated = [(row["step"], round(row[f"eval/{name}_mean"], 4)) for row in rows if f"eval/{name}_mean" in row]
+        own = [row[f"reward/{name}_mean"] for row in rows if f"reward/{name}_mean" in row]
+        found[name] = {"out": evaluated, "in": [round(mean(own[:1]), 4), round(mean(own[-LAST:]), 4)]}
+    return found
+
+
+def cell(values: Sequence[float]) -> str:
+    spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{spread}"
+
+
+def table(results: dict[str, Summary]) -> str:
+    """A row for each setting and method that has runs."""
+    lines = [
+        "| setting | method | rule, in domain | rule, held out | learned, in domain | learned, held out | CPU s |",
+        "| --- " * 7 + "|",
+    ]
+    for setting, title in TITLES.items():
+        for method in METHODS:
+            found = [results[key] for seed in SEEDS if (key := f"{setting}-{method}-{seed}") in results]
+            if not found:
+                continue
+            cells = [title, method.upper()]
+            for name in ("shapes", "clipscore"):
+                cells += [cell([one[name]["in"][1] for one in found]), cell([one[name]["out"][-1][1] for one in found])]
+            cells.append(f"{mean(one['cpu_s'] for one in found if one['cpu_s'] is not None):.0f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    first = [one for key, one in results.items() if key.startswith("rule")]
+    before = [
+        mean(one[name][place][0] if place == "in" else one[name][place][0][1] for one in first)
+        for name in ("shapes", "clipscore")
+        for place in ("in", "out")
+    ]
+    lines.append(f"| before training | | {' | '.join(f'{value:.3f}' for value in before)} | |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("train", help="make the runs that are not there, and go on with those that were left")
+    runs.add_argument("folder", type=Path)
+    runs.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    runs.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    commands.add_parser("report", help="print the table")
+    given = parser.parse_args()
+    if given.command == "train":
+        train(given.folder, given.settings, given.seeds)
+    else:
+        print(table(stored(RESULTS)))
+
+
+if __name__ == "__main__":
+    main()
