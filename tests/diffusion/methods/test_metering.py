@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.policy import inverse
 from genrl.diffusion.train import train
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.metrics import METRICS, SECTIONS, document
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffuse
 KL = {"kl"}  # only with kl_weight above 0
 EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
 USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
+NOT_SCORED = set(SECTIONS["Rewards"]) | {"timing/decode_s", "timing/score_s"}  # pictures that are given
 GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
 COMMON = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
 SHARED = {entry for title in COMMON for entry in SECTIONS[title]} - {
@@ -137,12 +141,19 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         USED | GROUPS | KL | EVALUATION,
     ),
+    "sft": (
+        {"trainer": {"algorithm": "sft"}, "sampling": {"group_size": 1}, "evaluation": {"every": 0}},
+        USED | GROUPS | KL | EVALUATION | NOT_SCORED,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, kontext: Path, name: str) -> None:
+def test_a_run_logs_what_the_catalogue_has(
+    folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That no other key is logged is the logger's to refuse (`document` raises)."""
+    monkeypatch.setattr(inverse, "MOST", 10.0)  # a random autoencoder need not give pictures back
     changes, absent = CONFIGURATIONS[name]
     rewards = [runs.reward(folder, "redness")]
     if not USED & absent:
@@ -152,6 +163,11 @@ def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, kontext: P
     if name in ("draft", "diff_instruct"):
         (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
         rewards = [{"name": f"{folder / 'smooth.py'}:warmth"}]
+    if name == "sft":
+        Image.new("RGB", (32, 32), (200, 40, 40)).save(folder / "target.png")
+        row = json.dumps({"prompt": "a red star", "target_image": "target.png"})
+        (folder / "targets.jsonl").write_text(f"{row}\n", encoding="utf-8")
+        changes = {**changes, "prompts": {"train": str(folder / "targets.jsonl"), "eval": None}}
     config = editing(folder, kontext, rewards=rewards, **changes) if name == "talk2move" else None
     config = config or runs.config(folder, model, rewards=rewards, **changes)
     entry = {id(doc): key for key, doc in METRICS.items()}
