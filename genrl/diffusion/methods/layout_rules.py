@@ -70,7 +70,8 @@ def _window(config: Config, kernel: str, window: Window | None) -> Iterator[Find
         return
     if high > last:
         text = f"there are {steps} steps" if kernel == "ddim" else f"the last of {steps} steps is never stochastic"
-        text = f"{text}, so the window must end by {last}; use {last}, or null for {steps - 1}"
+        near = f"{last} or null" if last == steps - 1 else f"{last}, or null for {steps - 1}"
+        text = f"{text}, so the window must end by {last}; use {near}"
         yield ("trainer.window.high", "sampling.num_inference_steps"), text
     elif window.low >= high:
         keys = ("trainer.window.low", "sampling.num_inference_steps" if window.high is None else "trainer.window.high")
