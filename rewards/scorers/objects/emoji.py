@@ -21,7 +21,8 @@ import numpy as np
 from PIL import Image
 
 from rewards.contract import Scored
-from rewards.pictures import to_uint8
+from rewards.scorers.objects.counted import BACKGROUND as BACKGROUND
+from rewards.scorers.objects.counted import by_caption, credit
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,6 @@ def _plural(name: str) -> str:
 
 
 PLURALS = {name: _plural(name) for name in OBJECTS}
-BACKGROUND = (244, 243, 238)
 _GROUND = np.array(BACKGROUND, dtype=np.float32)
 PICTURE = 64  # pixels of a picture's side
 GLYPH = 22  # pixels of a glyph in a picture
@@ -73,7 +73,6 @@ MIN_MATCH = 0.85  # of a place with a glyph; with less it is nothing known. Betw
 NEAR = 0.85  # of a glyph's side: places nearer to a thing than that, in both directions, show part of it
 INK = 40.0  # a pixel farther than this from the background (RGB, 0-255) is ink
 BLOB = 100  # pixels of ink outside of all things found that count as one unknown thing; fewer count as none
-POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
 
 
 @dataclass(frozen=True)
@@ -209,21 +208,17 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     blobs = unknown(image, found)
     total = sum(group.count for group in asked.groups)
     members = [[thing for thing in found if thing.name == group.name] for group in asked.groups]
-    errors = [abs(len(m) - g.count) for m, g in zip(members, asked.groups, strict=True)]
     extra = len(found) + blobs - sum(len(m) for m in members)
-    soft = float(np.mean([max(0.0, 1 - e / g.count) for e, g in zip(errors, asked.groups, strict=True)]))
-    soft *= total / (total + extra)
-    exact = not any(errors) and extra == 0
     position = math.nan
     if asked.relation is not None:
         position = float(_relation_holds(members[0], members[1], asked.relation))
-        soft = (1 - POSITION_WEIGHT) * soft + POSITION_WEIGHT * position
-        exact = exact and position == 1.0
+    counts = [len(m) for m in members], [group.count for group in asked.groups]
+    soft, strict = credit(*counts, extra, position)
     wanted = Counter({group.name: group.count for group in asked.groups})
     common = (wanted & Counter(thing.name for thing in found)).total()
     return {
         "soft": soft,
-        "strict": float(exact),
+        "strict": strict,
         "count": max(0.0, 1 - abs(len(found) + blobs - total) / total),
         "objects": common / max(len(found) + blobs, total),
         "position": position,
@@ -254,10 +249,4 @@ class Emoji:
 
     def __call__(self, images: torch.Tensor, prompts: list[str]) -> Scored:
         """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
-        parts: dict[str, list[float]] = {name: [] for name in PARTS}
-        for picture, prompt in zip(to_uint8(images), prompts, strict=True):
-            asked = parse(prompt)
-            result = check(picture, asked) if asked else dict.fromkeys(PARTS, math.nan)
-            for name in PARTS:
-                parts[name].append(result[name])
-        return parts["strict" if self.strict else "soft"], parts
+        return by_caption(images, prompts, parse, check, PARTS, strict=self.strict)

@@ -21,12 +21,13 @@ from PIL import Image, ImageDraw
 
 from rewards.contract import Scored
 from rewards.pictures import to_uint8
+from rewards.scorers.objects.counted import BACKGROUND as BACKGROUND
+from rewards.scorers.objects.counted import by_caption, credit
 from rewards.scorers.texts.verifiable import answer_in
 
 if TYPE_CHECKING:
     import torch
 
-BACKGROUND = (244, 243, 238)
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),
     "green": (38, 160, 70),
@@ -43,7 +44,6 @@ COLOUR_DISTANCE = 75.0  # a pixel farther than this from every palette colour (R
 MIN_AREA = 40 / 4096  # of the picture; smaller components are specks
 MIN_IOU = 0.68  # with the best-fitting outline; a component with less has no shape
 MASK = 24  # side of the normalised mask, in pixels
-POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
 
 
 @dataclass(frozen=True)
@@ -221,19 +221,15 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     found = find(image)
     total = sum(group.count for group in asked.groups)
     members = [[f for f in found if (f.colour, f.shape) == (g.colour, g.shape)] for g in asked.groups]
-    errors = [abs(len(m) - g.count) for m, g in zip(members, asked.groups, strict=True)]
     extra = len(found) - sum(len(m) for m in members)
-    soft = float(np.mean([max(0.0, 1 - e / g.count) for e, g in zip(errors, asked.groups, strict=True)]))
-    soft *= total / (total + extra)
-    exact = not any(errors) and extra == 0
     position = math.nan
     if asked.relation is not None:
         position = float(_relation_holds(members[0], members[1], asked.relation))
-        soft = (1 - POSITION_WEIGHT) * soft + POSITION_WEIGHT * position
-        exact = exact and position == 1.0
+    counts = [len(m) for m in members], [group.count for group in asked.groups]
+    soft, strict = credit(*counts, extra, position)
     return {
         "soft": soft,
-        "strict": float(exact),
+        "strict": strict,
         "count": max(0.0, 1 - abs(len(found) - total) / total),
         "colour": _agreement([f.colour for f in found], [g.colour for g in asked.groups for _ in range(g.count)]),
         "shape": _agreement([f.shape for f in found], [g.shape for g in asked.groups for _ in range(g.count)]),
@@ -309,13 +305,7 @@ class Shapes:
 
     def __call__(self, images: torch.Tensor, prompts: list[str]) -> Scored:
         """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
-        parts: dict[str, list[float]] = {name: [] for name in PARTS}
-        for picture, prompt in zip(to_uint8(images), prompts, strict=True):
-            asked = parse(prompt)
-            result = check(picture, asked) if asked else dict.fromkeys(PARTS, math.nan)
-            for name in PARTS:
-                parts[name].append(result[name])
-        return parts["strict" if self.strict else "soft"], parts
+        return by_caption(images, prompts, parse, check, PARTS, strict=self.strict)
 
 
 def same_number(completions: list[str], answer: list[str]) -> list[float]:
