@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 from PIL.Image import Image
 
@@ -27,6 +28,24 @@ def parse_grid(grid: str, reward: str = "paco_grid") -> tuple[int, int]:
     if not 2 <= shape[0] * shape[1] <= 64:
         raise ValueError(f"{reward}: grid {grid!r} should be rows x columns such as '2x2', with 2 to 64 cells")
     return shape
+
+
+class GridShape:
+    """The shape of each row's grid: the same for all (`2x2`), or in a column of the prompt file.
+
+    Raises ValueError for a shape that is none, beginning with the name of the reward.
+    """
+
+    def __init__(self, grid: str, reward: str) -> None:
+        self.reward, self.fixed = reward, grid if re.match(r"\d", grid) else ""
+        if self.fixed:
+            parse_grid(grid, reward)
+        self.columns = [] if self.fixed else [grid]
+        """What a reward declares to be given the shapes."""
+
+    def __call__(self, columns: Mapping[str, Sequence[str]], count: int) -> list[tuple[int, int]]:
+        """(rows, columns) of `count` rows, from the column that was declared."""
+        return [parse_grid(one, self.reward) for one in next(iter(columns.values()), [self.fixed] * count)]
 
 
 def theme_of(prompt: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 from PIL.Image import Image
 
@@ -16,7 +15,7 @@ from rewards.contract import Scored, declare, mean
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import judged
 from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
-from rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid, theme_of
+from rewards.scorers.pictures.grids import CONSISTENT, GridShape, cells, theme_of
 
 MODEL = "X-GenGroup/PaCo-Reward-7B"
 
@@ -51,21 +50,19 @@ class PacoGrid:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.fixed = grid if re.match(r"\d", grid) else ""
-        if self.fixed:
-            parse_grid(grid)
+        self.shapes = GridShape(grid, "paco_grid")
         self.pairs = itertools.permutations if both_orders else itertools.combinations
         self.question = templates.read(question, "paco_grid")
         self.vlm = open_vlm(model, server, dtype, device, "paco_grid")
         self.to = self.vlm.to
-        self.__signature__ = declare(["pil_images", "prompts", *([] if self.fixed else [grid])])
+        self.__signature__ = declare(["pil_images", "prompts", *self.shapes.columns])
 
     def __call__(self, pil_images: list[Image], prompts: list[str], **grids: list[str]) -> Scored:
-        column = next(iter(grids.values()), [self.fixed] * len(prompts))
         asked: list[list[Question]] = []
-        for picture, prompt, grid in zip(pil_images, prompts, column, strict=True):
+        shapes = self.shapes(grids, len(prompts))
+        for picture, prompt, shape in zip(pil_images, prompts, shapes, strict=True):
             text = templates.put(self.question, "{prompt}", theme_of(prompt))
-            asked.append([[a, b, text] for a, b in self.pairs(cells(picture, *parse_grid(grid)), 2)])
+            asked.append([[a, b, text] for a, b in self.pairs(cells(picture, *shape), 2)])
         answers = iter(self.vlm.yes_no([question for questions in asked for question in questions]))
         rows = [list(itertools.islice(answers, len(questions))) for questions in asked]
         return [mean(a.yes for a in row) for row in rows], {"mass": [mean(a.mass for a in row) for row in rows]}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 
 from rewards.contract import check_choice, declare
 from rewards.models.clip_model import load_clip
-from rewards.scorers.pictures.grids import parse_grid, parts_of
+from rewards.scorers.pictures.grids import GridShape, parts_of
 
 MODEL = "openai/clip-vit-large-patch14"
 
@@ -78,19 +77,16 @@ class ClipGrid:
         dtype: str = "float32",
         device: str = "cpu",
     ):
-        self.fixed = grid if re.match(r"\d", grid) else ""
-        if self.fixed:
-            parse_grid(grid, "clip_grid")
+        self.shapes = GridShape(grid, "clip_grid")
         self.scorer = load_clip(model, processor, device, "clip_grid", dtype)
         self.to = self.scorer.to
-        self.__signature__ = declare(["images", "prompts", *([] if self.fixed else [grid])])
+        self.__signature__ = declare(["images", "prompts", *self.shapes.columns])
 
     def __call__(
         self, images: torch.Tensor, prompts: Sequence[str], **grids: Sequence[str]
     ) -> list[torch.Tensor | None]:
-        column = next(iter(grids.values()), [self.fixed] * len(prompts))
-        rows = zip(images, prompts, column, strict=True)
-        return [self._score(image, prompt, *parse_grid(grid, "clip_grid")) for image, prompt, grid in rows]
+        rows = zip(images, prompts, self.shapes(grids, len(prompts)), strict=True)
+        return [self._score(image, prompt, *shape) for image, prompt, shape in rows]
 
     def _score(self, image: torch.Tensor, prompt: str, rows: int, columns: int) -> torch.Tensor | None:
         parts = parts_of(prompt)
