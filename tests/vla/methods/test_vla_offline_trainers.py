@@ -113,7 +113,7 @@ def test_what_looks_is_frozen_after_imitation(root: Path, tmp_path: Path, name: 
     assert any(not torch.equal(begun[key], first[key]) for key in still)  # imitation has taught it
     copied = load_policy(folder / "one_step").encoder.state_dict()
     assert all(torch.equal(value, last[f"encoder.{key}"]) for key, value in copied.items())
-    with pytest.raises(ValueError, match="optimizer.weight_decay: would move the encoder"):
+    with pytest.raises(ValueError, match="optimizer.weight_decay, policy.new: it would move the encoder"):
         train(small(root, name, tmp_path / "other", override, "optimizer.weight_decay=0.1"))
 
 
