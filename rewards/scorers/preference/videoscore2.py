@@ -9,7 +9,7 @@ import bisect
 import logging
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL.Image import Image
@@ -109,7 +109,7 @@ class VideoScore2:
         self.model = loaded.to(device)
         self.to = self.model.to
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
-        self.digits = self.tokenizer.convert_tokens_to_ids(list(DIGITS))
+        self.digits = cast("list[int]", self.tokenizer.convert_tokens_to_ids(list(DIGITS)))
         if len(set(self.digits)) < len(DIGITS):
             raise ValueError(f"videoscore2: {model!r} has no tokens of their own for the digits 1 to 5")
         budget = {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS}
