@@ -11,17 +11,14 @@ pictures. What the table needs goes to benchmarks/results/image_tokens.json.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 
-from benchmarks.methods import complete
-from benchmarks.vlm_runs import Summary, cpu_seconds, stored
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from benchmarks.vlm_runs import Summary, cpu_seconds, situations
+from genrl.runtime.run import Run, read_metrics
 from genrl.vlm.tasks.captions import text
 
 RESULTS = Path(__file__).parent / "results" / "image_tokens.json"
@@ -59,22 +56,13 @@ def changes_of(setting: str, folder: Path) -> list[str]:
     return changes
 
 
-def train(folder: Path, settings: Sequence[str], seeds: Sequence[int]) -> None:
-    """Make every run that is not there, and go on with those that were left."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed in seeds:
-        for setting in settings:
-            for method, config in METHODS.items():
-                run = Run(folder / f"{setting}-{method}-{seed}")
-                if run.folder.name in stored(RESULTS):
-                    continue
-                own = [f"seed={seed}", f"output={run.folder}", "checkpoint.keep=1", "trackers=[]"]
-                complete(run, ["train", f"configs/vlm/{config}.yaml", *changes_of(setting, folder), *own])
-                kept = stored(RESULTS) | {run.folder.name: summary(run)}
-                write_atomic(RESULTS, json.dumps(kept, sort_keys=True).replace("}, ", "},\n ") + "\n")
+def plan(setting: str, folder: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Both methods, with their configurations and changes."""
+    changes = changes_of(setting, folder)
+    yield from ((method, config, changes) for method, config in METHODS.items())
 
 
-def summary(run: Run) -> Summary:
+def summary(run: Run, setting: str) -> Summary:
     """Of both scorers: out of the domain at each evaluation, and in it over the first and the last iterations."""
     rows = read_metrics(run.metrics)
     found: Summary = {"cpu_s": cpu_seconds(run)}
@@ -116,20 +104,5 @@ def table(results: dict[str, Summary]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("train", help="make the runs that are not there, and go on with those that were left")
-    runs.add_argument("folder", type=Path)
-    runs.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    runs.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    commands.add_parser("report", help="print the table")
-    given = parser.parse_args()
-    if given.command == "train":
-        train(given.folder, given.settings, given.seeds)
-    else:
-        print(table(stored(RESULTS)))
-
-
 if __name__ == "__main__":
-    main()
+    situations(__doc__, RESULTS, "settings", SETTINGS, SEEDS, plan, summary, table)

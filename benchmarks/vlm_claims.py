@@ -11,17 +11,14 @@ benchmarks/vlm_claims.json, and `report` reads that alone.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.methods import complete
-from benchmarks.vlm_runs import Summary, stored
+from benchmarks.vlm_runs import Summary, situations
 from genrl.config import VLMConfig, load
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.run import Run, read_metrics
 
 RESULTS = Path(__file__).with_suffix(".json")
 WORLD = "benchmarks/vlm_claims_world.py"
@@ -162,24 +159,15 @@ CLAIMS = {
 }
 
 
-def train(folder: Path, claims: Sequence[str], seeds: Sequence[int]) -> None:
-    """Make every run that is not there, and go on with those that were left."""
-    for seed in seeds:
-        for name in claims:
-            claim = CLAIMS[name]
-            for method, changes in claim.methods.items():
-                run = Run(folder / f"{name}-{method}-{seed}")
-                if run.folder.name in stored(RESULTS):
-                    continue
-                common = [f"seed={seed}", f"output={run.folder}", "checkpoint.keep=1", "trackers=[]"]
-                complete(run, ["train", f"configs/vlm/{claim.config}.yaml", *claim.changes, *changes, *common])
-                kept = stored(RESULTS) | {run.folder.name: summary(run, (claim.measure, *claim.also))}
-                write_atomic(RESULTS, json.dumps(kept, sort_keys=True).replace("}, ", "},\n ") + "\n")
+def plan(name: str, folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """The methods of a claim, with its configuration and their changes."""
+    claim = CLAIMS[name]
+    yield from ((method, claim.config, claim.changes + changes) for method, changes in claim.methods.items())
 
 
-def summary(run: Run, measures: Sequence[str]) -> Summary:
-    """Held-out figures over thousands of sampled tokens."""
-    config = load(run.config)
+def summary(run: Run, name: str) -> Summary:
+    """Held-out figures of a claim over thousands of sampled tokens."""
+    config, measures = load(run.config), (CLAIMS[name].measure, *CLAIMS[name].also)
     assert isinstance(config, VLMConfig)
     answers = config.generation.prompts_per_iteration * config.generation.group_size
     tokens, curves = 0.0, {name: list[tuple[float, float]]() for name in measures}
@@ -274,20 +262,5 @@ def page(results: dict[str, Summary]) -> str:
     return "\n\n".join([HEAD.strip(), "\n".join(summary), READ.strip(), *parts, AFTER.strip()]) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("train", help="make the runs that are not there, and go on with those that were left")
-    runs.add_argument("folder", type=Path)
-    runs.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS))
-    runs.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    commands.add_parser("report", help="print the page")
-    given = parser.parse_args()
-    if given.command == "train":
-        train(given.folder, given.claims, given.seeds)
-    else:
-        print(page(stored(RESULTS)), end="")
-
-
 if __name__ == "__main__":
-    main()
+    situations(__doc__, RESULTS, "claims", CLAIMS, SEEDS, plan, summary, page)

@@ -59,6 +59,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "hpsv3": BuiltIn("rewards.scorers.preference.reward_head", "HPSv3", "about -5 to 15"),
     "editreward": BuiltIn("rewards.scorers.preference.reward_head", "EditReward", "unbounded"),
     "videoalign": BuiltIn("rewards.scorers.preference.videoalign", "VideoAlign", "usually -6 to 6"),
+    "videoscore2": BuiltIn("rewards.scorers.preference.videoscore2", "VideoScore2", "0.2 to 5"),
     "unifiedreward": BuiltIn("rewards.scorers.preference.unifiedreward", "UnifiedReward", "0 to 1"),
     "judge": BuiltIn("rewards.scorers.judges.judge", "Judge", "0 to 1"),
     "questions": BuiltIn(

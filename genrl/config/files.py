@@ -34,6 +34,7 @@ from genrl.data.sizes import NAMES, short_bucket, sized
 from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.given import given, is_given
+from rewards.scorers.judges.expected import COLUMN, pairs
 
 if TYPE_CHECKING:
     from genrl.config.loading import AnyConfig
@@ -293,6 +294,8 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
         yield from _unread(index, reward, found, notes)
+        if reward.name == "questions" and reward.remote is None:
+            yield from _expected(str(reward.args.get("questions", COLUMN)), found)
         if reward.remote is not None:
             asked = reward.remote if isinstance(reward.remote, str) else ", ".join(reward.remote)
             notes.append(f"rewards.{index}.remote: {asked} is asked when training starts")
@@ -364,6 +367,23 @@ def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: 
     else:
         served = f"{reward.name} reads it where it is served with --arg {column}={column}"
         notes.append(f"rewards.{index}.remote: {says}; {served}")
+
+
+def _expected(column: str, found: Mapping[str, PromptRows]) -> Iterator[_Wrong]:
+    """Of each source, the first row that the reward `questions` cannot read; a column that is missing."""
+    for name, rows in found.items():
+        if column not in rows.column_names:
+            have = ", ".join(rows.column_names) or "none beside the prompt"
+            yield _Wrong(
+                ("prompts", name), f"reward questions asks for the column {column}; columns of every row: {have}"
+            )
+            continue
+        for row in rows.rows:
+            try:
+                pairs(row.columns[column])
+            except ValueError as error:
+                yield _Wrong(("prompts", name), f"line {row.line}, column {column}: {error}")
+                break
 
 
 def _with_gradients(config: Config) -> Iterator[bool]:

@@ -59,3 +59,5 @@ EXPERTS = Group(
 )
 """Demonstrations, by the simulator, which also says what the expert would do from any state (`simulator.Expert`):
 functions (tasks, count, seed, max_steps, image_size, points) -> `frames.Shown`."""
+MINITABLE_THINGS = 7
+"""On the embedded table: discs, gripper, zones."""

@@ -11,7 +11,7 @@ from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import names
 from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
-from genrl.config.vla_names import BOTH, EMBEDDED, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
+from genrl.config.vla_names import BOTH, EMBEDDED, MINITABLE_THINGS, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
@@ -66,10 +66,6 @@ def not_trained(trainer: VLAMethod, predicts: str) -> str:
     return f"{trainer.algorithm} cannot train a policy that predicts {predicts}: {why}; take {near}"
 
 
-THINGS = 7
-"""On MiniTable: discs, gripper, zones."""
-
-
 def _new_policy(config: VLAConfig) -> Iterator[Finding]:
     new, sampler = config.policy.new, config.sampler
     if new is None:
@@ -86,8 +82,8 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.new.points", "policy.new.type"), f"{new.type} has no encoder of points; write 0"
     if new.points and config.demonstrations is not None and config.demonstrations.dataset is not None:
         yield ("policy.new.points", "demonstrations.dataset"), "data sets hold no points; write 0, or take an expert"
-    if 0 < new.points < THINGS and config.environment.name == "minitable":
-        text = f"{new.points} points cannot show the {THINGS} things on the table; write 512"
+    if 0 < new.points < MINITABLE_THINGS and config.environment.name == "minitable":
+        text = f"{new.points} points cannot show the {MINITABLE_THINGS} things on the table; write 512"
         yield ("policy.new.points", "environment.name"), text
     if new.args and new.type in EMBEDDED:
         yield ("policy.new.args", "policy.new.type"), f"are of a policy of your own; {new.type} has none"

@@ -35,12 +35,14 @@ def opened(cell: Any) -> Image:
     return open_image(file)
 
 
-def check_picture(cell: Any) -> None:
-    """Raise one of `unreadable()` where a cell holds no sound picture, as far as that is known without decoding it: a
-    header, and of a PNG all checksums."""
+def check_picture(cell: Any) -> tuple[int, int]:
+    """The width and height that a picture's header says. Raises one of `unreadable()` where a cell holds no sound
+    picture, as far as that is known without decoding it: a header, and of a PNG all checksums."""
     with opened(cell) as image:
         check_header(image)
+        size: tuple[int, int] = image.size
         image.verify()
+    return size
 
 
 def open_picture_table(source: str, *columns: str) -> Dataset:

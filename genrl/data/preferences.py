@@ -37,30 +37,36 @@ def open_set(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFE
     return lambda row: tuple(_of_each(_decoded, row, source, cells(row), columns))
 
 
-def check_set(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> None:
-    """Raise PromptError, naming its row, where a column is missing or an image cannot be read (`check_picture`)."""
-    cells = _cells(source, rows, columns)
-    for row in rows:
-        _of_each(check_picture, row, source, cells(row), columns)
+def check_set(
+    source: str,
+    rows: Sequence[Prompt],
+    columns: Sequence[str] = PREFERENCE_COLUMNS,
+    *,
+    beside: str | None = None,
+    size: Size = (None, None),
+) -> None:
+    """Raise PromptError, naming its row, where a column is missing, or an image cannot be read (`check_picture`) or is
+    unlike in shape to the picture that the pipeline is given `beside` it, or to the size that is sampled: images are
+    cut to that size (`as_tensor`), the picture beside them is not.
 
-
-def check_shapes(source: str, rows: Sequence[Prompt], columns: Sequence[str], beside: str, size: Size) -> None:
-    """Raise PromptError where an image and the picture that the pipeline is given `beside` it, or the size that is
-    sampled, are unlike in shape: images are cut to that size (`as_tensor`), the picture beside them is not.
-
-    size: height and width, None where the pipeline's own is taken, which is not known here.
+    beside: column of the rows; size: height and width, None where the pipeline's own is taken, which is not known here.
     """
     cells = _cells(source, rows, columns)
     for row in rows:
-        shapes = {column: _of_each(_width_and_height, row, source, cells(row), [column])[0] for column in columns}
-        shapes[beside] = _of_each(_width_and_height, row, source, row.columns, [beside])[0]
-        if size[0] is not None and size[1] is not None:
-            shapes["the size that is sampled"] = (size[1], size[0])
-        ratios = [width / height for width, height in shapes.values()]
-        if max(ratios) > UNLIKE * min(ratios):
-            told = ", ".join(f"{name} {width} x {height}" for name, (width, height) in shapes.items())
-            why = f"images are cut to the size that is sampled, {beside} is not, so they would not fit"
-            raise PromptError(f"{source}:{row.line}: unlike shapes ({told}): {why}; cut them to one shape first")
+        shapes = dict(zip(columns, _of_each(check_picture, row, source, cells(row), columns), strict=True))
+        if beside is not None:
+            shapes[beside] = _of_each(_width_and_height, row, source, row.columns, [beside])[0]
+            if size[0] is not None and size[1] is not None:
+                shapes["the size that is sampled"] = (size[1], size[0])
+            _check_alike(shapes, f"{source}:{row.line}", beside)
+
+
+def _check_alike(shapes: Mapping[str, tuple[int, int]], where: str, beside: str) -> None:
+    ratios = [width / height for width, height in shapes.values()]
+    if max(ratios) > UNLIKE * min(ratios):
+        told = ", ".join(f"{name} {width} x {height}" for name, (width, height) in shapes.items())
+        why = f"images are cut to the size that is sampled, {beside} is not, so they would not fit"
+        raise PromptError(f"{where}: unlike shapes ({told}): {why}; cut them to one shape first")
 
 
 def missing_images(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> str | None:

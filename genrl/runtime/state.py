@@ -48,9 +48,17 @@ def unpack(tensors: Mapping[str, Tensor], packed: Any) -> Any:
     return {key: unpack(tensors, value) for key, value in pairs}
 
 
+class Unchanging(dict[str, Any]):
+    """A part of a state whose tensors nobody changes in place, however many there are: data, which grow by new ones."""
+
+
 def copied(tree: Any) -> Any:
-    """A tree as `pack` takes it, with tensors of its own."""
+    """A tree as `pack` takes it, with tensors of its own but those in an `Unchanging`."""
+    if isinstance(tree, dict) and not isinstance(tree, Unchanging):
+        return {key: copied(value) for key, value in tree.items()}
     tensors, packed = pack(tree)
+    if isinstance(tree, Unchanging):
+        return unpack(tensors, packed)
     return unpack({name: tensor.detach().clone() for name, tensor in tensors.items()}, packed)
 
 

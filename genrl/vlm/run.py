@@ -314,8 +314,8 @@ class AnswersRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Answers per pass, and the smaller numbers that can be taken."""
-        generation = self.config.generation
-        rows = generation.prompts_per_iteration * generation.group_size
+        generation, processes = self.config.generation, self.process.accelerator.num_processes
+        rows = -(-generation.prompts_per_iteration // processes) * generation.group_size
         return pass_sizes(
             self.config, rows, whole_groups=self.preset is not None and self.preset.group_loss is not None
         )

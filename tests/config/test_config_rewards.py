@@ -141,3 +141,27 @@ def test_a_column_that_a_reward_would_ignore_is_refused(tmp_path: Path) -> None:
     check("{name: clipscore}")
     (note,) = (note for note in check("{name: paco_grid, remote: 'http://127.0.0.1:1'}") if "--arg" in note)
     assert "--arg grid=grid" in note
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ('[["Which colour?", "dark blue"]]', "line 2, column vqa_list: the answer 'dark blue' .* expect one word"),
+        ('[["How many?", "12"]]', "the answer '12' .* a number up to ten"),
+        ('[["Which colour?"]]', r"a question is text, or a pair of text and answer, found \['Which colour\?'\]"),
+        ('"Is it blue?"', "questions are a list, found 'Is it blue"),
+    ],
+)  # fmt: skip
+def test_answers_that_cannot_be_compared_are_refused(tmp_path: Path, asked: str, words: str) -> None:
+    """A run failed at its first scores, which `check` had let pass."""
+    path = write(tmp_path, "  - {name: questions}")
+    rows = '{"prompt": "ten cats", "vqa_list": [["How many?", "10"], "Are they cats?"]}\n'
+    path.write_text(path.read_text().replace("train.txt", str(tmp_path / "train.jsonl")))
+    (tmp_path / "train.jsonl").write_text(rows)
+    check_files(load(path))
+    (tmp_path / "train.jsonl").write_text(rows + f'{{"prompt": "a cat", "vqa_list": {asked}}}\n')
+    with pytest.raises(ConfigError, match=words):
+        check_files(load(path))
+    (tmp_path / "train.jsonl").write_text(rows.replace("vqa_list", "asked"))
+    with pytest.raises(ConfigError, match="reward questions asks for the column vqa_list; columns of every row: asked"):
+        check_files(load(path))

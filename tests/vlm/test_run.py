@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,14 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
     assert first.state["memory"].pop("batch_size") == 4 and first.state == second.state
     assert all(equal(tensors, second.tensors[stem]) for stem, tensors in first.tensors.items())
     assert rows(found) == rows(wanted)
+
+
+def test_a_process_begins_with_its_own_share(tmp_path: Path) -> None:
+    """Half of all answers is what each of two processes has: a pass of so many would be tried twice."""
+    generation = {"prompts_per_iteration": 8, "group_size": 4}
+    process = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4))
+    run = SimpleNamespace(config=vlm_runs.config(tmp_path, generation=generation), process=process, preset=None)
+    assert AnswersRun.micro_batch_sizes(run) == [8, 4, 2, 1]  # type: ignore[arg-type]
 
 
 def test_memory_may_run_out_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from genrl.config import Config
-from genrl.data.preferences import Reader, as_tensor, check_set, check_shapes
+from genrl.data.preferences import Reader, as_tensor, check_set
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.inverse import encode
 from genrl.diffusion.policy.trajectory import Batch
@@ -18,10 +18,9 @@ from genrl.diffusion.run import DiffusionRun
 
 def check_given(config: Config, rows: Sequence[Prompt], columns: Sequence[str]) -> None:
     """Raise PromptError for rows without these images, or with one that does not fit the picture to be edited."""
-    source, sampling = config.prompts.train, config.sampling
-    check_set(source, rows, columns)
-    if (edited := sampling.inputs.get("image")) is not None:
-        check_shapes(source, rows, columns, edited, (sampling.height, sampling.width))
+    sampling = config.sampling
+    size = (sampling.height, sampling.width)
+    check_set(config.prompts.train, rows, columns, beside=sampling.inputs.get("image"), size=size)
 
 
 def picture_size(run: DiffusionRun) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from genrl.config.vla import Environment
 from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.runtime.recorded import Recorded
+from genrl.runtime.state import Unchanging
 from genrl.vla.data.recordings import Steps, split
 from genrl.vla.methods.imitation import observation_of
 from genrl.vla.policies.policy import (
@@ -289,16 +290,9 @@ def successful(transitions: Transitions) -> Tensor:
     return won[transitions.episode]
 
 
-class _Unchanging(dict[str, Any]):
-    """The tensors of a data set, which nobody changes in place: their copy is they themselves, however many they are. A
-    larger set is new tensors (`merge`)."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Unchanging:
-        return self
-
-
 class Store:
-    """What a trainer keeps beside the policy, for checkpoints: modules and optimisers by name, and data.
+    """What a trainer keeps beside the policy, for checkpoints: modules and optimisers by name, and data, whose tensors
+    are replaced and never changed (`state.Unchanging`).
 
     ready: whether the preparation that precedes the first iteration is done.
     """
@@ -311,10 +305,10 @@ class Store:
     def state_dict(self) -> dict[str, Any]:
         modules = {name: module.state_dict() for name, module in self.modules.items()}
         data = {
-            name: {"$transitions": _Unchanging(value._asdict())} if isinstance(value, Transitions) else value
+            name: {"$transitions": value._asdict()} if isinstance(value, Transitions) else value
             for name, value in self.data.items()
         }
-        return {"modules": modules, "data": data, "ready": self.ready}
+        return {"modules": modules, "data": Unchanging(data), "ready": self.ready}
 
     def load_state_dict(self, saved: dict[str, Any], /) -> None:
         for name, module in self.modules.items():

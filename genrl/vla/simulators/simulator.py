@@ -99,12 +99,12 @@ class Simulator:
                 f"{env.unwrapped} cannot be given a seed, so its episodes could not be repeated: gymnasium's reset is "
                 "reset(self, *, seed=None, options=None), and begins with super().reset(seed=seed)"
             )
-        self.env, self.box, self.reading, self.elapsed = env, box, reading, 0
+        self.env, self.box, self.reading, self.elapsed, self.seed = env, box, reading, 0, 0
 
     def begin(self, number: int) -> Outcome:
         """Begin the episode of a number: of one of `goals` starts, where there are so many."""
-        self.elapsed = 0
-        raw, _ = self.env.reset(seed=seed_of(number, self.reading))
+        self.elapsed, self.seed = 0, seed_of(number, self.reading)
+        raw, _ = self.env.reset(seed=self.seed)
         return self._outcome(raw, np.zeros(self.reading.chunk, dtype=np.float32), 0)
 
     def execute(self, chunk: NDArray[np.float32]) -> Outcome:
@@ -134,12 +134,23 @@ class Simulator:
         return np.asarray(info[key]).item()
 
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
-        """See `Expert`; clipped to the box of actions. Raises Misuse where the environment is none, or tells something
-        else."""
+        """See `Expert`; clipped to the box of actions. Raises Misuse where the environment is none, tells something
+        else, or raises."""
         bare: Any = self.env.unwrapped
         if not isinstance(bare, Expert):
             raise no_expert(str(bare))
-        told = np.asarray(bare.expert_chunk(horizon), dtype=np.float32)
+        try:
+            told = np.asarray(bare.expert_chunk(horizon), dtype=np.float32)
+        except Misuse:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise Misuse(
+                f"expert_chunk({horizon}) of {bare} raised {type(error).__name__} ({where.filename}, line "
+                f"{where.lineno}): {error}. It was asked after {self.elapsed} actions of the episode that "
+                f"reset(seed={self.seed}) begins. It must answer wherever a policy may bring the robot; if it knows no "
+                "better, let it stand still"
+            ) from error
         if told.shape != (horizon, *self.box.shape) or not np.isfinite(told).all():
             raise Misuse(
                 f"expert_chunk({horizon}) of {bare} must be finite numbers {[horizon, *self.box.shape]}, got "

@@ -311,9 +311,7 @@ class EpisodesRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Rows per pass, and the smaller numbers that can be taken."""
-        generation, place = self.config.generation, self.environment
-        rows = generation.prompts_per_iteration * generation.group_size
-        rows = rows if self.critic is None else place.parallel * place.steps
+        rows = len(self.slots) * (1 if self.critic is None else self.environment.steps)
         return pass_sizes(self.config, rows, whole_groups=self.preset.group_loss is not None)
 
     def resize(self, size: int) -> None:

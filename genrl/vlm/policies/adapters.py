@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,3 +54,23 @@ def with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
             parameter.data = parameter.data.float()
     in_input_precision(made)
     return made
+
+
+class Adapted:
+    """A policy whose model may hold adapters. model: it; peft: the PEFT model round it, None without LoRA."""
+
+    model: Any
+    peft: PeftModel | None
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the model is the one that training began from. ValueError without LoRA."""
+        if self.peft is None:
+            raise ValueError("a policy whose own weights are trained has no reference inside it: load a second Policy")
+        with self.peft.disable_adapter():
+            yield

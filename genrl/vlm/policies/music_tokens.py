@@ -9,8 +9,7 @@ sampled from and scored. Text encoder and EnCodec stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
-from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
@@ -32,7 +31,7 @@ TOGETHER = 16
 """Pieces whose sound is decoded side by side."""
 
 
-class MusicPolicy:
+class MusicPolicy(Adapted):
     """A MusicGen and its processor.
 
     steps: of the decoder, as `generate(max_new_tokens=steps)` counts them; of K books a piece has steps + 1 - K frames;
@@ -75,13 +74,13 @@ class MusicPolicy:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path!r} is no checkpoint of a MusicGen with its processor: {error}") from error
         self.tokenizer: Any = self.processor.tokenizer
-        self.model: Any = self.loaded(path)
+        self.model = self.loaded(path)
         for name, part in self.model.named_modules():
             if name in LANGUAGE:
                 part.to(dtype)
             if name in self.trained and lora is None:
                 part.requires_grad_(True)
-        self.peft: Any = None if lora is None else with_lora(self.model, lora, seed)
+        self.peft = None if lora is None else with_lora(self.model, lora, seed)
         self.model.to(device).eval()
         self.device = torch.device(device)
         decoder = self.model.decoder
@@ -105,17 +104,6 @@ class MusicPolicy:
     def loaded(self, path: str) -> Any:
         """The model, its parameters without gradients."""
         return pretrained(transformers.MusicgenForConditionalGeneration, path, types=(), reward="policy")
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within the block the model is the one that training began from. Only with LoRA."""
-        with self.peft.disable_adapter():
-            yield
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A text's tokens with the end token, as the model's processor makes them. ValueError for one with pictures."""

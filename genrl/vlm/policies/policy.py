@@ -16,14 +16,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 import transformers
-from peft import PeftModel
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
-from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.liger import use_liger
 from genrl.vlm.policies.loading import checked, loaded
 from genrl.vlm.policies.log_probs import completion_log_probs
@@ -87,7 +86,7 @@ class Replay:
     images: int
 
 
-class Policy:
+class Policy(Adapted):
     """A model and its processor. `model` is the transformers model, with adapters inside it if `lora` is given.
 
     Dropout is always off: what is trained is what sampled. Raises ValueError where the checkpoint is no image-text
@@ -129,7 +128,7 @@ class Policy:
         """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. quantize:
         as `vlm.quantize`. seed: of the adapters' initial values."""
         found = take(path) if is_given(path) else loaded(path, dtype, quantize)
-        self.model: Any = found.model.requires_grad_(False)
+        self.model = found.model.requires_grad_(False)
         self.processor = found.processor
         self.tokenizer: Any = self.processor.tokenizer
         config = checked(self.model.config, path)
@@ -138,7 +137,7 @@ class Policy:
         self.sampler: Any = None
         """A `engines.vllm.Sampler` that samples in place of this model; None: transformers' generate on it."""
         self.quantized = quantize is not None
-        self.peft: PeftModel | None = None
+        self.peft = None
         if lora is None:
             self.model.requires_grad_(True)
         else:
@@ -171,11 +170,6 @@ class Policy:
         """The model without its output layer."""
         return self.model.base_model if self.sharded is None else self.sharded
 
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
     def checkpoint_blocks(self) -> None:
         """From here on a backward pass computes the activations of every block again. Raises ValueError for a model
         that transformers cannot do this to."""
@@ -198,14 +192,6 @@ class Policy:
         finally:
             for layer in layers:
                 layer.training = False
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within the block the model is the one that training began from. ValueError without LoRA."""
-        if self.peft is None:
-            raise ValueError("a policy whose own weights are trained has no reference inside it: load a second Policy")
-        with self.peft.disable_adapter():
-            yield
 
     def encode(self, prompt: Prompt) -> Encoded:
         """One prompt's tokens, pixels and positions. Raises ValueError for bad images or a text with image tokens."""

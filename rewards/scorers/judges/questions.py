@@ -14,10 +14,10 @@ from typing import Any
 
 from rewards.contract import Scored, check_choice, declare
 from rewards.scorers.judges import templates
+from rewards.scorers.judges.expected import COLUMN, pairs
 from rewards.scorers.judges.judge import MODEL, shown
 from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
 
-COLUMN = "vqa_list"  # GenEval 2's
 ASKED = "{question} Answer with one word."
 
 
@@ -62,7 +62,7 @@ class Questions:
 
     def __call__(self, pil_images: list[Any], **column: list[Any]) -> Scored:
         (lists,) = column.values()
-        rows = [[(q, "yes") if isinstance(q, str) else (str(q[0]), str(q[1])) for q in row or ()] for row in lists]
+        rows = [pairs(row) for row in lists]
         asked: list[Question] = [
             [*shown(pictures), templates.put(self.asked, "{question}", question)]
             for pictures, row in zip(pil_images, rows, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from PIL.Image import Image
 
 from rewards.contract import Scored
 from rewards.models.checkpoints import check_type, find, read_weights, torch_dtype, transformers
+from rewards.models.qwen_video import LEAST_PIXELS, chosen, patches, tokens
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import shown
 from rewards.scorers.preference.reward_head import PLACE, filled_backbone, tokens_of
@@ -27,11 +28,6 @@ TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 PARTS = {"VQ": "visual", "MQ": "motion", "TA": "text"}
 """The three ratings, in the order of TOKENS: their names in `model_config.json` and here."""
 FILES = ("checkpoint-11352/model.pth", "model.pth", "model.safetensors")
-LEAST_PIXELS = 128 * 28 * 28
-"""Of a frame: smaller ones are enlarged, as Qwen's own reader of videos does."""
-FEWEST = 4
-"""Frames that are read of a video that has them."""
-PAD = "<|video_pad|>"
 
 
 def merged(weights: Mapping[str, torch.Tensor], lora: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -48,15 +44,6 @@ def merged(weights: Mapping[str, torch.Tensor], lora: Mapping[str, Any]) -> dict
             scale = lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank)
             found[target] = (found[target].float() + scale * up.float() @ down.float()).to(found[target].dtype)
     return found
-
-
-def chosen(count: int, rate: float, wanted: float) -> list[int]:
-    """Which frames of `count` at `rate` per second are read for `wanted` per second: an even number of them, FEWEST or
-    more where there are so many, evenly spread from the first to the last. Raises ValueError for fewer than two."""
-    if count < 2:
-        raise ValueError("videoalign reads videos of two frames or more; this is a picture")
-    number = 2 * round(min(max(count / rate * wanted, FEWEST), count // 2 * 2) / 2)
-    return torch.linspace(0, count - 1, number).round().long().tolist()
 
 
 class VideoAlign:
@@ -128,32 +115,15 @@ class VideoAlign:
 
     def _ratings(self, video: list[Image], prompt: str) -> torch.Tensor:
         """The head's outputs at the three tokens, float32 [3] on the CPU."""
-        pixels, grid = self._pixels([video[k] for k in chosen(len(video), self.fps, self.wanted)])
-        text = templates.put(self.instruction, PLACE, prompt)
-        chat = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": text}]}]
-        asked = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        if asked.count(PAD) != 1:
-            raise ValueError(f"videoalign: the chat template has {asked.count(PAD)} places {PAD} for a video")
-        places = PAD * (int(grid.prod()) // self.images.merge_size**2)
-        device = self.model.device
-        tokens = self.tokenizer(asked.replace(PAD, places), return_tensors="pt")["input_ids"].to(device)
+        pixels, grid = patches(self.images, [video[k] for k in chosen(len(video), self.fps, self.wanted, "videoalign")])
+        text, device = templates.put(self.instruction, PLACE, prompt), self.model.device
+        asked = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoalign").to(device)
         hidden = self.model(
-            input_ids=tokens,
+            input_ids=asked,
             pixel_values_videos=pixels.to(device, self.model.dtype),
             video_grid_thw=grid.to(device),
-            position_ids=torch.arange(tokens.shape[1], device=device).expand(3, *tokens.shape),
+            position_ids=torch.arange(asked.shape[1], device=device).expand(3, *asked.shape),
         ).last_hidden_state[0]
-        at = torch.stack([hidden[tokens[0] == token][0] for token in self.ids])
+        at = torch.stack([hidden[asked[0] == token][0] for token in self.ids])
         found = (at @ self.head.T).float().cpu()
         return found.diagonal() if found.shape[1] > 1 else found[:, 0]
-
-    def _pixels(self, frames: Sequence[Image]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Patches [P, 3 x 2 x p x p], each of two frames that follow one another, and their grid [1, 3].
-
-        The processor of pictures makes a patch of one frame twice; here its second half is that of the next frame.
-        """
-        seen = self.images(images=list(frames), return_tensors="pt")
-        pairs = seen["pixel_values"].view(len(frames) // 2, 2, -1, 3, 2, self.images.patch_size**2)
-        pixels = torch.stack([pairs[:, 0, :, :, 0], pairs[:, 1, :, :, 1]], 3).flatten(0, 1).flatten(1)
-        _, height, width = seen["image_grid_thw"][0].tolist()
-        return pixels, torch.tensor([[len(pairs), height, width]])

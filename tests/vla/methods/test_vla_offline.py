@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -181,8 +179,12 @@ def test_a_store_comes_back_as_it_was() -> None:
     optimiser.step()
     store = Store(net=net, optimiser=optimiser)
     store.data, store.ready = {"transitions": expert_data(2, one_episode=True), "figures": {"a": 1.5}}, True
-    copied = copy.deepcopy(store.state_dict())
+    store.data["labels"] = {ACTION: torch.ones(3, 4, 3)}
+    copied = state.copied(store.state_dict())  # what undoes an iteration
     assert copied["data"]["transitions"]["$transitions"]["action"] is store.data["transitions"].action  # nobody writes
+    assert copied["data"]["labels"][ACTION] is store.data["labels"][ACTION]
+    store.data["labels"] |= {STATE: torch.ones(3, 2)}
+    assert list(copied["data"]["labels"]) == [ACTION]
     assert copied["modules"]["net"]["weight"].data_ptr() != net.weight.data_ptr()
     tensors, tree = state.pack(store.state_dict())
     other = torch.nn.Linear(2, 2)

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, VLAConfig, load
+from genrl.vla.methods.critics import seen_statistics
+from genrl.vla.methods.offline import Transitions
 from genrl.vla.policies.folder import load_policy
+from genrl.vla.policies.policy import Statistics
 from genrl.vla.setup import load_trained
 from genrl.vla.train import check_processes, open_policy, train
 from tests.run_folders import differences, rows
@@ -97,6 +100,22 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
     assert all(0 <= row["eval/success_mean"] <= 1 for row in kept)
     policy = load_policy(whole / "policy")
     assert policy.horizon == (1 if name == "fisor" else 4)
+
+
+@pytest.mark.slow
+def test_the_numbers_that_critics_read_keep_their_meaning(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is seen is normalised by the first round's data, in every round."""
+    asked: list[int] = []
+
+    def counting(data: Transitions) -> Statistics:
+        asked.append(len(data.reward))
+        return seen_statistics(data)
+
+    monkeypatch.setattr("genrl.vla.methods.rl100.train.seen_statistics", counting)
+    kept = rows(train(small(root, "rl100_points", tmp_path, "trainer.rounds=2")))
+    assert asked == [kept[1]["data/transitions"]] != [kept[2]["data/transitions"]]
 
 
 @pytest.mark.slow

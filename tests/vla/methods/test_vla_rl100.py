@@ -184,7 +184,7 @@ def test_what_is_imagined_is_what_the_encoder_sees(inputs: Inputs) -> None:
     data, same = (from_rollout(one, policy, gamma=0.98) for one in (kept, rollout))
     torch.testing.assert_close(data.action, same.action, rtol=1e-4, atol=1e-5)
     torch.manual_seed(0)
-    model = Dynamics(data, policy.stats, width=64)
+    model = Dynamics(data, policy.stats | seen_statistics(data), width=64)
     list(train_dynamics(model, data, steps=150, batch_size=64, learning_rate=3e-3, seed=0))
     following, _ = model.after(data.observation, data.action)
     error, before = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,38 @@ def test_where_nobody_knows_it_is_said(name: str, message: str, workers: int) ->
     env.reset(seed=0)
     with pytest.raises(ValueError, match=message):
         env.expert_chunks(3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_expert_that_raises_is_told_with_its_episode(workers: int) -> None:
+    """Seed and step are those at which it raises again."""
+    env: Any = open_environment(Simulation(HERE + ":lost", num_envs=1, chunk=2, workers=workers))
+    env.reset(seed=0)
+    env.expert_chunks(3)
+    env.step(np.zeros((1, 2, 2), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"expert_chunk\(3\) of <Lost instance> raised KeyError") as raised:
+        env.expert_chunks(3)
+    wanted = rf"{Path(__file__).name}, line \d+\): 'the way'.* after 2 actions .*seed=(\d+)"
+    found = re.search(wanted, str(raised.value))
+    assert found is not None, raised.value
+    again = lost()
+    again.reset(seed=int(found[1]))
+    for _ in range(2):
+        again.step(np.zeros(2))
+    with pytest.raises(KeyError):
+        again.expert_chunk(3)
+    env.close()
+
+
+class Lost(Frail):
+    def expert_chunk(self, horizon: int) -> np.ndarray:
+        if self.time:
+            raise KeyError("the way")
+        return np.zeros((horizon, 2))
+
+
+def lost() -> Lost:
+    return Lost()
 
 
 def without() -> Frail:

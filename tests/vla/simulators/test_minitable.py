@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genrl.config.vla_names import MINITABLE_THINGS
 from genrl.vla.simulators.minitable import (
     INSTRUCTIONS,
     PUT,
@@ -318,8 +319,10 @@ def test_a_cloud_shows_where_things_are_and_which() -> None:
     assert np.array_equal(cloud(state.rows(slice(3, 4)), 56)[0], points[3])
     env = MiniTable(6, image_size=0, points=20)
     assert np.array_equal(env.reset(seed=0)[0]["environment_points"], cloud(env.state, 20))
+    fewest = cloud(state, MINITABLE_THINGS)  # one point of each
+    assert len({tuple(point) for point in fewest[0].tolist()}) == MINITABLE_THINGS == 3 + 1 + len(task.ZONE_CENTRES)
     with pytest.raises(ValueError, match="6 points cannot show the 7 things"):
-        cloud(state, 6)
+        cloud(state, MINITABLE_THINGS - 1)
 
 
 def test_films_are_made_of_render() -> None:

@@ -115,6 +115,10 @@ class TestPictures:
         assert drawn.log_prob is not None and torch.allclose(before, drawn.log_prob, atol=2e-5)
         assert not torch.allclose(before, changed, atol=1e-2)
 
+    def test_without_adapters_there_is_no_reference_inside(self, janus: ImagePolicy) -> None:
+        with pytest.raises(ValueError, match="load a second Policy"), janus.reference():
+            pass
+
     def test_a_wrong_number_of_tokens_is_refused(self, janus: ImagePolicy) -> None:
         with pytest.raises(ValueError, match="16 tokens"):
             janus.check_room([], 12)

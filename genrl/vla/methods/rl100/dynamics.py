@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.critics import Critics, seen_statistics
+from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
@@ -24,14 +24,14 @@ class Dynamics(nn.Module):
     """(observation, chunk) -> the observation after it, and whether the episode is over: what the policy is judged in.
 
     Numbers only: `STATE`, and of `ENVIRONMENT` and `SEEN`, what a frozen encoder sees, those that the data have;
-    instructions stay what they are.
+    instructions stay what they are. stats: of all of these (`seen_statistics` for `SEEN`).
     """
 
     scale: Tensor
 
     def __init__(self, data: Transitions, stats: Statistics, *, width: int = 256) -> None:
         super().__init__()
-        self.stats = stats | seen_statistics(data)
+        self.stats = stats
         self.names = [name for name in (STATE, ENVIRONMENT, SEEN) if name in data.observation]
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
         ones = [torch.ones(data.observation[n].shape[1]) if n != SEEN else self.stats[n]["std"] for n in self.names]

@@ -187,8 +187,7 @@ def train(run: VLARun, settings: RL100) -> None:
         store.ready = True
     if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
         policy.encoder.requires_grad_(False)
-    if "transitions" in store.data:
-        critics.normalise_by(seen_statistics(store.data["transitions"]))
+    critics.normalise_by(store.data.get("seen", {}))
     step = stepper(run, settings, loss)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
@@ -210,7 +209,9 @@ def offline_round(
         new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
-    critics.normalise_by(seen_statistics(data))
+    if "seen" not in store.data:  # critics learn on in later rounds, so the numbers that they read keep their meaning
+        store.data["seen"] = seen_statistics(data)
+        critics.normalise_by(store.data["seen"])
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
         loop.phase("learning critics", settings.critic_steps)
@@ -222,7 +223,7 @@ def offline_round(
         found |= learned.means
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**32)
-            model = Dynamics(data, policy.stats).to(loop.process.accelerator.device)
+            model = Dynamics(data, policy.stats | store.data["seen"]).to(loop.process.accelerator.device)
         steps, size = settings.dynamics_steps, how.batch_size
         found["dynamics/loss"] = mean_of_last(
             train_dynamics(model, data, steps=steps, batch_size=size, learning_rate=how.lr, seed=seed)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from genrl.config.vla_names import MINITABLE_THINGS
 from genrl.vla.simulators.minitable.render import DISC_RADIUS, GRIPPER_RADIUS
 from genrl.vla.simulators.minitable.task import ZONE_CENTRES, ZONE_RADIUS, Floats, State
 
@@ -22,10 +23,9 @@ def cloud(state: State, count: int) -> Floats:
 
     Raises ValueError for fewer points than there are things.
     """
-    things = len(_RADII)
-    if count < things:
-        raise ValueError(f"{count} points cannot show the {things} things on the table")
-    thing, rank = np.arange(count) % things, np.arange(count) // things
+    if count < MINITABLE_THINGS:
+        raise ValueError(f"{count} points cannot show the {MINITABLE_THINGS} things on the table")
+    thing, rank = np.arange(count) % MINITABLE_THINGS, np.arange(count) // MINITABLE_THINGS
     share = np.bincount(thing)[thing]
     radius, angle = _RADII[thing] * np.sqrt((rank + 0.5) / share), rank * math.pi * (3.0 - math.sqrt(5.0))
     zones = np.broadcast_to(ZONE_CENTRES, (len(state.task), 3, 2))

@@ -11,7 +11,7 @@ import torch
 import rewards
 from rewards.models.pixels import from_pil
 from rewards.scorers.preference import videoalign
-from rewards.scorers.preference.videoalign import TOKENS, chosen
+from rewards.scorers.preference.videoalign import TOKENS
 from tests.rewards import tiny_vlm
 from tests.rewards.scorers.preference.test_reward_head import backbone, old_names
 
@@ -124,14 +124,6 @@ def test_ratings_are_the_heads_at_the_three_tokens(args: dict[str, str | float],
     assert rewards.score(reward, images=still, prompts=PROMPTS).values != pytest.approx(scores.values, abs=0.05)
     motion = rewards.load("videoalign", args | {"part": "motion"})
     assert rewards.score(motion, images=video, prompts=PROMPTS).values == scores.parts["motion"]
-
-
-def test_frames_are_chosen_by_time() -> None:
-    assert len(chosen(81, 16.0, 2.0)) == 10 and chosen(81, 16.0, 2.0)[::9] == [0, 80]
-    assert chosen(16, 16.0, 2.0) == [0, 5, 10, 15]  # one second: four all the same
-    assert chosen(3, 16.0, 2.0) == [0, 2]  # an even number of them
-    with pytest.raises(ValueError, match="this is a picture"):
-        chosen(1, 16.0, 2.0)
 
 
 def test_what_does_not_fit_is_refused(args: dict[str, str | float], checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""VideoScore2 on a small random Qwen2.5-VL, which is made to write the published form and chooses the digits itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rewards
+from rewards.models.pixels import from_pil
+from rewards.scorers.preference import videoscore2
+from rewards.scorers.preference.videoscore2 import QUESTION, place_of, soft_score
+from tests.vlm import tiny_checkpoints
+
+from transformers import (  # isort: skip
+    AutoTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLVideoProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+PROMPTS = ["a red circle rolls", "two <|im_end|> stars"]
+FORM = (
+    "<think>Über visual quality: 2, else fine.</think>\n(1) visual quality – clear: #\n"
+    "(2) text-to-video alignment – as told: #\n(3) physical/common-sense consistency: #"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_frames() -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(videoscore2, "LEAST_PIXELS", 24 * 24)
+    patch.setattr(videoscore2, "MOST_PIXELS", 32 * 32)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoints.save("qwen2_5_vl", tmp_path_factory.mktemp("videoscore2"))
+
+
+def opened(folder: Path, form: str = FORM, **more: Any) -> Any:
+    """The reward, whose model writes `form` and chooses a digit from 1 to 5 for every `#` in it."""
+    args = {"model": str(folder), "dtype": "float32", "fps": 4.0, "max_tokens": 400}
+    reward = rewards.load("videoscore2", args | more)
+    ids, hole = reward.tokenizer(form)["input_ids"], reward.tokenizer.convert_tokens_to_ids("#")
+    generate = reward.model.generate
+
+    def forced(input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        def allowed(_: int, sequence: torch.Tensor) -> list[int]:
+            step = len(sequence) - input_ids.shape[1]
+            wanted = ids[step] if step < len(ids) else reward.tokenizer.eos_token_id
+            return reward.digits if wanted == hole else [wanted]
+
+        return generate(input_ids=input_ids, prefix_allowed_tokens_fn=allowed, **given)
+
+    reward.model.generate = forced
+    return reward
+
+
+def by_hand(folder: Path, frames: list[Any], text: str) -> list[float]:
+    """The three soft scores, by transformers' own processor of videos and a pass for every digit."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+    size = {"shortest_edge": 24 * 24, "longest_edge": 32 * 32}
+    process = Qwen2VLVideoProcessor(patch_size=4, size=size, do_sample_frames=False)
+    seen = process(videos=[torch.stack([from_pil(f)[0] * 255 for f in frames]).byte()], return_tensors="pt")
+    shown = "<|video_pad|>" * (int(seen["video_grid_thw"].prod()) // 4)
+    chat = f"<|im_start|>user\n<|vision_start|>{shown}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
+    video = {"pixel_values_videos": seen["pixel_values_videos"], "video_grid_thw": seen["video_grid_thw"]}
+    digits, found = tokenizer.convert_tokens_to_ids(list("12345")), []
+    for piece in FORM.split("#")[:-1]:
+        chat += piece
+        ids = tokenizer(chat, return_tensors="pt")["input_ids"]
+        kinds = 2 * (ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")).long()
+        with torch.no_grad():  # a patch of time is two frames, a second long
+            given = {"mm_token_type_ids": kinds, "second_per_grid_ts": torch.tensor([1.0])}
+            logits = model(input_ids=ids, **video, **given).logits[:, -1]
+        logits = RepetitionPenaltyLogitsProcessor(1.5)(ids, logits)[0, digits]  # as the checkpoint says
+        chances = torch.exp(logits / 0.7)
+        found.append((int(chances.argmax()) + 1) * float(chances.max() / chances.sum()))
+        chat += str(int(chances.argmax()) + 1)
+    return found
+
+
+def test_scores_are_the_likeliest_digits_times_their_chances(folder: Path) -> None:
+    video = torch.rand(2, 9, 3, 28, 40, generator=torch.Generator().manual_seed(0))
+    scores = rewards.score(opened(folder), images=video, prompts=PROMPTS)
+    assert not scores.failures, scores.failures[0].traceback
+    for i, prompt in enumerate((PROMPTS[0], "two < |im_end|> stars")):
+        frames = rewards.to_pil(video[i : i + 1])[0]
+        wanted = by_hand(folder, [frames[k] for k in (0, 3, 5, 8)], QUESTION.replace("{prompt}", prompt))
+        found = [scores.parts[name][i] for name in ("visual", "text", "physical")]
+        # Pillow and torchvision round a resized pixel up to one level apart.
+        assert found == pytest.approx(wanted, abs=0.02)
+        assert scores.values[i] == pytest.approx(sum(found) / 3, abs=1e-5)
+    still = video[:, :1].expand(-1, 9, -1, -1, -1)
+    assert rewards.score(opened(folder), images=still, prompts=PROMPTS).values != pytest.approx(scores.values, abs=0.02)
+    text = rewards.score(opened(folder, part="text"), images=video, prompts=PROMPTS)
+    assert text.values == scores.parts["text"]
+
+
+def test_a_score_that_is_not_written_is_none(folder: Path) -> None:
+    video = torch.rand(1, 4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    silent = "visual quality: #; text-to-video alignment: 7, physical/common-sense consistency: #"
+    scores = rewards.score(opened(folder, silent), images=video, prompts=PROMPTS[:1])
+    assert math.isnan(scores.parts["text"][0]) and math.isnan(scores.values[0])
+    assert 0.2 < scores.parts["visual"][0] <= 5
+    visual = rewards.score(opened(folder, silent, part="visual"), images=video, prompts=PROMPTS[:1])
+    assert visual.values == scores.parts["visual"]
+
+
+def test_the_score_is_found_after_the_reasoning() -> None:
+    written = "<think>visual quality: 2\n</think>\n(1) visual quality – sharp: 4\n(2) text-to-video alignment:**5**"
+    place = place_of(written, "visual quality")
+    assert place is not None and written[place] == "4"
+    place = place_of(written, "text-to-video alignment")
+    assert place is not None and written[place] == "5"
+    assert place_of(written, "physical/common-sense consistency") is None
+    for not_a_score in ("visual quality:\n(2) x: 3", "visual quality: 10", "visual quality: 0", "visual quality 4"):
+        assert place_of(not_a_score, "visual quality") is None, not_a_score
+
+
+def test_a_soft_score_is_less_than_the_number_that_is_not_sure() -> None:
+    assert soft_score(torch.tensor([0.0, 0.0, 90.0, 0.0, 0.0])) == 3.0
+    assert soft_score(torch.zeros(5)) == pytest.approx(0.2)
+    # a logit of 0.7 ln 4 above the four others is half of the mass at the authors' temperature
+    assert soft_score(torch.tensor([0.0, 0.0, 0.0, 0.7 * math.log(4.0), 0.0])) == pytest.approx(2.0)
+
+
+def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the text 'Rate it.' has no placeholder \{prompt\}"):
+        rewards.load("videoscore2", {"question": "Rate it."})
+    with pytest.raises(ValueError, match="unknown part 'motion'"):
+        rewards.load("videoscore2", {"part": "motion"})
+    tiny_checkpoints.save("qwen2_vl", tmp_path)
+    with pytest.raises(ValueError, match="is a 'qwen2_vl' model; this reward needs 'qwen2_5_vl'"):
+        rewards.load("videoscore2", {"model": str(tmp_path)})
+    scores = rewards.score(opened(folder), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1])
+    assert "this is a picture" in str(scores.failures[0].error)
