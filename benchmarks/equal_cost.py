@@ -32,6 +32,7 @@ JPEG = {
     "ddpo": "The model predicts noise (SD 1.5, SDXL).",
     "prdp": "As DDPO, by regression on differences of rewards.",
     "d3po": "As DDPO, with pairs instead of scores.",
+    "b2_diffurl": "As DDPO, from pairs of leaves of one chain, first on its last steps.",
     "spo": "The reward can judge predicted clean samples, so that every step gets its own pairs.",
 }
 APART = {

@@ -77,6 +77,7 @@ METHODS = {
     "dpo_offline": _method("Diffusion-DPO, offline", "dpo_offline", "dpo.md"),
     "d3po": _method("D3PO", "d3po", "d3po.md"),
     "spo": _method("SPO", "spo", "spo.md"),
+    "b2_diffurl": _method("B2-DiffuRL", "b2_diffurl", "trees.md"),
     "draft": _method("DRaFT", "draft", "draft.md"),
     "diff_instruct": _method("Diff-Instruct*", "diff_instruct", "diff_instruct.md"),
     "talk2move": _method("Talk2Move", "talk2move", "talk2move.md"),
