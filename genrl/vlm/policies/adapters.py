@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 
 from genrl.config.vlm import VLMConfig
-from genrl.runtime.low_rank import in_input_precision
+from genrl.runtime.low_rank import adapted
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
@@ -22,6 +24,24 @@ class Lora:
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = ATTENTION
+
+
+class Adapted:
+    """A policy whose `model` is trained, by adapters inside it (`peft`) or as it is."""
+
+    model: Any
+    peft: Any
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the model is the one that training began from. Only with LoRA."""
+        with self.peft.disable_adapter():
+            yield
 
 
 def lora_of(config: VLMConfig) -> Lora | None:
@@ -44,11 +64,4 @@ def with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
         target_modules=sorted(f"{prefix}.{name}" for name in chosen),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # the adapters' initial values depend on the seed alone
-        made = get_peft_model(model, config)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    in_input_precision(made)
-    return made
+    return adapted(model, config, seed)

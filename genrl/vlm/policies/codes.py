@@ -14,8 +14,7 @@ or a frame of sound, for each code.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils.hub import cached_file
 
 from genrl.config.vlm import VLMConfig
-from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
@@ -70,7 +69,7 @@ def read_codec(path: str) -> Codec:
     return Codec(**told, table=tensors["table"], palette=tensors.get("palette"))
 
 
-class CodePolicy:
+class CodePolicy(Adapted):
     """A causal language model, its tokenizer and its codec. All weights are trained, or a LoRA.
 
     Raises ValueError where the checkpoint is no causal language model, has no codec, or its tokenizer lacks its tokens.
@@ -133,17 +132,6 @@ class CodePolicy:
         blocked[DONE, self.pad_id] = 0.0
         self._blocked = blocked
         """Added to logits at a place of each kind."""
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within the block the model is the one that training began from. Only with LoRA."""
-        with self.peft.disable_adapter():
-            yield
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A prompt's tokens, by the chat template where there is one. ValueError for one with pictures."""

@@ -9,8 +9,7 @@ half of the model that looks at pictures stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
-from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
@@ -30,7 +29,7 @@ TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "gen
 """Parts of a Janus that make pictures; without a LoRA all of their weights are trained, and no others."""
 
 
-class ImagePolicy:
+class ImagePolicy(Adapted):
     """A Janus and its processor.
 
     guidance: scale s, None = the model's own (`generation_config.guidance_scale`); 1 = no guidance, and half the work.
@@ -89,17 +88,6 @@ class ImagePolicy:
         self._mean, self._std = (
             torch.tensor(v, device=device)[:, None, None] for v in (images.image_mean, images.image_std)
         )
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within the block the model is the one that training began from. Only with LoRA."""
-        with self.peft.disable_adapter():
-            yield
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A caption's tokens, the mark at which a picture begins included. ValueError for a prompt with pictures."""

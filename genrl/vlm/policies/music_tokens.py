@@ -9,8 +9,7 @@ sampled from and scored. Text encoder and EnCodec stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
-from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
+from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
@@ -32,7 +31,7 @@ TOGETHER = 16
 """Pieces whose sound is decoded side by side."""
 
 
-class MusicPolicy:
+class MusicPolicy(Adapted):
     """A MusicGen and its processor.
 
     steps: of the decoder, as `generate(max_new_tokens=steps)` counts them; of K books a piece has steps + 1 - K frames;
@@ -105,17 +104,6 @@ class MusicPolicy:
     def loaded(self, path: str) -> Any:
         """The model, its parameters without gradients."""
         return pretrained(transformers.MusicgenForConditionalGeneration, path, types=(), reward="policy")
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within the block the model is the one that training began from. Only with LoRA."""
-        with self.peft.disable_adapter():
-            yield
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A text's tokens with the end token, as the model's processor makes them. ValueError for one with pictures."""
