@@ -92,12 +92,12 @@ def _rows(source: str, config: Config | None, options: Options) -> list[Prompt]:
 
 def rewards_of_run(config: Config, run: Path) -> Scorers:
     """The rewards of a run; one that is trained beside the model as the newest checkpoint has it."""
-    from genrl.config.method import module_of
+    from genrl.diffusion.rollout.adversary import load_trained
     from genrl.diffusion.rollout.scoring import open_scorers
 
     scorers = open_scorers(config, default_device())
     if config.trainer.trains_reward:
-        module_of(config.trainer).load_trained(scorers, run)
+        load_trained(scorers, run)
     return scorers
 
 

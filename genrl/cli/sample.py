@@ -60,7 +60,7 @@ def sample(
         text = f"{model} is given pictures with each prompt; give --prompts FILE.jsonl with the columns {columns}"
         raise typer.BadParameter(text, param_hint="--prompt")
 
-    from genrl.diffusion.methods.prompt_rl.rewriter import load_rewriter
+    from genrl.diffusion.policy.rewriter import load_rewriter
     from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
     from genrl.diffusion.sample import load
     from genrl.diffusion.sample import sample as generate

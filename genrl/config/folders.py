@@ -50,6 +50,19 @@ def nearest_folder(path: Path) -> str:
     return f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
 
 
+def no_transformers_model(key: str, given: str, notes: list[str]) -> str | None:
+    """What is wrong with the value of a key that names a saved transformers model; None for a folder of one, and for a
+    hub id, of which `notes` is told."""
+    path = Path(given).expanduser()
+    if not path.is_dir():
+        if looks_local(given):
+            return f"no such folder: {path}{nearest_folder(path)}"
+        notes.append(f"{key}: {given} is loaded from the hub when training starts")
+    elif "model_type" not in read_json(path / "config.json"):
+        return f"{path} has no config.json with a model_type, so it is no saved transformers model"
+    return None
+
+
 def near(path: Path) -> str:
     """A hint at the end of an error: folders of a similar name, or else the runs beside it."""
     around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []

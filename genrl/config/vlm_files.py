@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from genrl.config.folders import PROCESSORS, looks_local
+from genrl.config.folders import PROCESSORS, looks_local, no_transformers_model
 from genrl.config.memory_rules import missing_package
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, Task, VLMConfig
@@ -158,17 +157,10 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield from _given_model(config)
         return
     path = Path(config.vlm.path).expanduser()
-    if not path.is_dir():
-        if looks_local(config.vlm.path):
-            names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-            close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
-            yield key, f"no such folder: {path}{hint}"
-        else:
-            notes.append(f"vlm.path: {config.vlm.path} is loaded from the hub when training starts")
+    if wrong := no_transformers_model("vlm.path", config.vlm.path, notes):
+        yield key, wrong
+    elif not path.is_dir():
         return
-    if not (path / "config.json").is_file() or "model_type" not in json.loads((path / "config.json").read_text()):
-        yield key, f"{path} has no config.json with a model_type, so it is no saved transformers model"
     elif config.vlm.makes in ("voxels", "audio") and not (path / CODEC).is_file():
         yield key, f"{path} has no {CODEC}, by which codes are decoded; docs/sequence_policies.md says what is in it"
     elif config.vlm.output in PROCESSED and not any((path / name).is_file() for name in PROCESSORS):

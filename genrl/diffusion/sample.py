@@ -22,12 +22,13 @@ from genrl.config import Model
 from genrl.data.picture_rows import SAMPLE_GRID, SAMPLE_LIST, sampled_pictures
 from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import Evaluated, evaluate
-from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
 from genrl.diffusion.policy.adapters import activate_all, add_frozen, load_lora
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.rewriter import Rewriter
+from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime.devices import default_device

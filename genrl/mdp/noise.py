@@ -6,7 +6,8 @@ A sample can be re-made alone, and results do not depend on batch size, number o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ def generator(*keys: int | str) -> torch.Generator:
     n^2 / 2^33 (1 % for 10,000). Two samples with the same noise do no harm; do not rely on more than that.
     """
     return torch.Generator().manual_seed(derive_seed(*keys))
+
+
+@contextmanager
+def seeded(*keys: int | str) -> Iterator[None]:
+    """Within the block torch's global CPU generator begins from the keys; afterwards it is as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(*keys))
+        yield
 
 
 def keyed_noise(shape: Sequence[int], *keys: int | str) -> Tensor:

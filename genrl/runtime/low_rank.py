@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rewards.models.torchvision_compat import ensure
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 
 class _Linear(nn.Linear):
@@ -32,6 +37,24 @@ def _as(bias: Tensor | None, input: Tensor) -> Tensor | None:
 
 
 _ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _Linear, nn.Conv2d: _Conv2d}
+
+
+def adapted(model: nn.Module, config: LoraConfig, seed: int) -> PeftModel:
+    """`model` with adapters inside it, in float32 and in the input's precision; their values follow from `seed` alone.
+
+    Raises ValueError where no layer is meant by the configuration.
+    """
+    ensure()  # peft looks for a torchvision that may be broken
+    from peft import get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        made: PeftModel = get_peft_model(model, config)
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    in_input_precision(made)
+    return made
 
 
 def in_input_precision(model: nn.Module) -> None:

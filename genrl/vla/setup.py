@@ -21,7 +21,7 @@ from genrl.config.vla import VLAConfig
 from genrl.config.vla_files import is_recording
 from genrl.config.vla_names import SAMPLERS
 from genrl.mdp import chains
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import seeded
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
 from genrl.runtime.weights import put_back, result
@@ -208,8 +208,7 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
     width = frames[ACTION].shape[-1]
     stats = {name: found for name, found in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
     kind = policy_class(made.type)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
+    with seeded(config.seed, "policy"):
         return kind.new(inputs, width, stats, made)
 
 

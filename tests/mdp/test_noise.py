@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp.noise import derive_seed, keyed_noise
+from genrl.mdp.noise import derive_seed, generator, keyed_noise, seeded
 
 KEYS = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=8)), max_size=5)
 
@@ -65,3 +65,11 @@ def test_noise_is_standard_normal_and_independent_of_the_global_generator() -> N
 def test_other_types_are_refused(key: object) -> None:
     with pytest.raises(TypeError, match="must be an int or a str"):
         derive_seed(key)  # type: ignore[arg-type]
+
+
+def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
+    before = torch.get_rng_state()
+    with seeded(3, "critics"):
+        drawn = torch.randn(5)
+    assert torch.equal(drawn, torch.randn(5, generator=generator(3, "critics")))
+    assert torch.equal(before, torch.get_rng_state())

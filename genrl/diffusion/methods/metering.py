@@ -36,11 +36,12 @@ class Meter:
         self._values[name].append(kept[counted])
         self._weights[name].append(weight[counted])
 
-    def add_all(self, results: Mapping[str, Tensor]) -> None:
-        """What a loss found, by name, without what it keeps for dumps alone (`EVIDENCE`)."""
+    def add_all(self, results: Mapping[str, Tensor], weight: Tensor | None = None) -> None:
+        """What a loss found, by name, without what it keeps for dumps alone (`EVIDENCE`). weight: along the last
+        dimension, or [] of all."""
         for name, values in results.items():
             if name not in EVIDENCE:
-                self.add(name, values)
+                self.add(name, values, None if weight is None else weight.expand_as(values))
 
     def add_groups(self, statistics: GroupStatistics, advantages: Tensor, clip: float) -> None:
         """What all processes know alike."""

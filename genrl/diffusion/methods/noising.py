@@ -151,19 +151,19 @@ def update(
     prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
     loss: Loss,
     meter: Meter,
-    count: Callable[[list[int]], int] = len,
+    count: Callable[[list[int]], int] | None = None,
 ) -> None:
-    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels, per inner epoch.
+    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels or steps, per inner epoch.
 
     prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of, `noisy` and `sigma` among
-    it; None = nothing to train; `counts` false = evaluated with the other processes, but in no metric. loss: the
-    method's. count(slots): losses that the samples of an update have at one draw, over all processes.
+    it; None = nothing to train; `counts` 0 = evaluated with the other processes, but in no metric. loss: the method's.
+    count(slots): losses that the samples of an update have, over all draws and processes; None: each at every draw.
     """
     run.start_training(settings.epochs * num_draws * len(rollouts.mine))
     for epoch in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
-            divisor = max(count(slots) * num_draws, 1)
-            for micro_batch, k in product(micro_batches, range(num_draws)):
+            divisor = len(slots) * num_draws if count is None else count(slots)
+            for micro_batch, k in product(micro_batches, range(num_draws if divisor else 0)):
                 with run.loop.fitting():
                     found = prepare(micro_batch, epoch, k)
                     if found is None:
@@ -171,6 +171,5 @@ def update(
                     recorded = Recorded(*found)
                     results = loss(settings, run.policy, recorded)
                     run.backward(settings, results, recorded, divisor=divisor)
-                if "counts" not in recorded or bool(recorded["counts"].any()):
-                    meter.add_all(results)
+                meter.add_all(results, recorded["counts"] if "counts" in recorded else None)
             meter.add("grad_norm", torch.tensor([run.step()]))

@@ -91,8 +91,11 @@ def learn(run: DiffusionRun, settings: DPO | OfflineDPO, rollouts: Rollouts, sig
         given["counts"] = counts.to(clean)
         return batch, given
 
+    def count(slots: list[int]) -> int:
+        return int((sign[slots] > 0).sum()) * settings.timesteps_per_pair
+
     pairs = settings.timesteps_per_pair
-    update(run, settings, rollouts, pairs, prepare, loss, meter, count=lambda slots: int((sign[slots] > 0).sum()))
+    update(run, settings, rollouts, pairs, prepare, loss, meter, count=count)
     return meter.result()
 
 
@@ -112,6 +115,6 @@ def loss(settings: DPO | OfflineDPO, policy: Policy, given: Recorded) -> Tensors
         "loss": out.loss * given["counts"],
         "preference/correct": out.correct,
         "preference/logit": out.logit,
-        "forward/error": torch.cat(errors),
+        "forward/error": torch.stack(errors),
         "model_output": output,
     }

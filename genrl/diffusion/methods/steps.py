@@ -10,6 +10,7 @@ from torch import Tensor
 
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Replayed, Trajectory
+from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss
 from genrl.runtime.recorded import Recorded
 
 Tensors = dict[str, Tensor]
@@ -20,6 +21,16 @@ class Transition(Protocol):
 
     @property
     def kernel(self) -> str: ...
+
+
+class Comparison(Transition, Protocol):
+    """Settings of one that compares its actions."""
+
+    @property
+    def beta(self) -> float: ...
+
+    @property
+    def clip_range(self) -> float: ...
 
 
 def recorded_step(
@@ -69,6 +80,18 @@ def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
         children=children,
     )
     return policy.replay(recorded, step)
+
+
+def compared_steps(settings: Comparison, policy: Policy, given: Recorded) -> tuple[PreferenceOutput, Tensor, Tensors]:
+    """Pairs of actions of one step under the policy as it is: the loss of each by its (first, second, h) in `pairs`,
+    int64 [P, 3], which of the ratios to the reference are outside of `clip_range`, bool [B], and evidence."""
+    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
+    log_prob = new.log_prob
+    first, second, preference = given["pairs"].to(log_prob.device).unbind(1)
+    logs = (log_prob[first], reference[first], log_prob[second], reference[second])
+    out = step_preference_loss(*logs, preference, beta=settings.beta, clip=settings.clip_range)
+    outside = (log_prob - reference).exp().sub(1.0).abs() > settings.clip_range
+    return out, outside, evidence(new)
 
 
 def evidence(new: Replayed) -> Tensors:

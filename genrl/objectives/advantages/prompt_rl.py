@@ -8,28 +8,14 @@ clip=5)`); the flow model learns from all of them, by its clipped surrogate and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from genrl.objectives.surrogates.policy_losses import importance_ratio, kl_k3
 
 
-def prompt_group(prompt: str, refinements: Sequence[str], retained: int) -> list[str]:
-    """The prompts of one group: the refinements, then the original `retained` times.
-
-    Raises ValueError for a negative number or an empty group.
-    """
-    if retained < 0 or not (retained or refinements):
-        raise ValueError(f"a group needs prompts: {len(refinements)} refinements and {retained} retained")
-    return [*refinements, *[prompt] * retained]
-
-
-def joint_rewards(
-    generation: Tensor, format_refined: Tensor, *, generation_weight: float = 1.0, format_weight: float = 1.0
-) -> Tensor:
-    """`R = weight R_generation + weight R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
+def joint_rewards(generation: Tensor, format_refined: Tensor, *, format_weight: float = 1.0) -> Tensor:
+    """`R = R_generation + weight R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
 
     A retained prompt has no format of its own: it counts as the mean of its group's, so that it is neither helped nor
     harmed by it (without any refinement: 0). Raises ValueError for more refinements than pictures.
@@ -43,15 +29,7 @@ def joint_rewards(
         )
     mean = format_refined.mean(dim=1, keepdim=True) if refined else generation.new_zeros(prompts, 1)
     complete = torch.cat([format_refined, mean.expand(-1, size - refined)], dim=1)
-    return generation_weight * generation + format_weight * complete
-
-
-def tagged_rewards(rewards: Sequence[Tensor], tags: Tensor) -> Tensor:
-    """Each sample's reward by its tag, [N] from K rewards [N] and tags int64 [N] in 0 .. K - 1.
-
-    Rewards of different scales share a run without weights where each group has one tag.
-    """
-    return torch.stack(list(rewards))[tags, torch.arange(tags.numel(), device=tags.device)]
+    return generation + format_weight * complete
 
 
 def completion_mask(tokens: Tensor, end: int) -> Tensor:

@@ -7,6 +7,7 @@ the two need not be equally many. Both sides must have gone through one and the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ DiscriminatorLoss = Literal["hinge", "bce"]
 
 
 class DiscriminatorOutput(NamedTuple):
-    """loss []; accuracy in [0, 1]: `accuracy` of whole images."""
+    """loss []; accuracy in [0, 1]: mean of the shares of real whole images above 0 and of fake ones below, or of the
+    pairs whose real one is above."""
 
     loss: Tensor
     accuracy: float
@@ -32,43 +34,38 @@ def discriminator_loss(real: Tensor, fake: Tensor, *, kind: DiscriminatorLoss = 
     raise ValueError(f"kind must be 'hinge' or 'bce', got {kind!r}")
 
 
-def patch_discriminator_loss(
-    real: Tensor,
-    fake: Tensor,
-    real_patches: Tensor,
-    fake_patches: Tensor,
+def adversary_loss(
+    real: Sequence[Tensor],
+    fake: Sequence[Tensor],
     *,
     patch_weight: float = 0.3,
-    kind: DiscriminatorLoss = "hinge",
+    kind: DiscriminatorLoss | Literal["preference"] = "hinge",
 ) -> DiscriminatorOutput:
-    """Loss on whole images + patch_weight x loss on patches: one head on the class token and on patches of each image.
+    """Loss on whole images + patch_weight x loss on patches, if there are: one head on the class token and on patches
+    of each image. Or, of whole images alone, the mean `preference_loss` of real[0] over fake[0].
 
-    real, fake [B]; patches [B, P], P of them sampled per image (64, with replacement, in the released code).
+    real, fake: [B] of whole images, and perhaps [B, P] of patches, P of them sampled per image (64, with replacement,
+    in the released code).
     """
-    loss = discriminator_loss(real, fake, kind=kind)
-    loss = loss + patch_weight * discriminator_loss(real_patches, fake_patches, kind=kind)
-    return DiscriminatorOutput(loss, accuracy(real, fake))
+    if kind == "preference":
+        right = (real[0] > fake[0]).double().mean()
+        return DiscriminatorOutput(preference_loss(real[0], fake[0]).mean(), float(right))
+    loss, *of_patches = (discriminator_loss(r, f, kind=kind) for r, f in zip(real, fake, strict=True))
+    for one in of_patches:
+        loss = loss + patch_weight * one
+    right = (real[0].detach() > 0).double().mean() + (fake[0].detach() < 0).double().mean()
+    return DiscriminatorOutput(loss, float(right) / 2.0)
 
 
-def accuracy(real: Tensor, fake: Tensor) -> float:
-    """Mean of the shares of real images above 0 and of fake ones below, in [0, 1]."""
-    return float((real.detach() > 0).double().mean() + (fake.detach() < 0).double().mean()) / 2.0
-
-
-def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
+def preference_loss(reference: Tensor, generated: Tensor) -> Tensor:
     """`-log softmax over (s_ref, s_gen)` of the reference, [B]: what a CLIP reward is trained by.
 
     The Bradley-Terry loss of a reward model (arXiv 2305.18290, eq. 2).
 
     The reference image is to be preferred to the sample for its prompt. Scores [B] are `exp(logit scale) <text, image>`
-    of unit features. ties: neither is preferred, the cross-entropy with (1/2, 1/2) less log 2, so that it is 0 where
-    both score the same.
+    of unit features.
     """
-    log_prob = torch.stack([reference, generated], dim=1).log_softmax(dim=1)
-    if not ties:
-        return -log_prob[:, 0]
-    half = torch.full_like(log_prob, 0.5)
-    return (half * (half.log() - log_prob)).sum(dim=1)
+    return -torch.stack([reference, generated], dim=1).log_softmax(dim=1)[:, 0]
 
 
 def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.vla.methods import shared_settings
+from genrl.vla.methods.descent import descend
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
@@ -104,8 +105,6 @@ def train_iql(
             batch.reward.to(device), following, batch.terminated.to(device), batch.discount.to(device)
         )
         q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()
-        optimiser.zero_grad(set_to_none=True)
-        (value_loss + q_loss).backward()
-        optimiser.step()
+        descend(optimiser, value_loss + q_loss)
         critics.follow(settings.target_rate)
         yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}

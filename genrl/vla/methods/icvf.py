@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
+from genrl.vla.methods.descent import descend
 from genrl.vla.methods.shared_settings import Pretraining
 from genrl.vla.policies.encoder import LANGUAGE, PICTURE, ObservationEncoder
 
@@ -111,13 +112,11 @@ def train_icvf(icvf: ICVF, videos: Tensor, settings: Pretraining, *, seed: int) 
             discount=settings.discount,
             expectile=settings.expectile,
         )
-        optimiser.zero_grad(set_to_none=True)
-        errors.mean().backward()
-        optimiser.step()
+        loss = descend(optimiser, errors.mean())
         with torch.no_grad():
             for behind, ahead in zip(slow.parameters(), icvf.parameters(), strict=True):
                 behind.lerp_(ahead, settings.target_rate)
-        yield errors.mean().item()
+        yield loss
 
 
 @torch.no_grad()

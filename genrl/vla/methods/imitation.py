@@ -15,6 +15,7 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
+from genrl.vla.methods.descent import descend
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Acting
 
@@ -170,12 +171,9 @@ def imitate(
         loss = imitation_loss(policy, recorded_frames(policy, frames, index, rng, alpha_bars))
         if not bool(loss.isfinite()):
             raise FloatingPointError(f"the loss of step {step} is {loss.item()}: lower the learning rate")
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(policy.parameters(), grad_clip)
-        optimiser.step()
+        found = descend(optimiser, loss, grad_clip)
         schedule.step()
-        yield loss.item()
+        yield found
 
 
 def mean_of_last(losses: Iterator[float], count: int = 50) -> float:

@@ -75,12 +75,10 @@ class Reader(Protocol):
 
 
 class Words:
-    """A reader of states who knows some words: for data that come before their policy."""
+    """A reader who knows some words: for data that come before their policy."""
 
-    inputs = (STATE, ENVIRONMENT, TOKENS)
-
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self.words = words
+    def __init__(self, words: tuple[str, ...], inputs: tuple[str, ...] = (STATE, ENVIRONMENT, TOKENS)) -> None:
+        self.words, self.inputs = words, inputs
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         return tokenise(instructions, self.words)

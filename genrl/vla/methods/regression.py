@@ -12,7 +12,9 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.runtime.recorded import Recorded
-from genrl.vla.methods.offline import Loss, Transitions, cloning_errors, recorded_chunks, stepper, take
+from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods.descent import followed
+from genrl.vla.methods.offline import Loss, Transitions, cloning_errors, recorded_chunks, stepper, successful, take
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import PredictsNoise
 from genrl.vla.rollout.sampling import Acting
@@ -22,6 +24,19 @@ if TYPE_CHECKING:
 
 LARGEST_WEIGHT = 100.0
 """Bound of the weight of a data action in the policy's regression (IQL: 100)."""
+
+
+def advantage_of(
+    run: VLARun, settings: Any, critics: Critics, data: Transitions, gap: str
+) -> tuple[Tensor, dict[str, float]]:
+    """Train the critics on data of which the settings' `episodes` are known to have succeeded or not: the advantage of
+    the data's chunks [N], and figures, among them, as `gap`, how much more it is in the episodes that succeeded."""
+    steps, how = settings.critic_steps, settings.critics
+    figures = train_iql(critics, data, how, steps=steps, seed=run.config.seed)
+    found = followed(run, "learning critics", steps, figures, "critic")
+    won, advantage = successful(data), critics.advantage(data.observation, data.action).cpu()
+    found["data/success_mean"] = float(data.success.sum()) / settings.episodes
+    return advantage, found | {gap: float(advantage[won].mean() - advantage[~won].mean())}
 
 
 def weighted_cloning(acting: Acting, given: Recorded) -> Tensor:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
-from genrl.vla.methods.offline import Reader, Transitions, play
-from genrl.vla.policies.policy import Batch
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+from genrl.vla import setup
+from genrl.vla.methods.offline import Reader, Transitions, Words, frames_of, play
+from genrl.vla.methods.play import table_of
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
+from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, expert_chunk, render
 from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 NOISE = 0.3
 """Standard deviation of what is added to the player's moves."""
 
 
-def wayward_data(
-    config: VLAConfig, reads: Reader, horizon: int, *, episodes: int, right: float, gamma: float, image_size: int = 0
-) -> Transitions:
-    """Episodes of a player who does what it is told in a share `right` of them, and else something else."""
-    env = config.environment
+def new_policy(config: VLAConfig, settings: Any, inputs: tuple[str, ...]) -> Any:
+    """A policy for the data (`wayward_data`), which reads these inputs, with weights by the seed."""
+    assert config.policy.new is not None
+    words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
+    data = wayward_data(config, settings, Words(words, inputs), config.policy.new.horizon)
+    return setup.new_policy(config, frames_of(data), words)
+
+
+def wayward_data(config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
+    """Episodes of a player who does what it is told in a share of them, and else something else; with pictures for a
+    policy that looks at them. Reward is 1 at success. settings: how many `episodes`, which share is `right`, and of the
+    `critics`, who know the discount."""
+    env, episodes, right = config.environment, settings.episodes, settings.right
+    image_size = config.policy.new.image_size if config.policy.new is not None else 0
     tasks = task_numbers(env.tasks or ())
     chunk, limit = env.chunk or horizon, env.max_steps or MAX_STEPS
     table = MiniTable(episodes, tasks=tasks, image_size=image_size, chunk=chunk, max_steps=limit)
@@ -37,4 +50,21 @@ def wayward_data(
         return torch.from_numpy(np.clip(chunk, -1.0, 1.0))
 
     decisions = -(-table.max_steps // table.chunk)
-    return play(table, behave, reads, decisions=decisions, seed=seed, gamma=gamma, one_episode=True)
+    return play(table, behave, reads, decisions=decisions, seed=seed, gamma=settings.critics.gamma, one_episode=True)
+
+
+def pictures(observation: Batch, size: int) -> Tensor:
+    """What the table looked like, uint8 [N, S, S, 3], from the numbers in an observation."""
+    numbers = torch.cat([observation[STATE], observation[ENVIRONMENT]], 1).numpy()
+    return torch.from_numpy(render(table_of(numbers), size))
+
+
+def instructions(observation: Batch, reads: Reader) -> list[str]:
+    """The instruction of each row, found again from its tokens."""
+    known = {}
+    for line in INSTRUCTIONS:
+        try:
+            known[tuple(reads.tokenise([line])[0].tolist())] = line
+        except ValueError:  # the policy has not learned its words, so it is in no row either
+            continue
+    return [known[tuple(int(n) for n in row if n)] for row in observation[TOKENS].tolist()]

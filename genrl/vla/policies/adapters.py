@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from genrl.config.vla import PolicyLoRA
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import seeded
 from genrl.vla.policies.lerobot import HEADS
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out")
@@ -41,8 +40,7 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
             f"policy.lora.targets: no layer that would be trained is named {list(targets)}; there are {held}"
         )
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=chosen)  # type: ignore[arg-type]  # any number
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(seed, "adapters") % 2**32)
+    with seeded(seed, "adapters"):
         inject_adapter_in_model(config, policy)
     in_input_precision(policy)
     for name, parameter in policy.named_parameters():

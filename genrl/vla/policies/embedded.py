@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import seeded
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, check_statistics
 from genrl.vla.policies.heads import critic_of
 from genrl.vla.policies.lerobot import Adapt, existing, write
@@ -90,8 +90,7 @@ class EmbeddedPolicy(nn.Module):
         config = replace(self.config, **wanted)
         if config == self.config:
             return self
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "heads") % 2**32)
+        with seeded(seed, "heads"):
             new = type(self)(config, self.stats)
         there, old = new.state_dict(), self.state_dict()
         for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):

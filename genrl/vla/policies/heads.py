@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import seeded
 
 
 def critic(width: int, hidden: Sequence[int], values: int) -> nn.Sequential:
@@ -68,8 +67,7 @@ def attach(policy: Any, wanted: Mapping[str, Callable[[], nn.Module] | None], va
     device = next(policy.parameters()).device
     if values_of(policy) != values:
         policy._modules.pop("value_head", None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "heads") % 2**32)
+    with seeded(seed, "heads"):
         for name, make in wanted.items():
             if make is None:
                 policy._modules.pop(name, None)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 
 from genrl.config.vlm import VLMConfig
-from genrl.runtime.low_rank import in_input_precision
+from genrl.runtime.low_rank import adapted
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
@@ -46,14 +46,7 @@ def with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
         target_modules=sorted(f"{prefix}.{name}" for name in chosen),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # the adapters' initial values depend on the seed alone
-        made = get_peft_model(model, config)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    in_input_precision(made)
-    return made
+    return adapted(model, config, seed)
 
 
 class Adapted:

@@ -72,6 +72,22 @@ def check_trainable(reward: Reward, name: str = "") -> Trainable:
     return checked
 
 
+def checked_logits(reward: Trainable, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, ...]:
+    """Logits [B] of whole pictures [B, 3, H, W], and [B, P] of their patches, if it has any.
+
+    Raises ValueError for logits of other shapes.
+    """
+    found, count = reward.logits(images, prompts), len(images)
+    whole, *patches = sides = found if isinstance(found, tuple) else (found,)
+    if whole.shape != (count,) or any(x.ndim != 2 or len(x) != count for x in patches):
+        shapes = [tuple(x.shape) for x in sides]
+        raise ValueError(
+            f"reward {name_of(reward)!r}: logits of {count} pictures have the shapes {shapes}; they "
+            f"must be [{count}], or a tuple of [{count}] and [{count}, patches]"
+        )
+    return sides
+
+
 def unit_scale(features: Tensor) -> Tensor:
     """Features [..., D] scaled to length sqrt(D), so that each number is of order 1.
 

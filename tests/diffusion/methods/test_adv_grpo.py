@@ -16,7 +16,8 @@ from genrl.config import Config, ConfigError, check_files, load
 from genrl.data.prompts import PromptError
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
 from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
-from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainable_of, turns
+from genrl.diffusion.methods.adv_grpo.train import turns
+from genrl.diffusion.rollout.adversary import Pairs, load_trained, trainable_of
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun

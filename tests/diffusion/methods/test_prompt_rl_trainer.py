@@ -13,12 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.config import ConfigError, Model, check_files, load_located
+from genrl.config.rewriter import Rewriter as Rewritten
 from genrl.diffusion.methods.plans import SamplingPlan
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
-from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl.train import compared, judged, learn_to_write
+from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
+from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
@@ -26,7 +27,7 @@ from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
-from tests.diffusion.methods.test_rewriter import TINY, anything, moved
+from tests.diffusion.policy.test_rewriter import TINY, anything, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
@@ -94,7 +95,7 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
             asked = written.asked["input_ids"][0]
             whole = torch.cat([asked, tokens])[None]
             log_p = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
-            with torch.no_grad(), rewriter.reference():
+            with torch.no_grad(), rewriter.model.disable_adapter():
                 start = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
             new, ref = (table.gather(1, tokens[:, None])[:, 0] for table in (log_p, start))
             k3 = (ref - new).exp() - (ref - new) - 1

@@ -105,7 +105,7 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: P
                         final = talk2move.take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
                         bright = policy.decode(batch, final).mean(dim=(1, 2, 3)).double()
                     assert torch.allclose(found[p, k, slots], bright, atol=1e-5), (p, k)
-        chosen = talk2move.choose_exit(run, trainer, kernel, 0)  # type: ignore[arg-type]
+        chosen, _ = talk2move.choose_exit(run, trainer, kernel, 0)  # type: ignore[arg-type]
         assert chosen == exit_step(found) == run.loop.memory["exit"]["step"] and 1 <= chosen < STEPS
 
 

@@ -60,36 +60,17 @@ def test_golden_joint_step(golden) -> None:
     assert ours.keys() | inputs == set(arrays)
 
 
-def test_a_group_has_its_refinements_first() -> None:
-    assert prompt_rl.prompt_group("a cat", ["a red cat", "a cat, close up"], 2) == [
-        "a red cat",
-        "a cat, close up",
-        "a cat",
-        "a cat",
-    ]
-    assert prompt_rl.prompt_group("a cat", [], 1) == ["a cat"]
-    for retained in (0, -1):
-        with pytest.raises(ValueError, match="needs prompts"):
-            prompt_rl.prompt_group("a cat", [], retained)
-
-
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 99))
 def test_retained_prompts_are_neither_helped_nor_harmed_by_the_format(
     prompts: int, refined: int, retained: int, seed: int
 ) -> None:
     generation = noise.keyed_noise((prompts, refined + retained), seed, "generation").double()
     formats = noise.keyed_noise((prompts, refined), seed, "format").double()
-    total = prompt_rl.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
-    assert torch.allclose(total[:, :refined], 2.0 * generation[:, :refined] + 0.5 * formats)
-    bonus = total[:, refined:] - 2.0 * generation[:, refined:]
+    total = prompt_rl.joint_rewards(generation, formats, format_weight=0.5)
+    assert torch.allclose(total[:, :refined], generation[:, :refined] + 0.5 * formats)
+    bonus = total[:, refined:] - generation[:, refined:]
     want = 0.5 * formats.mean(1, keepdim=True) if refined else torch.zeros(prompts, 1).double()
     assert torch.allclose(bonus, want.expand_as(bonus), atol=1e-12)
-
-
-def test_tags_choose_the_reward() -> None:
-    rewards = [torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([10.0, 20.0, 30.0, 40.0])]
-    chosen = prompt_rl.tagged_rewards(rewards, torch.tensor([0, 1, 0, 1]))
-    assert torch.allclose(chosen, torch.tensor([0.1, 20.0, 0.3, 40.0]))
 
 
 def test_the_mask_ends_with_the_first_end() -> None:

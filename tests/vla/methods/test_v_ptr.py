@@ -117,7 +117,7 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
     settings = config(root, tmp_path, f"trainer.encoder={kind}")
     policy: Any = v_ptr.new_policy(settings)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    data = v_ptr.robot_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    data = v_ptr.wayward.wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
     found = v_ptr.pretrained(policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
     moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert bool(moved) == (kind != "random")
@@ -129,7 +129,7 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
 def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> None:
     settings = config(root, tmp_path)
     policy: Any = v_ptr.new_policy(settings)
-    data = v_ptr.robot_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    data = v_ptr.wayward.wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
     seen = v_ptr.with_features(policy, data)
     assert set(seen.observation) == {STATE, TOKENS, ENVIRONMENT} and seen.observation[ENVIRONMENT].shape[1] == 128
     one = policy.encoder.look(data.next_observation[IMAGE][3:4], torch.zeros(1, 64))

@@ -15,7 +15,7 @@ import rewards
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.offline import Words, frames_of, play
-from genrl.vla.methods.rl_vlm_f.preference_labels import (
+from genrl.vla.methods.preference_labels import (
     UNUSABLE,
     LabelCache,
     Pairs,
@@ -28,7 +28,7 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
     relabel,
     train_rewards,
 )
-from genrl.vla.methods.rl_vlm_f.train import instructions, pictures
+from genrl.vla.methods.wayward import instructions, pictures
 from genrl.vla.policies.policy import ACTION, STATE
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from tests.vla.tiny_policies import TOLD, WORDS, frames

@@ -14,15 +14,18 @@ docs/d3po.md has the equations, metrics and figures.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import update
 from genrl.diffusion.methods.plans import every_step
-from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
+from genrl.diffusion.methods.steps import Tensors, compared_steps, recorded_step
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.objectives.preferences.preference import preference_pairs, step_preference_loss
+from genrl.objectives.preferences.preference import preference_pairs
 from genrl.runtime.recorded import Recorded
 
 
@@ -40,52 +43,34 @@ def train(run: DiffusionRun, settings: D3PO) -> None:
 
 def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
     """Steps 2 and 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights = run.policy, run.weights
+    total, group, size = rollouts.total, rollouts.group, run.config.sampling.group_size
+
+    def pairs_of(slots: list[int]) -> Tensor:
+        return preference_pairs(total[slots], group[slots])
+
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
+        pairs = pairs_of(micro_batch.slots)  # a group is whole within a micro-batch, so all its pairs are
+        if len(pairs) == 0 and not run.weights.in_step:  # else the other processes evaluate theirs with us
+            return None
+        trajectory = micro_batch.pieces[0].trajectory
+        with torch.no_grad(), run.weights.reference():
+            reference = run.policy.replay(trajectory, k).log_prob
+        given = {"pairs": pairs, "reference_log_prob": reference, "counts": torch.tensor(float(len(pairs) > 0))}
+        return trajectory.batch, recorded_step(trajectory, k, given).tensors
+
     meter = Meter()
-    whole = preference_pairs(rollouts.total, rollouts.group)
-    group = run.config.sampling.group_size
-    meter.add("preference/pairs", torch.tensor([len(whole) / (rollouts.num_samples * (group - 1) / 2)]))
-    run.start_training(settings.epochs * num_steps * len(rollouts.mine))
-    for _ in range(settings.epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates):
-            divisor = len(preference_pairs(rollouts.total[slots], rollouts.group[slots])) * num_steps
-            for micro_batch in micro_batches:
-                # A group is whole within a micro-batch, so all its pairs are.
-                pairs = preference_pairs(rollouts.total[micro_batch.slots], rollouts.group[micro_batch.slots])
-                if len(pairs) == 0 and not weights.in_step:  # else the other processes evaluate theirs with us
-                    continue
-                trajectory = micro_batch.pieces[0].trajectory
-                for i in trajectory.log_probs:
-                    with torch.no_grad(), weights.reference():
-                        reference = policy.replay(trajectory, i).log_prob
-                    recorded = recorded_step(trajectory, i, {"pairs": pairs, "reference_log_prob": reference})
-                    results = loss(settings, policy, recorded)
-                    run.backward(settings, results, recorded, divisor=max(divisor, 1))
-                    if len(pairs) > 0:
-                        meter.add_all(results)
-            meter.add("grad_norm", torch.tensor([run.step()]))
+    meter.add("preference/pairs", torch.tensor([len(preference_pairs(total, group)) / (len(total) * (size - 1) / 2)]))
+    update(run, settings, rollouts, num_steps, prepare, loss, meter, lambda slots: len(pairs_of(slots)) * num_steps)
     return meter.result()
 
 
 def loss(settings: D3PO, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each pair at one step, [P], and metrics. pairs: (first, second, h), int64 [P, 3]."""
-    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
-    log_prob = new.log_prob
-    first, second, preference = given["pairs"].to(log_prob.device).unbind(1)
-    out = step_preference_loss(
-        log_prob[first],
-        reference[first],
-        log_prob[second],
-        reference[second],
-        preference,
-        beta=settings.beta,
-        clip=settings.clip_range,
-    )
-    outside = (log_prob - reference).exp().sub(1.0).abs() > settings.clip_range
+    out, outside, evidence = compared_steps(settings, policy, given)
     return {
         "loss": out.loss,
         "preference/correct": out.correct,
         "preference/logit": out.logit,
         "preference/clip_frac": outside,
-        **evidence(new),
+        **evidence,
     }

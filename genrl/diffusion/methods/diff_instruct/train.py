@@ -2,7 +2,7 @@
 
 The generator is the pipeline itself at one step of its schedule; the teacher, s_ref, is the model before training
 (with LoRA: without adapters) at all noise levels. One iteration, with x_t = a x_0 + s eps, t uniform in the middle 96 %
-and eps drawn anew in (2) and (3); a flow has s = sigma, a = 1 - sigma, other models a^2 = alpha_bar, s^2 = 1 - a^2:
+and eps drawn anew in (2) and (3):
 
 1. collect   x_0 = g_theta(z, c), and its scores, for the log
 2. follow    the assistant s_phi, a second network which begins as the teacher, learns the scores of the generator's
@@ -20,9 +20,8 @@ metrics and figures.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +29,13 @@ from torch import Tensor
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import guides_by_negative, own_noise
+from genrl.diffusion.methods.noising import guides_by_negative, own_noise, solved
 from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.scores import Noised, noised_at, score_of
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import diffusion_sample, flow_sample
+from genrl.mdp.gaussian import per_sample
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.diff_instruct import (
     diff_instruct_loss,
@@ -46,8 +45,6 @@ from genrl.objectives.forward.diff_instruct import (
     outer_guidance_loss,
     score_divergence,
     score_from_noise,
-    score_from_prediction,
-    score_from_velocity,
     score_matching_loss,
 )
 from genrl.objectives.forward.direct_reward import reward_loss
@@ -58,24 +55,8 @@ from genrl.runtime.weights import Weights
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
 LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
 LARGEST_SIGNAL = 0.9  # alpha_bar where the generator reads its noise; .43 at timestep 399 of Stable Diffusion
-GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
 
 __all__ = ["check", "loss", "train"]
-
-
-class Noised(NamedTuple):
-    """Samples on the forward process, x_t = a x_0 + s eps."""
-
-    noisy: Tensor
-    """x_t, [B, ...]."""
-    noise: Tensor
-    """eps, [B, ...]."""
-    time: Tensor
-    """What the network is told: sigma of a flow, else the timestep, [B]."""
-    signal: Tensor
-    """a, [B]."""
-    sigma: Tensor
-    """s, [B]."""
 
 
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:
@@ -84,12 +65,11 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     check_generator(run)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
         begin_assistant(weights)
-    groups = [{"params": weights.parameters}]
-    optimizer = make_optimizer(groups, run.config.optimizer, lr=settings.assistant_lr)
+    optimizer = make_optimizer([{"params": weights.parameters}], run.config.optimizer, lr=settings.assistant_lr)
     run.loop.keep(OPTIMIZER, optimizer)
 
     for _ in run.iterations():
-        rollouts = run.collect(draw)
+        rollouts = run.collect(solved)
         meter = Meter()
         meter.add("diff_instruct/spread", spread(rollouts))
         run.start_training(len(rollouts.mine))
@@ -129,12 +109,6 @@ def begin_assistant(weights: Weights) -> None:
     for name, value in weights.snapshots[ASSISTANT].items():
         if ".lora_B." in name:
             value.zero_()
-
-
-def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
-    """Step 1: samples, whose piece begins with their noise."""
-    made = policy.roll_out(batch)
-    return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
 
 
 def spread(rollouts: Rollouts) -> Tensor:
@@ -203,18 +177,18 @@ def divergence_gradient(
     if through:
         conditional = score_from_noise(given.noise, given.sigma)
         loss = diff_instruct_star_loss(ours, theirs, conditional, weight=weight, huber_c=huber_c)
-        on_ours, on_theirs = torch.autograd.grad(loss.sum(), (ours, theirs))
-        with weights.use(ASSISTANT):
-            gradient = torch.autograd.grad(score, leaf, on_ours)[0]
-        with weights.reference():
-            gradient = gradient + torch.autograd.grad(reference, leaf, on_theirs)[0]
     else:
         loss = diff_instruct_loss(leaf, ours, theirs, weight=weight)
-        gradient = torch.autograd.grad(loss.sum(), leaf)[0]
     if settings.guidance == "outer":
-        loss = settings.guidance_scale * outer_guidance_loss(leaf, blank, conditioned, weight=weight)
-        gradient = gradient + torch.autograd.grad(loss.sum(), leaf)[0]
-    return given.signal.reshape(-1, *[1] * (leaf.dim() - 1)) * gradient, divergence
+        loss = loss + settings.guidance_scale * outer_guidance_loss(leaf, blank, conditioned, weight=weight)
+    gradient, *on_scores = torch.autograd.grad(loss.sum(), (leaf, ours, theirs), materialize_grads=True)
+    if through:
+        for network, output, on_output in zip(
+            (weights.use(ASSISTANT), weights.reference()), (score, reference), on_scores, strict=True
+        ):
+            with network:
+                gradient = gradient + torch.autograd.grad(output, leaf, on_output)[0]
+    return per_sample(given.signal, leaf, leaf.dtype) * gradient, divergence
 
 
 def teacher_scores(policy: Policy, settings: DiffInstruct, batch: Batch, given: Noised) -> tuple[Tensor, Tensor]:
@@ -229,29 +203,9 @@ def teacher_scores(policy: Policy, settings: DiffInstruct, batch: Batch, given: 
     return conditioned, score_of(policy, replace(batch, prompts=[negative] * len(batch)), given)
 
 
-def score_of(policy: Policy, batch: Batch, given: Noised) -> Tensor:
-    """The score of the model under its present weights at x_t, [B, ...]."""
-    head = policy.head
-    if head.parametrisation == "diffusion":
-        output = policy.velocity(batch, given.noisy, given.time)
-        return score_from_prediction(given.noisy, output, given.signal**2, head.prediction_type)
-    fine = replace(batch, sampling={**batch.sampling, "num_inference_steps": GRID})
-    return score_from_velocity(given.noisy, policy.velocity(fine, given.noisy, given.time), given.sigma)
-
-
 def noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[tuple[Noised, MicroBatch]]:
     """This process's samples, noised by their keys, `name` and `k`, and the micro-batches that they are of."""
     for micro_batch in rollouts.mine.values():
         noise, keys = own_noise(micro_batch, name, k), micro_batch.batch.keys
         uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", name, k)) for key in keys])
-        level = LOW + (HIGH - LOW) * uniform
-        if policy.head.parametrisation == "flow":
-            sigma = level.to(noise)
-            given = Noised(flow_sample(micro_batch.final, noise, sigma), noise, sigma, 1.0 - sigma, sigma)
-        else:
-            alphas = policy.head.alphas_cumprod
-            time = (level * len(alphas)).long()
-            alpha_bar = alphas[time.to(alphas.device)].to(noise)
-            noisy = diffusion_sample(micro_batch.final, noise, alpha_bar)
-            given = Noised(noisy, noise, time.to(noise.device), alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
-        yield given, micro_batch
+        yield noised_at(policy, micro_batch.final, noise, LOW + (HIGH - LOW) * uniform), micro_batch

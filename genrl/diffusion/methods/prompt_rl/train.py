@@ -15,31 +15,28 @@ samples keep the flow model good at prompts that nobody rewrote. docs/prompt_rl.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 
 import torch
-from accelerate.utils import gather_object
-from PIL.Image import Image
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.transitions import clipped_loss as loss
 from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Draw, Drawn
-from genrl.diffusion.rollout.rollout import Rollouts, batch_inputs, call_arguments
+from genrl.diffusion.policy.rewriter import Rewriter, Written
+from genrl.diffusion.policy.text_room import TextRoom
+from genrl.diffusion.rollout.rewriting import from_texts, rewritten, write
+from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.advantages.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
+from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
 from genrl.objectives.surrogates.policy_losses import kl_k3
 
 __all__ = ["loss", "train"]
@@ -50,11 +47,13 @@ OFF_POLICY = 0.05
 
 def train(run: DiffusionRun, settings: PromptRL) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    config, device = run.config, run.accelerator.device
+    config = run.config
     size, retained = config.sampling.group_size, settings.retained
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
-    check_prompts(run, settings, fits)
-    rewriter = Rewriter(settings.rewriter, seed=config.seed, device=device)
+    fits.check(run.prompts, config.prompts.train, config.model.path)
+    fits.check(run.eval_prompts, config.prompts.eval, config.model.path)
+    check_column(run, settings)
+    rewriter = Rewriter(settings.rewriter, seed=config.seed, device=run.accelerator.device)
     if not rewriter.see:  # how long pictures are is known when they are read
         for row in (*run.prompts, *run.eval_prompts):
             rewriter.check_room(row.text, rewriter.asked(row.text))
@@ -65,11 +64,10 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         # 1. Write.
         with run.loop.timed("rewrite"):
             mine, answers = write(run, rewriter, prompts, size - retained, fits)
-        groups = [prompt_group(p.text, texts, retained) for p, (texts, _) in zip(prompts, answers, strict=True)]
+        groups = [[*texts, *[p.text] * retained] for p, (texts, _) in zip(prompts, answers, strict=True)]
         # 2, 3. Collect and score.
         plan = sampling_plan(config, settings, iteration)
-        texts = [text for group in groups for text in group]
-        rollouts = run.collect(partial(from_texts, texts=texts, draw=sampler(run, settings, plan)))
+        rollouts = run.collect(partial(from_texts, texts=sum(groups, []), draw=sampler(run, settings, plan)))
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = judged(settings, rollouts, prompts).view(-1, size)
@@ -86,31 +84,6 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         run.finish(metrics)
     if run.is_main and run.loop.is_complete:
         rewriter.save_pretrained(run.process.run.folder / "rewriter")
-
-
-def from_texts(
-    policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], texts: Sequence[str], draw: Draw
-) -> Drawn:
-    """`draw`, with each slot's own text in place of its prompt. Scores are of the prompts all the same."""
-    return draw(policy, replace(batch, prompts=[texts[slot] for slot in slots]), slots, beat=beat)
-
-
-def write(
-    run: DiffusionRun, rewriter: Rewriter, prompts: Sequence[Prompt], count: int, fits: TextRoom
-) -> tuple[dict[int, Written], list[tuple[list[str], list[bool]]]]:
-    """(answers that this process wrote by the index of their prompt, new prompts and formats of all prompts).
-
-    Processes share out the prompts. The generator is that of (seed, iteration, prompt): nobody's answers depend on who
-    else writes.
-    """
-    config, process = run.config, run.accelerator.process_index
-    mine = {}
-    for p in range(process, len(prompts), run.accelerator.num_processes):
-        key = (config.seed, "rewrite", run.iteration, p)
-        mine[p] = rewriter.write(prompts[p].text, count, key, fits, pictures(run, prompts[p]))
-        run.loop.advance_or_leave(0)
-    found = dict(gather_object([(p, (w.texts, w.well_formed)) for p, w in mine.items()]))
-    return mine, [found[p] for p in range(len(prompts))]
 
 
 def learn_to_write(
@@ -130,7 +103,7 @@ def learn_to_write(
     meter = Meter()
     answers = len(advantages) * (advantages.shape[1] - settings.retained)
     for p, written in mine.items():
-        with torch.no_grad(), rewriter.reference():
+        with torch.no_grad(), rewriter.model.disable_adapter():
             reference = rewriter.log_probs(written)
         new = rewriter.log_probs(written)
         count, mask = len(written.texts), written.mask
@@ -159,9 +132,8 @@ def judged(settings: PromptRL, rollouts: Rollouts, prompts: Sequence[Prompt]) ->
     """Reward of every sample before that of the format, float64 [N]: the weighted sum, or the one its prompt names."""
     if settings.reward_column is None:
         return rollouts.total
-    labels = list(rollouts.parts)
-    tags = torch.tensor([labels.index(prompt.columns[settings.reward_column]) for prompt in prompts])
-    return tagged_rewards([rollouts.parts[label] for label in labels], tags[rollouts.group])
+    named = [prompts[group].columns[settings.reward_column] for group in rollouts.group.tolist()]
+    return torch.stack([rollouts.parts[label][slot] for slot, label in enumerate(named)])
 
 
 def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -177,39 +149,11 @@ def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence
     return found
 
 
-def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Sequence[Prompt]) -> list[str]:
-    """A new prompt for each of the prompts, the same in all processes, which share them out."""
-    process, processes = run.accelerator.process_index, run.accelerator.num_processes
-    mine = []
-    for row in range(process, len(prompts), processes):
-        key, seen = (run.config.evaluation.seed, row), pictures(run, prompts[row])
-        mine.append((row, rewriter.rewrite(prompts[row].text, key, fits, seen)))
-        run.loop.alive()
-    found = dict(gather_object(mine))
-    return [found[row] for row in range(len(prompts))]
-
-
-def pictures(run: DiffusionRun, prompt: Prompt) -> list[Image]:
-    """What the pipeline is given with a prompt, such as the picture that is to be edited."""
-    return [picture for (picture,) in batch_inputs(run.config.sampling.inputs, [prompt]).values()]
-
-
-def check_prompts(run: DiffusionRun, settings: PromptRL, fits: TextRoom) -> None:
-    """Raise ValueError, with its line, for a prompt that the text encoders would cut or that names no reward."""
-    config = run.config
+def check_column(run: DiffusionRun, settings: PromptRL) -> None:
+    """Raise ValueError, with its line, for a prompt that names no reward."""
+    config, column = run.config, settings.reward_column
     trained = [label for label, reward in zip(config.reward_labels, config.rewards, strict=True) if reward.weight != 0]
-    for rows, source in ((run.prompts, config.prompts.train), (run.eval_prompts, config.prompts.eval)):
-        for row in rows:
-            where = f"{source}:{row.line}"
-            if not fits(row.text):
-                raise ValueError(
-                    f"{where}: {fits.length(row.text)} tokens, but {fits.name} of {config.model.path} takes "
-                    f"{fits.limit}: what comes after would not be drawn; shorten the prompt, or raise "
-                    "sampling.pipeline_args.max_sequence_length where the model has one"
-                )
-    if (column := settings.reward_column) is None:
-        return
-    for row in run.prompts:
+    for row in run.prompts if column is not None else ():
         where, label = f"{config.prompts.train}:{row.line}", row.columns.get(column)
         if label not in trained:
             near = get_close_matches(str(label), trained, n=1)

@@ -12,62 +12,41 @@ One iteration, for a chain of every slot, with k candidates from step d on:
 
 Step 2 is not the paper's: it scores noisy candidates by a preference model trained for every noise level. Here the
 configured rewards judge the predicted clean sample, early in the chain a blurred one, so comparisons are less certain
-there. Model calls of sampling, per chain of T steps: d + 1 + k (T - d - 1). docs/spo.md has equations and figures.
+there. docs/spo.md has equations and figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import update
 from genrl.diffusion.methods.plans import choose_kernel, last_step_is_drawn
 from genrl.diffusion.methods.spo.settings import SPO
-from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
+from genrl.diffusion.methods.steps import Tensors, compared_steps, replayed
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey, Trajectory
-from genrl.diffusion.rollout.forest import Drawn
-from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.rollout.scoring import Scoring
+from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.diffusion.rollout.candidates import Candidates, Found, draw, judge
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
-from genrl.objectives.preferences.preference import step_preference_loss, step_winners
+from genrl.objectives.preferences.preference import step_winners
 from genrl.runtime.recorded import Recorded
-from rewards import compose
-from rewards.compose import Running
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """For the next state of n chains at one step."""
-
-    state: Tensor
-    """What they were drawn from, float32 [n, ...]."""
-    drawn: Tensor
-    """float32 [n, k, ...]."""
-    clean: Tensor
-    """Clean samples predicted from them, float32 [n, k, ...]."""
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The outcome of all comparisons of an iteration, by chain (slot) and compared step."""
+class Pairs(NamedTuple):
+    """All comparisons of an iteration, by chain (slot) and compared step: the candidates `win` and `lose`, int64
+    [N, S]; `valid`, whether it counts, bool [N, S]; `gap`, best score minus worst, float64 [N, S], NaN where a
+    candidate has no score."""
 
     win: Tensor
-    """Candidate, int64 [N, S]."""
     lose: Tensor
     valid: Tensor
-    """Whether the comparison counts, bool [N, S]."""
     gap: Tensor
-    """Best score minus worst, float64 [N, S]; NaN where a candidate has no score."""
-
-
-Found = dict[int, dict[int, Candidates]]  # first slot of a micro-batch -> step -> candidates
 
 
 def train(run: DiffusionRun, settings: SPO) -> None:
@@ -93,184 +72,54 @@ def train(run: DiffusionRun, settings: SPO) -> None:
         run.finish(metrics)
 
 
+def compare(scores: Tensor, *, threshold: float) -> Pairs:
+    """The pair of every state from the scores [N, S, k] of its candidates. Without a score for each there is none."""
+    win, lose, valid = (x.view(scores.shape[:2]) for x in step_winners(scores.flatten(0, 1).T, threshold=threshold))
+    gap = scores.amax(dim=-1) - scores.amin(dim=-1)
+    return Pairs(win, lose, valid & ~gap.isnan(), gap)
+
+
 def learn(
     run: DiffusionRun, settings: SPO, rollouts: Rollouts, found: Found, pairs: Pairs, plan: SamplingPlan, kernel: Kernel
 ) -> dict[str, float]:
     """Step 4 of the algorithm on the pairs of one iteration; returns its metrics."""
-    policy, weights = run.policy, run.weights
     meter = Meter()
     meter.add("spo/valid_ratio", pairs.valid)
     if not bool(pairs.gap.isnan().all()):
         meter.add("spo/gap", pairs.gap[~pairs.gap.isnan()])
-    run.start_training(settings.epochs * len(rollouts.mine) * len(plan.splits))
-    for _ in range(settings.epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates):
-            divisor = float(pairs.valid[slots].sum())
-            for micro_batch in micro_batches:
-                for column, (i, candidates) in enumerate(found[micro_batch.slots[0]].items()):
-                    counts = pairs.valid[micro_batch.slots, column]
-                    # A sharded model is evaluated by all processes together: each as often as the others.
-                    rows = torch.arange(len(counts)) if weights.in_step else counts.nonzero()[:, 0]
-                    if len(rows) == 0 or divisor == 0:
-                        continue
-                    chosen = torch.stack([table[micro_batch.slots, column] for table in (pairs.win, pairs.lose)], dim=1)
-                    batch = micro_batch.batch.take(rows.tolist())
-                    pair = pair_of(batch, kernel, i, candidates.state[rows], candidates.drawn[rows], chosen[rows])
-                    with torch.no_grad(), weights.reference():
-                        reference = policy.replay(pair, i).log_prob.view(-1, 2)
-                    counted = counts[rows]
-                    given = {"weight": counted.to(reference), "reference_log_prob": reference}
-                    recorded = recorded_step(pair, i, given)
-                    results = loss(settings, policy, recorded)
-                    run.backward(settings, results, recorded, divisor=divisor)
-                    if bool(counted.any()):
-                        meter.add("loss", results["loss"][counted])
-                        meter.add("spo/correct", results["spo/correct"][counted])
-                        meter.add("spo/clip_frac", results["spo/clip_frac"][counted])
-            meter.add("grad_norm", torch.tensor([run.step()]))
+
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
+        win, lose, counts = (table[micro_batch.slots, k] for table in (pairs.win, pairs.lose, pairs.valid))
+        # A sharded model is evaluated by all processes together: each as often as the others.
+        rows = torch.arange(len(counts)) if run.weights.in_step else counts.nonzero()[:, 0]
+        if len(rows) == 0:
+            return None
+        chosen, batch = torch.stack([win, lose], dim=1)[rows], micro_batch.batch.take(rows.tolist())
+        given = pair_of(kernel, plan.splits[k], found[micro_batch.slots[0]][plan.splits[k]], rows, chosen)
+        with torch.no_grad(), run.weights.reference():
+            reference = replayed(settings, run.policy, Recorded(batch, given)).log_prob
+        return batch, given | {"counts": counts[rows].to(reference), "reference_log_prob": reference}
+
+    steps = len(plan.splits)
+    update(run, settings, rollouts, steps, prepare, loss, meter, count=lambda slots: int(pairs.valid[slots].sum()))
     return meter.result()
 
 
-def draw(
-    policy: Policy,
-    batch: Batch,
-    slots: list[int],
-    *,
-    beat: Callable[[], None],
-    plan: SamplingPlan,
-    kernel: Kernel,
-    batch_size: int,
-    found: Found,
-) -> Drawn:
-    """The chains of one micro-batch, from noise to sample; their candidates go into `found`, by the first slot.
-
-    batch_size: rows of one model call, hence candidates evaluated together.
-    """
-    together = max(1, batch_size // plan.branching[plan.splits[0]])
-    parts = [
-        crawl(policy, batch.take(rows.tolist()), plan, kernel) for rows in torch.arange(len(batch)).split(together)
-    ]
-    found[slots[0]] = {
-        i: Candidates(
-            torch.cat([part[i].state for part, _, _ in parts]),
-            torch.cat([part[i].drawn for part, _, _ in parts]),
-            torch.cat([part[i].clean for part, _, _ in parts]),
-        )
-        for i in plan.splits
+def pair_of(kernel: Kernel, step: int, candidates: Candidates, rows: Tensor, chosen: Tensor) -> Tensors:
+    """A step as `replayed` reads it, with the winner and the loser (`chosen` int64 [n, 2]) of these chains as its
+    actions [2 n, ...]: neighbours, the winner first."""
+    return {
+        "step": torch.tensor(step),
+        "noise_level": torch.tensor(kernel.levels.get(step, kernel.noise_level), dtype=torch.float64),
+        "state": candidates.state[rows],
+        "next_state": candidates.drawn[rows[:, None], chosen].flatten(0, 1),
+        "rows": torch.arange(len(rows)).repeat_interleave(2),
+        "pairs": torch.tensor([(2 * r, 2 * r + 1, 1) for r in range(len(rows))]),
     }
-    return Drawn(slots, batch, torch.cat([final for _, final, _ in parts]), parts[0][2], [])
-
-
-def crawl(
-    policy: Policy, batch: Batch, plan: SamplingPlan, kernel: Kernel
-) -> tuple[dict[int, Candidates], Tensor, Tensor]:
-    """Candidates by compared step, final states [n, ...] and schedule of n chains. The rows of a chain's candidates
-    are neighbours: candidate j of chain r is row r k + j."""
-    chains, first = len(batch), plan.splits[0]
-    ways = plan.branching[first]
-    of_chain = torch.arange(chains).repeat_interleave(ways)
-    many = batch.take(of_chain.tolist())
-    keys: list[NoiseKey] = [(*key, "candidate", j) for key in batch.keys for j in range(ways)]
-
-    last = policy.roll_out(batch, kernel, plan.stochastic, stop=first + 1, children=Children(of_chain, keys))
-    state, found = last.states[first], dict[int, Candidates]()
-    for i in range(first + 1, plan.steps):
-        drawn, going = last.final, chosen_rows(batch, ways, i)
-        last = policy.roll_out(
-            many,
-            kernel,
-            plan.stochastic,
-            start=i,
-            stop=i + 1,
-            state=drawn,
-            children=Children(going[of_chain], keys) if i in plan.splits else None,
-            predict=True,
-        )
-        assert last.predicted is not None
-        found[i - 1] = Candidates(state, *(x.unflatten(0, (chains, ways)) for x in (drawn, last.predicted)))
-        state = drawn[going]
-    if plan.steps - 1 in plan.splits:  # nothing is left to predict
-        drawn, going = last.final, chosen_rows(batch, ways, plan.steps)
-        pictures = drawn.unflatten(0, (chains, ways))
-        found[plan.steps - 1] = Candidates(state, pictures, pictures)
-    return found, last.final[going], last.sigmas
-
-
-def chosen_rows(batch: Batch, ways: int, depth: int) -> Tensor:
-    """Row of the candidate at this depth from which each chain goes on, drawn uniformly, int64 [n]."""
-    picks = [int(torch.randint(ways, (), generator=generator(*key, "continue", depth))) for key in batch.keys]
-    return torch.arange(len(batch)) * ways + torch.tensor(picks)
-
-
-def judge(run: DiffusionRun, rollouts: Rollouts, found: Found, plan: SamplingPlan) -> Tensor:
-    """Total reward of every candidate of all processes, float64 [N, S, k]; NaN = no score. A collective.
-
-    The candidates of one state are a group, to rewards that compare and to those that are normalised in groups.
-    """
-    config, policy, steps = run.config, run.policy, plan.splits
-    ways, number = plan.branching[steps[0]], len(steps)
-    sampling = config.sampling
-    chains = [row for row in run.iteration_prompts for _ in range(sampling.group_size)]
-    rows = [chain for chain in chains for _ in range(number * ways)]
-    group = torch.arange(len(chains) * number).repeat_interleave(ways)
-    background = sampling.score_in_background
-    with Scoring(run.scorers, rows, group.tolist(), background=background, beat=run.loop.alive) as scoring:
-        for micro_batch in rollouts.mine.values():
-            of_chain = torch.arange(len(micro_batch.slots)).repeat_interleave(ways)
-            for column, candidates in enumerate(found[micro_batch.slots[0]].values()):
-                slots = [(slot * number + column) * ways + j for slot in micro_batch.slots for j in range(ways)]
-                clean = candidates.clean.flatten(0, 1)
-                for some in torch.arange(len(slots)).split(sampling.batch_size):
-                    with run.loop.timed("decode"), torch.no_grad():
-                        images = policy.decode(micro_batch.batch.take(of_chain[some].tolist()), clean[some]).cpu()
-                    scoring.add([slots[row] for row in some.tolist()], images)
-                run.loop.alive()
-        with run.loop.timed("score"):
-            scored = scoring.result()
-    running = {label: Running(**kept) for label, kept in run.loop.memory.get("scores", {}).items()}
-    combined = compose.combine(scored.values, run.scorers.components, group, iteration=run.iteration, running=running)
-    return combined.total.view(len(chains), number, ways)
-
-
-def compare(scores: Tensor, *, threshold: float) -> Pairs:
-    """The pair of every state from the scores [N, S, k] of its candidates. Without a score for each there is none."""
-    win, lose, valid = step_winners(scores.flatten(0, 1).T, threshold=threshold)
-    shape = scores.shape[:2]
-    gap = scores.amax(dim=-1) - scores.amin(dim=-1)
-    return Pairs(win.view(shape), lose.view(shape), valid.view(shape) & ~gap.isnan(), gap)
 
 
 def loss(settings: SPO, policy: Policy, given: Recorded) -> Tensors:
-    """The loss of each pair at one step, [n], and metrics: of winner and loser of each state, neighbours in [2 n]."""
-    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
-    log_prob = new.log_prob.view(-1, 2)
-    out = step_preference_loss(
-        log_prob[:, 0],
-        reference[:, 0],
-        log_prob[:, 1],
-        reference[:, 1],
-        torch.ones_like(log_prob[:, 0]),
-        beta=settings.beta,
-        clip=settings.clip_range,
-    )
-    outside = ((log_prob - reference).exp() - 1.0).abs() > settings.clip_range
-    return {
-        "loss": given["weight"] * out.loss,
-        "spo/correct": out.correct,
-        "spo/clip_frac": outside,
-        **evidence(new),
-    }
-
-
-def pair_of(batch: Batch, kernel: Kernel, step: int, state: Tensor, drawn: Tensor, chosen: Tensor) -> Trajectory:
-    """A recorded step of which `Policy.replay` gives the log-probabilities of two candidates per state, [2 n]: row 2 r
-    is the winner of chain r, row 2 r + 1 the loser.
-
-    state [n, ...]; drawn [n, k, ...]; chosen: winner and loser, int64 [n, 2].
-    """
-    chains = torch.arange(len(batch))
-    actions = drawn[chains[:, None], chosen].flatten(0, 1)
-    children = Children(chains.repeat_interleave(2), [])
-    return Trajectory(
-        batch, kernel, {step: state}, {step: actions}, {}, actions, torch.empty(0), step + 1, state, children
-    )
+    """The loss of each pair at one step, [n], and metrics: clip_frac of winner and loser, [2, n]."""
+    out, outside, evidence = compared_steps(settings, policy, given)
+    outside = outside.view(-1, 2).T
+    return {"loss": given["counts"] * out.loss, "spo/correct": out.correct, "spo/clip_frac": outside, **evidence}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -69,10 +68,6 @@ class Talk2Move(GroupRelative):
         """Whether iterations train different steps."""
         return False
 
-    def leaving_at(self, exit_at: int) -> Talk2Move:
-        """These settings with this exit step."""
-        return self.model_copy(update={"exit_step": exit_at})
-
     def latest_exit(self, steps: int) -> int:
         """The exit step as configured; where it is found by the run, the last that it may find."""
         return min(self.exit_step or steps, steps - 1)
@@ -86,7 +81,7 @@ class Talk2Move(GroupRelative):
         steps = config.sampling.num_inference_steps
         exit_at = self.latest_exit(steps)
         chain = config.sampling.model_copy(update={"num_inference_steps": self.exit_calls(steps, exit_at)})
-        return rounds_of(chain, self.leaving_at(exit_at).layout, config.iterations)
+        return rounds_of(chain, self.model_copy(update={"exit_step": exit_at}).layout, config.iterations)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from ((keys, text) for keys, text in super().problems(config) if "trainer.window.high" not in keys)
@@ -113,7 +108,7 @@ class Talk2Move(GroupRelative):
             return 0.0
         steps, counts = config.sampling.num_inference_steps, self.step_evaluation
         ends = sum(self.exit_calls(steps, k) - k for k in range(1, steps))
-        times = math.ceil(config.iterations / (counts.every or config.iterations))
+        times = -(-config.iterations // (counts.every or config.iterations))
         return times * counts.prompts * counts.samples * (steps - 1 + ends) / config.iterations
 
     def rollout_title(self, config: Config, rounds: Sequence[Round]) -> Iterator[str]:

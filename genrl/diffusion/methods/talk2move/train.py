@@ -8,8 +8,7 @@ One iteration, in the paper's words:
                                 way from sigma_K to 0 in S deterministic steps; K + S model calls instead of T
 3. update                       Flow-GRPO on the K drawn steps, with spatial rewards
 
-What the released code does otherwise and this does not: its shortcut ends at the last sigma above 0, so noise stays in
-the picture, and divides by zero where no step is drawn. docs/talk2move.md has the settings and the curves.
+docs/talk2move.md has the settings and the curves.
 """
 
 from __future__ import annotations
@@ -44,23 +43,20 @@ __all__ = ["loss", "train"]
 
 def train(run: DiffusionRun, settings: Talk2Move) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    config = run.config
-    kernel = choose_kernel(run, settings, sampling_plan(config, settings, 0))
+    kernel = choose_kernel(run, settings, sampling_plan(run.config, settings, 0))
     for iteration in run.iterations():
         # 1. Off-policy step evaluation.
-        exit_at = choose_exit(run, settings, kernel, iteration)
+        exit_at, metrics = choose_exit(run, settings, kernel, iteration)
         # 2. Active step sampling.
         rollouts = run.collect(partial(draw, settings=settings, kernel=kernel, exit_at=exit_at))
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         # 3. Flow-GRPO on the steps before the exit.
-        trained = settings.leaving_at(exit_at)
+        trained = settings.model_copy(update={"exit_step": exit_at})
         advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
-        plan = sampling_plan(config, trained, iteration)
-        metrics = flow_grpo_update(run, trained, rollouts, plan, advantages)
+        plan = sampling_plan(run.config, trained, iteration)
+        metrics |= flow_grpo_update(run, trained, rollouts, plan, advantages)
         del rollouts
-        found = run.loop.memory.get("exit")
-        spread = {"exit/variance": found["variance"][exit_at]} if found is not None else {}
-        run.finish(metrics | spread)
+        run.finish(metrics)
 
 
 def draw(
@@ -75,8 +71,7 @@ def draw(
 ) -> Drawn:
     """Edits whose steps before `exit_at` are drawn and recorded, and whose end is a shortcut."""
     drawn = range(exit_at)
-    keep = drawn if settings.keep_graph else ()
-    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=keep)
+    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=drawn if settings.keep_graph else ())
     beat()
     final = take_shortcut(policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
     return independent(replace(trajectory, final=final), slots)
@@ -90,18 +85,19 @@ def take_shortcut(policy: Policy, batch: Batch, state: Tensor, sigmas: Tensor, e
     return state
 
 
-def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteration: int) -> int:
-    """The exit step K of this iteration: as configured, or the last one found; kept in checkpoints."""
+def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteration: int) -> tuple[int, dict[str, float]]:
+    """The exit step K of this iteration, as configured, or the last one found, kept in checkpoints; and its metrics."""
     if settings.exit_step is not None:
-        return settings.exit_step
+        return settings.exit_step, {}
     every = settings.step_evaluation.every
     if "exit" not in run.loop.memory or (every is not None and iteration % every == 0):
         rewards = evaluate_steps(run, settings, kernel, iteration)
-        variance = exit_variance(rewards).tolist()
-        run.loop.memory["exit"] = {"step": max(1, exit_step(rewards)), "variance": variance}
+        step, variance = max(1, exit_step(rewards)), exit_variance(rewards).tolist()
+        run.loop.memory["exit"] = {"step": step, "variance": variance}
         table = ", ".join(f"{k}: {value:.3g}" for k, value in enumerate(variance) if k > 0)
-        run.process.progress.say(f"variance of rewards by exit step: {table}; {run.loop.memory['exit']['step']} it is")
-    return int(run.loop.memory["exit"]["step"])
+        run.process.progress.say(f"variance of rewards by exit step: {table}; {step} it is")
+    step = int(run.loop.memory["exit"]["step"])
+    return step, {"exit/variance": run.loop.memory["exit"]["variance"][step]}
 
 
 @torch.no_grad()
@@ -117,8 +113,8 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
     chosen = prompt_indices(len(run.prompts), counts.prompts, seed=config.seed, iteration=iteration)
     rows = [run.prompts[row] for row in chosen for _ in range(counts.samples)]
     pieces: list[tuple[list[int], Tensor]] = []
-    process, processes = run.accelerator.process_index, run.accelerator.num_processes
-    for slots, mine in shares(len(rows), config.sampling.batch_size, process, processes):
+    accelerator, size = run.accelerator, config.sampling.batch_size
+    for slots, mine in shares(len(rows), size, accelerator.process_index, accelerator.num_processes):
         batch = Batch(
             [rows[s].text for s in slots],
             [(config.seed, iteration, "exit", s) for s in slots],

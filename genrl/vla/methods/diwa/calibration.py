@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.diwa.dream import RewardClassifier, as_observation
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.classifier import RewardClassifier
 from genrl.vla.methods.play import Play, table_of
 from genrl.vla.simulators.minitable.task import INSTRUCTIONS, Floats, is_success
+from genrl.vla.worlds.dreams import as_observation
+from genrl.vla.worlds.rssm import Latent, WorldModel
 
 
 @torch.no_grad()

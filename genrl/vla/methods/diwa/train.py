@@ -7,30 +7,25 @@ only, where the policy acts on what the world model makes of each observation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from genrl.config.vla import VLAConfig
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import derive_seed, seeded
 from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import frame_statistics
+from genrl.vla.methods.descent import followed
 from genrl.vla.methods.diwa.calibration import calibration
-from genrl.vla.methods.diwa.dream import (
-    Dream,
+from genrl.vla.methods.diwa.classifier import (
     Encoded,
-    LatentTable,
     RewardClassifier,
-    Starts,
     encode_demonstrations,
     encode_play,
-    latent_inputs,
     train_classifier,
 )
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
-from genrl.vla.methods.diwa.settings import DiWA
+from genrl.vla.methods.diwa.settings import DiWA, World
 from genrl.vla.methods.gae import estimated_decisions
 from genrl.vla.methods.gae import loss as ppo_loss
 from genrl.vla.methods.imitation import imitate
@@ -44,6 +39,8 @@ from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task
 from genrl.vla.simulators.minitable.task import task_numbers
+from genrl.vla.worlds.dreams import Dream, LatentTable, Starts, latent_inputs
+from genrl.vla.worlds.rssm import Latent, WorldModel, world_step
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -62,8 +59,7 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
     words = vocabulary([INSTRUCTIONS[number] for number in tasks])
     bounds = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
     stats: Statistics = {ACTION: statistics(bounds)}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
+    with seeded(config.seed, "policy"):
         model = WorldModel(torch.zeros(2, 9), torch.zeros(2, 3))
         for name, width in ((STATE, model.deterministic), (ENVIRONMENT, model.stochastic)):
             stats[name] = statistics(torch.tensor([[-1.0], [1.0]]).expand(2, width))
@@ -74,9 +70,8 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
 def train(run: VLARun, settings: DiWA) -> None:
     """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
     config, loop, policy = run.config, run.loop, run.policy
-    tasks = task_numbers(config.environment.tasks or ())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "world") % 2**32)
+    tasks, limit = task_numbers(config.environment.tasks or ()), config.environment.max_steps or task.MAX_STEPS
+    with seeded(config.seed, "world"):
         toys = play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)
         observations, actions = torch.from_numpy(toys.observations), torch.from_numpy(toys.actions)
         world = WorldModel(observations, actions)
@@ -85,11 +80,11 @@ def train(run: VLARun, settings: DiWA) -> None:
     store = Store(world=world, judge=judge, frozen=run.frozen)
     loop.keep("diwa", store, changes=False)
     if not store.ready:
-        store.data = {
-            "figures": train_world(loop.phase, loop.advance, world, observations, actions, settings, config.seed)
-        }
+        store.data = {"figures": train_world(run, settings.world, world, observations, actions)}
     world.requires_grad_(False)
-    keys = task.episode_keys(config.seed, np.arange(_demonstrations(config)), np.zeros(_demonstrations(config)))
+    assert config.demonstrations is not None and config.demonstrations.expert is not None
+    count = config.demonstrations.expert
+    keys = task.episode_keys(config.seed, np.arange(count), np.zeros(count))
     words, horizon = policy.config.inputs.vocabulary, policy.horizon
     shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=STILL)
     put_statistics(shown, policy.stats, judge.encoder.stats, run.frozen.stats)
@@ -97,7 +92,6 @@ def train(run: VLARun, settings: DiWA) -> None:
         store.data["figures"] |= teach(
             run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
         )
-        limit = config.environment.max_steps or task.MAX_STEPS
         held_out = play(HELD_OUT, limit, seed=derive_seed(config.seed, "held-out play") % 2**32)
         store.data["figures"] |= calibration(world, judge, held_out, tasks, limit, config.seed)
         run.frozen.load_state_dict(policy.state_dict())
@@ -106,7 +100,6 @@ def train(run: VLARun, settings: DiWA) -> None:
     run.env.close()
     run.env = dream(config, world, judge, shown)
     count = side_by_side(config, config.evaluation.episodes)
-    limit = config.environment.max_steps or task.MAX_STEPS
     # the judge of the run, with the real table as the policy's world model sees it
     run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
     run.told = dict(store.data["figures"])
@@ -131,24 +124,18 @@ def recorded_statistics(stats: Statistics) -> dict[str, torch.Tensor]:
 
 
 def train_world(
-    phase: Callable[[str, int], None],
-    advance: Callable[[float], None],
-    world: WorldModel,
-    observations: torch.Tensor,
-    actions: torch.Tensor,
-    settings: DiWA,
-    seed: int,
+    run: VLARun, how: World, world: WorldModel, observations: torch.Tensor, actions: torch.Tensor
 ) -> dict[str, float]:
     """The world model from play; its figures over the last tenth of the updates."""
-    how, figures = settings.world, Figures()
+    figures, seed = Figures(), run.config.seed
     optimiser = torch.optim.Adam(world.parameters(), lr=how.lr)
-    phase("learning the world", how.steps)
+    run.loop.phase("learning the world", how.steps)
     for step in range(how.steps):
         optimiser.param_groups[0]["lr"] = how.lr * max(0.05, 1.0 - step / how.steps)
         found = world_step(world, optimiser, observations, actions, length=how.window, seed=seed, step=step)
         if step >= 0.9 * how.steps:
             figures.add({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
-        advance(1)
+        run.loop.advance(1)
     return figures.means
 
 
@@ -156,26 +143,12 @@ def teach(
     run: VLARun, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
 ) -> dict[str, float]:
     """The classifier and the imitating policy, from demonstrations in latents."""
-    loop, policy, seed = run.loop, run.policy, run.config.seed
-    how, figures = settings.classifier, Figures()
-    loop.phase("learning the reward", how.steps)
-    for row in train_classifier(judge, world, shown, background, how, seed=seed):
-        figures.add({f"classifier/{name}": value for name, value in row.items()})
-        loop.advance(1)
-    loop.phase("imitating", settings.imitation_steps)
-    frames = shown.observation | {ACTION: shown.action}
-    for error in imitate(
-        policy,
-        rows(frames, ~shown.done),
-        steps=settings.imitation_steps,
-        batch_size=128,
-        learning_rate=1e-3,
-        seed=seed,
-        train_steps=policy.config.train_steps,
-    ):
-        figures.add({"loss/imitation": error})
-        loop.advance(1)
-    return figures.means
+    policy, seed, how, count = run.policy, run.config.seed, settings.classifier, settings.imitation_steps
+    learned = train_classifier(judge, world, shown, background, how, seed=seed)
+    found = followed(run, "learning the reward", how.steps, learned, "classifier")
+    frames, levels = rows(shown.observation | {ACTION: shown.action}, ~shown.done), policy.config.train_steps
+    errors = imitate(policy, frames, steps=count, batch_size=128, learning_rate=1e-3, seed=seed, train_steps=levels)
+    return found | followed(run, "imitating", count, ({"imitation": error} for error in errors), "loss")
 
 
 def dream(config: VLAConfig, world: WorldModel, judge: RewardClassifier, shown: Encoded) -> Dream:
@@ -201,8 +174,3 @@ def put_statistics(shown: Encoded, *several: Statistics) -> None:
     for stats in several:
         for name, numbers in found.items():
             stats[name].update(numbers)
-
-
-def _demonstrations(config: VLAConfig) -> int:
-    assert config.demonstrations is not None and config.demonstrations.expert is not None
-    return config.demonstrations.expert

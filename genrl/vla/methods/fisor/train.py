@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from genrl.config.vla import VLAConfig
 from genrl.mdp import forward
-from genrl.mdp.noise import derive_seed, generator
+from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
 from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.critics import Critics
+from genrl.vla.methods.descent import descend
 from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.imitation import observation_of
@@ -148,9 +149,7 @@ def train_step(
     if settings.weighted:
         index = torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng)
         losses = critic_losses(nets, take(data, index), settings)
-        critics.zero_grad(set_to_none=True)
-        torch.stack(list(losses.values())).sum().backward()
-        critics.step()
+        descend(critics, torch.stack(list(losses.values())).sum())
         nets.reward.follow(settings.critics.target_rate)
         nets.violation.follow(settings.critics.target_rate)
         found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
@@ -321,8 +320,7 @@ def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
     config, loop, actor = run.config, run.loop, run.policy
     sampler = sampler_of(actor)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+    with seeded(config.seed, "critics"):
         nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=settings.critics.lr)

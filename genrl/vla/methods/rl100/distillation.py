@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from genrl.mdp.noise import derive_seed, generator
+from genrl.mdp.noise import generator, seeded
 from genrl.vla.evaluate import evaluate
+from genrl.vla.methods.descent import descend
 from genrl.vla.methods.imitation import mean_of_last
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.policies.folder import save_policy
@@ -55,18 +56,15 @@ def distil(
         with torch.no_grad():
             goal = act(teacher, sampler, teacher.encode(shown), noise)
         loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
+        found = descend(optimiser, loss)
         schedule.step()
-        yield loss.item()
+        yield found
 
 
 def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, float]:
     """Make the one-step copy, judge it in the environment, and save it as `one_step` in the run folder."""
     config, loop, policy = run.config, run.loop, run.policy
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
+    with seeded(config.seed, "student"):
         inputs = policy.config.inputs
         student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
     if inputs.looks:  # the data hold what the policy's encoder has seen

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import chains
-from genrl.mdp.noise import derive_seed, generator
+from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
 from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
+from genrl.vla.methods.descent import descend, followed
 from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
 from genrl.vla.methods.rl100.distillation import distilled
-from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.methods.update import Figures
@@ -37,6 +37,7 @@ from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
 from genrl.vla.setup import sampler_of
+from genrl.vla.worlds.dynamics import Dynamics, offline_value, train_dynamics
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -169,8 +170,7 @@ def train(run: VLARun, settings: RL100) -> None:
     inputs = inputs_of(policy)
     if inputs.looks and config.optimizer.weight_decay:
         raise ValueError(f"optimizer.weight_decay: {DECAYED}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+    with seeded(config.seed, "critics"):
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
         critics = Critics(replace(inputs, image=0, points=0, seen=policy.encoder.sees), stats, numbers)
     store = Store(critics=critics.to(loop.process.accelerator.device))
@@ -214,19 +214,14 @@ def offline_round(
         critics.normalise_by(store.data["seen"])
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
-        loop.phase("learning critics", settings.critic_steps)
-        how = settings.critics
-        learned = Figures()
-        for figures in train_iql(critics, data, how, steps=settings.critic_steps, seed=seed):
-            learned.add({f"critic/{name}": value for name, value in figures.items()})
-            loop.advance(1)
-        found |= learned.means
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed % 2**32)
+        how, count = settings.critics, settings.critic_steps
+        steps = train_iql(critics, data, how, steps=count, seed=seed)
+        found |= followed(run, "learning critics", count, steps, "critic")
+        with seeded(config.seed, "round", iteration):
             model = Dynamics(data, policy.stats | store.data["seen"]).to(loop.process.accelerator.device)
-        steps, size = settings.dynamics_steps, how.batch_size
+        count, size = settings.dynamics_steps, how.batch_size
         found["dynamics/loss"] = mean_of_last(
-            train_dynamics(model, data, steps=steps, batch_size=size, learning_rate=how.lr, seed=seed)
+            train_dynamics(model, data, steps=count, batch_size=size, learning_rate=how.lr, seed=seed)
         )
     with loop.timed("train"):
         found |= improve(run, settings, critics, model, data, step, iteration, seed)
@@ -238,6 +233,24 @@ def offline_round(
             imitate(policy, frames, steps=steps, batch_size=size, learning_rate=UNION_LR, seed=seed)
         )
     return found
+
+
+class Gate:
+    """Which policy the trust region is centred on: a candidate takes the place of the old one if it is judged better.
+
+    best: the value of the old policy, the highest so far. accepted, refused: how many candidates were.
+    """
+
+    def __init__(self, best: float) -> None:
+        self.best, self.accepted, self.refused = best, 0, 0
+
+    def admits(self, value: float) -> bool:
+        """Whether a candidate of this value is accepted, which makes it the best."""
+        if value > self.best:
+            self.best, self.accepted = value, self.accepted + 1
+            return True
+        self.refused += 1
+        return False
 
 
 def improve(
@@ -302,9 +315,7 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
                 error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
                     loop.process.accelerator.device
                 )
-                optimiser.zero_grad(set_to_none=True)
-                expectile_loss(error, 0.5).mean().backward()
-                optimiser.step()
+                descend(optimiser, expectile_loss(error, 0.5).mean())
                 figures.add({"critic/value_loss": error.square().mean().item()})
                 loop.advance(len(dealt.mine))
     first = rollout.valid & (rollout.episode == 0)

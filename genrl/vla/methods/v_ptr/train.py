@@ -16,26 +16,22 @@ import torch
 from torch import Tensor
 
 from genrl.config.vla import VLAConfig
-from genrl.mdp.noise import derive_seed
+from genrl.mdp.noise import derive_seed, seeded
 from genrl.runtime.recorded import Recorded
-from genrl.vla import setup
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods import wayward
+from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.icvf import ICVF, order, train_icvf
 from genrl.vla.methods.imitation import imitate, mean_of_last
 from genrl.vla.methods.offline import (
-    Reader,
     Store,
     Transitions,
     frames_of,
-    successful,
 )
 from genrl.vla.methods.play import play, table_of
-from genrl.vla.methods.regression import regress, weighted_cloning
+from genrl.vla.methods.regression import advantage_of, regress, weighted_cloning
 from genrl.vla.methods.shared_settings import Pretraining
-from genrl.vla.methods.update import Figures
 from genrl.vla.methods.v_ptr.settings import VPTR
-from genrl.vla.methods.wayward import wayward_data
 from genrl.vla.policies.encoder import LOOKS, Inputs
 from genrl.vla.policies.policy import (
     ENVIRONMENT,
@@ -43,44 +39,18 @@ from genrl.vla.policies.policy import (
     STATE,
     TOKENS,
     Batch,
-    tokenise,
-    vocabulary,
 )
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.simulators.minitable import INSTRUCTIONS, render
-from genrl.vla.simulators.minitable.task import task_numbers
+from genrl.vla.simulators.minitable import render
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
 
 
-class Looks:
-    """A reader of pictures who knows some words: for data that come before their policy."""
-
-    inputs = (IMAGE, STATE, TOKENS)
-
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self.words = words
-
-    def tokenise(self, instructions: Any) -> Tensor:
-        return tokenise(instructions, self.words)
-
-
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
-    assert isinstance(config.trainer, VPTR) and config.policy.new is not None
-    words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
-    data = robot_data(config, config.trainer, Looks(words), config.policy.new.horizon)
-    return setup.new_policy(config, frames_of(data), words)
-
-
-def robot_data(config: VLAConfig, settings: VPTR, reads: Reader, horizon: int) -> Transitions:
-    """Episodes with pictures, actions, and reward 1 at success."""
-    assert config.policy.new is not None
-    size, gamma = config.policy.new.image_size, settings.critics.gamma
-    return wayward_data(
-        config, reads, horizon, episodes=settings.episodes, right=settings.right, gamma=gamma, image_size=size
-    )
+    assert isinstance(config.trainer, VPTR)
+    return wayward.new_policy(config, config.trainer, (IMAGE, STATE, TOKENS))
 
 
 def videos(settings: Pretraining, size: int, *, seed: int) -> Tensor:
@@ -102,8 +72,7 @@ def pretrained(policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> 
         found = {"pretraining/loss": mean_of_last(steps)}
     else:
         shown = videos(how, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "icvf") % 2**32)
+        with seeded(seed, "icvf"):
             icvf = ICVF(other.encoder).to(next(policy.parameters()).device)
         found = {"pretraining/loss": mean_of_last(train_icvf(icvf, shown, how, seed=seed))}
         found["pretraining/order"] = order(icvf, shown)
@@ -133,23 +102,16 @@ def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
     features = seen.observation[ENVIRONMENT]
     inputs = Inputs(policy.config.inputs.state, policy.config.inputs.vocabulary, environment=features.shape[1])
     stats = policy.stats | frame_statistics({ENVIRONMENT: features})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+    with seeded(config.seed, "critics"):
         critics = Critics(inputs, stats, policy.horizon * policy.action_dim)
-    critics, learned = critics.to(loop.process.accelerator.device), Figures()
-    loop.phase("learning critics", settings.critic_steps)
-    for row in train_iql(critics, seen, settings.critics, steps=settings.critic_steps, seed=config.seed):
-        learned.add({f"critic/{name}": value for name, value in row.items()})
-        loop.advance(1)
-    won, advantage = successful(data), critics.advantage(seen.observation, seen.action).cpu()
-    found |= learned.means | {"data/success_mean": float(data.success.sum()) / settings.episodes}
-    found["critic/advantage_gap"] = float(advantage[won].mean() - advantage[~won].mean())
-    return {"advantage": advantage, "figures": found}
+    critics = critics.to(loop.process.accelerator.device)
+    advantage, learned = advantage_of(run, settings, critics, seen, "critic/advantage_gap")
+    return {"advantage": advantage, "figures": found | learned}
 
 
 def train(run: VLARun, settings: VPTR) -> None:
     """Encoder and critics once; then iterations of advantage-weighted regression."""
-    loop, data = run.loop, robot_data(run.config, settings, run.policy, run.policy.horizon)
+    loop, data = run.loop, wayward.wayward_data(run.config, settings, run.policy, run.policy.horizon)
     store = Store()
     loop.keep("v_ptr", store, changes=False)
     if not store.ready:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rewards
-from genrl.objectives.forward.adversarial import discriminator_loss, patch_discriminator_loss, preference_loss
+from genrl.objectives.forward.adversarial import adversary_loss
 from rewards.models.pixels import normalise
 from rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures
 from rewards.scorers.preference.adversary import (
@@ -18,6 +18,7 @@ from rewards.scorers.preference.adversary import (
     DinoLayersAdversary,
     PickScoreAdversary,
     check_trainable,
+    checked_logits,
     unit_scale,
 )
 from tests.reference.adv_grpo import adversarial_reward
@@ -58,15 +59,8 @@ def build(request: pytest.FixtureRequest, dino: str, clip: str) -> Callable[[], 
 
 
 def loss_of(reward: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    sides = [reward.logits(x, PROMPTS) for x in (real, fake)]
-    if reward.loss == "preference":
-        return preference_loss(*sides).mean()
-    if isinstance(reward, DinoLayersAdversary):
-        return discriminator_loss(*sides)
-    (real_whole, real_patches), (fake_whole, fake_patches) = sides
-    return patch_discriminator_loss(
-        real_whole, fake_whole, real_patches, fake_patches, patch_weight=reward.patch_weight
-    ).loss
+    sides = [checked_logits(reward, x, PROMPTS) for x in (real, fake)]
+    return adversary_loss(*sides, kind=reward.loss, patch_weight=reward.patch_weight).loss
 
 
 def test_training_raises_references_above_samples_and_state_restores_it(build: Callable[[], Any]) -> None:

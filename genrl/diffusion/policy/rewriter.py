@@ -8,36 +8,17 @@ from a generator of their own: they are a function of the weights, the prompt an
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from PIL.Image import Image
 from torch import Tensor
-
-from genrl.diffusion.methods.prompt_rl.settings import Rewriter as RewriterSettings
-from genrl.mdp.noise import generator
-from genrl.objectives.advantages.prompt_rl import completion_mask
-from genrl.runtime.low_rank import in_input_precision
-from genrl.runtime.run import write_atomic
-from rewards.models.torchvision_compat import ensure
-from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees
-
-ensure()  # before transformers is imported for the first time
-
-from peft import (  # noqa: E402
-    LoraConfig,
-    get_peft_model,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
-from transformers import (  # noqa: E402
+from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -45,13 +26,18 @@ from transformers import (  # noqa: E402
     LogitsProcessor,
     LogitsProcessorList,
 )
-from transformers.utils import logging as transformers_logging  # noqa: E402
+from transformers.utils import logging as transformers_logging
+
+from genrl.config.rewriter import Rewriter as RewriterSettings
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.prompt_rl import completion_mask
+from genrl.runtime.low_rank import adapted
+from genrl.runtime.run import write_atomic
+from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees
 
 SETTINGS = "rewriter.json"
 TAGS = ("<answer>", "</answer>")
 """What a new prompt is written between; an answer without them has format reward 0 and is not drawn."""
-ANY = 1_000_000
-"""Tokenizers without a limit say that theirs is larger than this."""
 
 
 @dataclass(frozen=True)
@@ -91,26 +77,16 @@ class Rewriter:
             exclude_modules=_outside(base) if self.see else None,
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # the adapter's initial values depend on the run's seed alone
-            try:
-                self.model = get_peft_model(base, config)
-            except ValueError as error:
-                raise ValueError(f"trainer.rewriter.lora.targets: {error}") from error
+        try:
+            self.model = adapted(base, config, seed)
+        except ValueError as error:
+            raise ValueError(f"trainer.rewriter.lora.targets: {error}") from error
         self.model.to(device).eval()  # dropout off: what is trained is what wrote
-        for parameter in self.parameters:
-            parameter.data = parameter.data.float()
-        in_input_precision(self.model)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, weight_decay=0.0)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    @property
-    def room(self) -> int | None:
-        """Positions of the model; None where it says nothing."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def asked(self, prompt: str, pictures: Sequence[Image] = ()) -> dict[str, Tensor]:
         """The model's input for a prompt: the instruction in the chat template, or plain; input_ids int64 [1, P].
@@ -118,11 +94,11 @@ class Rewriter:
         pictures: shown before the instruction to a model that sees; others are told the text alone.
         """
         text = self.settings.instruction.replace("{prompt}", prompt)
-        chat = [{"role": "user", "content": text}]
         if self.see:
             asked = self.see([[*pictures, text]])
         else:
             if told := bool(self.tokenizer.chat_template):
+                chat = [{"role": "user", "content": text}]
                 text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             asked = self.tokenizer(text, add_special_tokens=not told, return_tensors="pt", return_token_type_ids=False)
         floats = self.model.dtype
@@ -131,10 +107,11 @@ class Rewriter:
     def check_room(self, prompt: str, asked: Inputs) -> None:
         """Raise ValueError where the model has too few positions for what it is asked and a whole answer."""
         length, longest = asked["input_ids"].shape[1], self.settings.max_new_tokens
-        if self.room is not None and length + longest > self.room:
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if room is not None and length + longest > room:
             raise ValueError(
                 f"trainer.rewriter.max_new_tokens: {length} tokens of instruction and prompt and {longest} new "
-                f"ones are more than the {self.room} positions of {self.settings.path}: {prompt!r}; use fewer"
+                f"ones are more than the {room} positions of {self.settings.path}: {prompt!r}; use fewer"
             )
 
     @torch.no_grad()
@@ -152,14 +129,13 @@ class Rewriter:
         """
         asked = self.asked(prompt, pictures)
         self.check_room(prompt, asked)
-        length, longest = asked["input_ids"].shape[1], self.settings.max_new_tokens
         draw = _Draw(self._log_softmax, generator(*key))
         found = self.model.generate(
             **_repeated(asked, count),
-            max_new_tokens=longest,
+            max_new_tokens=self.settings.max_new_tokens,
             logits_processor=LogitsProcessorList([draw]),
         )
-        tokens = found[:, length:]
+        tokens = found[:, asked["input_ids"].shape[1] :]
         mask = completion_mask(tokens, self.end)
         answers = [self._new_prompt(row[kept], fits) for row, kept in zip(tokens, mask, strict=True)]
         texts = [prompt if answer is None else answer for answer in answers]
@@ -193,12 +169,6 @@ class Rewriter:
         """Of what may be drawn, at the temperature of sampling, float32 [..., V]."""
         allowed = logits.float().index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
         return (allowed / self.settings.temperature).log_softmax(-1)
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within the block the model is the one that training began from."""
-        with self.model.disable_adapter():
-            yield
 
     def rewrite(
         self,
@@ -293,34 +263,6 @@ def _outside(model: Any) -> list[str]:
 def _repeated(asked: Inputs, count: int) -> dict[str, Tensor]:
     """The same for `count` rows: everything has its rows, or its pictures' patches, along dimension 0."""
     return {name: torch.cat([value] * count) for name, value in asked.items()}
-
-
-class TextRoom:
-    """Whether a text fits into the longest of a pipeline's text encoders; the others cut it, as ever.
-
-    The limit is the tokenizer's `model_max_length`, for those that take it (all but CLIP's) also `max_sequence_length`
-    of the call.
-    """
-
-    def __init__(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
-        parameter = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
-        called = arguments.get("max_sequence_length", parameter.default if parameter else None)
-        self.name, self.tokenizer, self.limit = "", None, 0
-        for name, part in sorted(pipe.components.items()):
-            if not name.startswith("tokenizer") or part is None:
-                continue
-            limit = int(getattr(part, "model_max_length", ANY))
-            if isinstance(called, int) and "CLIP" not in type(part).__name__:
-                limit = min(limit, called)
-            if limit > self.limit:
-                self.name, self.tokenizer, self.limit = name, part, limit
-
-    def length(self, text: str) -> int:
-        """Its tokens, those of the beginning and the end included."""
-        return len(self.tokenizer(text, verbose=False).input_ids) if self.tokenizer is not None else 0
-
-    def __call__(self, text: str) -> bool:
-        return self.tokenizer is None or self.limit >= ANY or self.length(text) <= self.limit
 
 
 class _Draw(LogitsProcessor):

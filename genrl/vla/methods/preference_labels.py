@@ -22,6 +22,7 @@ from torch.nn import functional
 import rewards
 from genrl.mdp.noise import generator
 from genrl.vla.methods.critics import CriticNet
+from genrl.vla.methods.descent import descend
 from genrl.vla.methods.offline import Transitions
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, Statistics, rows
@@ -221,10 +222,7 @@ def train_rewards(
             losses.append(functional.binary_cross_entropy_with_logits(first - second, target))
             hits.append(((first > second) == (target > 0)).float().mean())
         loss = torch.stack(losses).mean()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        yield {"loss": loss.item(), "accuracy": torch.stack(hits).mean().item()}
+        yield {"loss": descend(optimiser, loss), "accuracy": torch.stack(hits).mean().item()}
 
 
 @torch.no_grad()

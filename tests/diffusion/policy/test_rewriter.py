@@ -12,8 +12,8 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from genrl.config import LoRA
-from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, load_rewriter
-from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Settings
+from genrl.config.rewriter import Rewriter as Settings
+from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within peft and transformers
 
@@ -83,7 +83,7 @@ def test_teacher_forcing_gives_the_log_probabilities_of_sampling(
     assert (
         len({tuple(row) for row in written.tokens.tolist()}) == 5
     )  # no top-k, no greedy: the makers' defaults are off
-    with rewriter.reference():
+    with rewriter.model.disable_adapter():
         assert not torch.allclose(rewriter.log_probs(written), again, atol=1e-3)
 
 
@@ -160,7 +160,7 @@ def test_only_the_adapter_is_trained_and_its_start_depends_on_the_seed() -> None
     assert all(torch.equal(adapters[0][key], adapters[2][key]) for key in adapters[0])
     assert any(not torch.equal(adapters[0][key], adapters[1][key]) for key in adapters[0])
     written = one.write("a jade disc", 2, ("key",), anything)
-    with one.reference():
+    with one.model.disable_adapter():
         assert torch.equal(one.log_probs(written), other.log_probs(written))  # the second half of an adapter is 0
 
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from genrl.config import Model, load
-from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, load_rewriter
-from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Settings
+from genrl.config.rewriter import Rewriter as Settings
+from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe
 from genrl.diffusion.sample import sample
@@ -25,8 +25,8 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES as PIPELINES
-from tests.diffusion.methods.test_rewriter import anything, moved
 from tests.diffusion.policy.test_editing import editing
+from tests.diffusion.policy.test_rewriter import anything, moved
 from tests.vlm import tiny_checkpoints
 
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
@@ -78,7 +78,7 @@ def test_its_answers_are_those_of_the_model_and_of_the_picture(saved: Callable[[
     policy.forbidden = rewriter.forbidden
     asked = [policy.encode(Prompt((picture(0), "Say a jade disc")))]
     same = policy.log_probs(asked, written.tokens, written.mask, group=torch.zeros(4, dtype=torch.int64)).log_prob
-    with torch.no_grad(), rewriter.reference():
+    with torch.no_grad(), rewriter.model.disable_adapter():
         assert torch.allclose(rewriter.log_probs(written)[written.mask], same[written.mask], atol=1e-5)
 
 

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
+from genrl.vla.methods.descent import descend
 from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 
 _LEAST_STD = 0.05
@@ -29,13 +31,6 @@ class Latent(NamedTuple):
     def rows(self, index: Tensor) -> Latent:
         """The rows `index` (numbers or a mask)."""
         return Latent(self.h[index], self.z[index])
-
-
-class Gaussian(NamedTuple):
-    """mean and std of z [B, S]."""
-
-    mean: Tensor
-    std: Tensor
 
 
 class WorldModel(nn.Module):
@@ -72,11 +67,11 @@ class WorldModel(nn.Module):
         h: Tensor = self.cell(self.entry(torch.cat([latent.z, acted], 1)), latent.h)
         return h
 
-    def expected(self, h: Tensor) -> Gaussian:
+    def expected(self, h: Tensor) -> Normal:
         """The prior of z."""
         return _gaussian(self.prior(h))
 
-    def seen(self, h: Tensor, observation: Tensor) -> Gaussian:
+    def seen(self, h: Tensor, observation: Tensor) -> Normal:
         """The posterior of z."""
         shown = normalise(observation, self._stats("observation"), "MEAN_STD")
         return _gaussian(self.posterior(torch.cat([h, shown], 1)))
@@ -90,7 +85,7 @@ class WorldModel(nn.Module):
         """The next latent without looking; noise [B, S] standard normal."""
         h = self.forward_h(latent, action)
         prior = self.expected(h)
-        return Latent(h, prior.mean + prior.std * noise)
+        return Latent(h, prior.mean + prior.stddev * noise)
 
     @torch.no_grad()
     def look(self, latent: Latent, action: Tensor, observation: Tensor) -> Latent:
@@ -117,20 +112,14 @@ class WorldLoss(NamedTuple):
     loss: Tensor
 
 
-def kl_gaussian(left: Gaussian, right: Gaussian) -> Tensor:
-    """KL(left || right) summed over z, [B], in nats."""
-    ratio = (left.std / right.std) ** 2
-    gap = ((left.mean - right.mean) / right.std) ** 2
-    return 0.5 * (ratio + gap - 1.0 - ratio.log()).sum(-1)
+def balanced_kl(posterior: Normal, prior: Normal, *, balance: float) -> Tensor:
+    """`balance KL(sg(q) || p) + (1 - balance) KL(q || sg(p))` summed over z, [B]: DreamerV2, algorithm 2; balance .8.
 
-
-def balanced_kl(posterior: Gaussian, prior: Gaussian, *, balance: float) -> Tensor:
-    """`balance KL(sg(q) || p) + (1 - balance) KL(q || sg(p))`, [B]: DreamerV2, algorithm 2; balance .8.
-
-    Its value is the KL; its gradient moves the prior more than the posterior.
+    Its value is the KL in nats; its gradient moves the prior more than the posterior.
     """
-    still_q, still_p = (Gaussian(g.mean.detach(), g.std.detach()) for g in (posterior, prior))
-    return balance * kl_gaussian(still_q, prior) + (1.0 - balance) * kl_gaussian(posterior, still_p)
+    still_q, still_p = (Normal(g.mean.detach(), g.stddev.detach(), validate_args=False) for g in (posterior, prior))
+    first, second = kl_divergence(still_q, prior).sum(-1), kl_divergence(posterior, still_p).sum(-1)
+    return balance * first + (1.0 - balance) * second
 
 
 def world_loss(
@@ -153,7 +142,7 @@ def world_loss(
     for t in range(observations.shape[1]):
         h = model.forward_h(latent, before)
         prior, posterior = model.expected(h), model.seen(h, observations[:, t])
-        latent = Latent(h, posterior.mean + posterior.std * noise[:, t])
+        latent = Latent(h, posterior.mean + posterior.stddev * noise[:, t])
         errors.append(0.5 * (model.decoder(torch.cat(latent, 1)) - shown[:, t]).square().sum(-1))
         if t:  # nothing foretells the first observation
             kls.append(balanced_kl(posterior, prior, balance=balance))
@@ -182,10 +171,7 @@ def world_step(
     noise = torch.randn((batch_size, length + 1, model.stochastic), generator=rng)
     shown, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
     found = world_loss(model, shown, done, noise)
-    optimiser.zero_grad(set_to_none=True)
-    found.loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-    optimiser.step()
+    descend(optimiser, found.loss, 100.0)
     return WorldLoss(*(value.detach() for value in found))
 
 
@@ -196,6 +182,6 @@ def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-def _gaussian(numbers: Tensor) -> Gaussian:
+def _gaussian(numbers: Tensor) -> Normal:
     mean, raw = numbers.chunk(2, -1)
-    return Gaussian(mean, functional.softplus(raw) + _LEAST_STD)
+    return Normal(mean, functional.softplus(raw) + _LEAST_STD, validate_args=False)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.vla.methods.critics import Critics
+from genrl.vla.methods.descent import descend
 from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
@@ -77,11 +78,7 @@ def train_dynamics(
     optimiser = torch.optim.Adam(model.parameters(), lr=learning_rate)
     for step in range(steps):
         index = torch.randint(len(data.reward), (batch_size,), generator=generator(seed, "dynamics", step))
-        loss = model.loss(take(data, index))
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        yield loss.item()
+        yield descend(optimiser, model.loss(take(data, index)))
 
 
 @torch.no_grad()
@@ -108,21 +105,3 @@ def offline_value(
         }
         over = over | ended
     return total / steps
-
-
-class Gate:
-    """Which policy the trust region is centred on: a candidate takes the place of the old one if it is judged better.
-
-    best: the value of the old policy, the highest so far. accepted, refused: how many candidates were.
-    """
-
-    def __init__(self, best: float) -> None:
-        self.best, self.accepted, self.refused = best, 0, 0
-
-    def admits(self, value: float) -> bool:
-        """Whether a candidate of this value is accepted, which makes it the best."""
-        if value > self.best:
-            self.best, self.accepted = value, self.accepted + 1
-            return True
-        self.refused += 1
-        return False

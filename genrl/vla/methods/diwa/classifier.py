@@ -1,0 +1,148 @@
+"""What DiWA learns from demonstrations as its world model sees them: when an instruction is fulfilled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from genrl.mdp.noise import generator
+from genrl.objectives.contrastive import supervised_contrastive
+from genrl.vla.methods.descent import descend
+from genrl.vla.methods.diwa.settings import Classifier
+from genrl.vla.methods.play import seen
+from genrl.vla.policies.encoder import ObservationEncoder
+from genrl.vla.policies.normalise import statistics
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
+from genrl.vla.simulators.minitable import task
+from genrl.vla.simulators.minitable.task import INSTRUCTIONS
+from genrl.vla.worlds.dreams import as_observation, latent_inputs
+from genrl.vla.worlds.rssm import Latent, WorldModel
+
+CONTRAST, TEMPERATURE = 0.5, 0.5
+"""Weight of the classifier's contrastive loss, and its temperature."""
+
+
+class Encoded(NamedTuple):
+    """Demonstrations in latents, frames by frames: observation (h, z, instruction) [F, ..]; action [F, H, 3], the
+    expert's chunk from there; done bool [F]: the instruction is fulfilled; first bool [F]: a beginning; lines [F]."""
+
+    observation: Batch
+    action: Tensor
+    done: Tensor
+    first: Tensor
+    lines: list[str]
+
+
+def encode_demonstrations(
+    world: WorldModel, keys: task.Keys, tasks: Sequence[int], words: Sequence[str], *, horizon: int, still: int
+) -> Encoded:
+    """The expert's episodes as the world model sees them, `still` more steps after each success."""
+    state = task.initial_state(keys, tasks)
+    latent = world.first(torch.from_numpy(seen(state)))
+    lines = [INSTRUCTIONS[number] for number in state.task]
+    tokens, columns, after = tokenise(lines, words), [], np.zeros(len(keys), dtype=np.int64)
+    while (after <= still).any():
+        done = task.is_success(state)
+        chunk = task.expert_chunk(state, horizon)
+        columns.append((*latent, torch.from_numpy(chunk), torch.from_numpy(done), torch.from_numpy(after <= still)))
+        after += done
+        state = task.step(state, chunk[:, 0])
+        latent = world.look(latent, torch.from_numpy(chunk[:, 0]), torch.from_numpy(seen(state)))
+    h, z, chunks, ended, kept = (torch.stack(column, 1) for column in zip(*columns, strict=True))
+    episode, first = kept.nonzero()[:, 0], torch.zeros_like(kept)
+    first[:, 0] = True
+    observation = as_observation(Latent(h[kept], z[kept]), tokens[episode])
+    told = [lines[number] for number in episode.tolist()]
+    return Encoded(observation, chunks[kept], ended[kept], first[kept], told)
+
+
+class RewardClassifier(nn.Module):
+    """Latent and instruction -> is it fulfilled: two classes on an embedding, the reward is the likelier one."""
+
+    def __init__(self, world: WorldModel, observation: Batch, words: tuple[str, ...], *, width: int = 128) -> None:
+        super().__init__()
+        stats: Statistics = {name: statistics(observation[name]) for name in (STATE, ENVIRONMENT)}
+        for found in stats.values():
+            found["std"] = found["std"].clamp(min=0.02)
+        self.words = words
+        self.encoder = ObservationEncoder(latent_inputs(world, words), stats)
+        self.embed = nn.Sequential(
+            nn.Linear(self.encoder.size, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 64)
+        )
+        self.classes = nn.Sequential(nn.SiLU(), nn.Linear(64, 2))
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return tokenise(instructions, self.words)
+
+    def forward(self, observation: Batch) -> tuple[Tensor, Tensor]:
+        """Embedding of length 1 [B, 64] and logits [B, 2]."""
+        found = self.embed(self.encoder(observation))
+        return functional.normalize(found, dim=1), self.classes(found)
+
+    @torch.no_grad()
+    def fulfilled(self, observation: Batch) -> Tensor:
+        """bool [B]."""
+        logits: Tensor = self(observation)[1]
+        return logits.argmax(1) == 1
+
+
+def train_classifier(
+    judge: RewardClassifier,
+    world: WorldModel,
+    encoded: Encoded,
+    background: Latent,
+    settings: Classifier,
+    *,
+    seed: int,
+    batch_size: int = 256,
+) -> Iterator[dict[str, float]]:
+    """Cross-entropy and `CONTRAST` times the contrastive loss; yields {"loss", "accuracy"} of each step.
+
+    A quarter of a batch are fulfilled frames of demonstrations. The others are not: an eighth each frames before it
+    and ends of demonstrations of something else, and half latents of play (`background`) under any instruction, a few
+    of which do fulfil it, unknown to anybody. Without play a policy finds latents that no demonstration has shown, and
+    that pay. z is drawn anew from the prior in every second frame: dreams show no other.
+    """
+    optimiser = torch.optim.Adam(judge.parameters(), lr=settings.lr)
+    observation, eighth = encoded.observation, max(1, batch_size // 8)
+    tokens = observation[TOKENS]
+    yes, no = encoded.done.nonzero()[:, 0], (~encoded.done).nonzero()[:, 0]
+    for step in range(settings.steps):
+        rng = generator(seed, "classifier", step)
+
+        def some(numbers: Tensor, count: int, rng: torch.Generator = rng) -> Tensor:
+            return numbers[torch.randint(len(numbers), (count,), generator=rng)]
+
+        good, before, swapped, lent = some(yes, 2 * eighth), some(no, eighth), some(yes, eighth), some(yes, eighth)
+        differ = (tokens[swapped] != tokens[lent]).any(1)
+        swapped, lent = swapped[differ], lent[differ]
+        play = torch.randint(len(background.h), (4 * eighth,), generator=rng)
+        shown = torch.cat([good, before, swapped])
+        h = torch.cat([observation[STATE][shown], background.h[play]])
+        z = torch.cat([observation[ENVIRONMENT][shown], background.z[play]])
+        told = torch.cat([tokens[good], tokens[before], tokens[lent], tokens[some(no, 4 * eighth)]])
+        with torch.no_grad():
+            prior = world.expected(h)
+        noise, redrawn = torch.randn(z.shape, generator=rng), torch.rand(len(z), 1, generator=rng) < 0.5
+        z = torch.where(redrawn, prior.mean + prior.stddev * noise, z)
+        label = (torch.arange(len(h)) < len(good)).long()
+        embedding, logits = judge(as_observation(Latent(h, z), told))
+        cross = functional.cross_entropy(logits, label)
+        loss = cross + CONTRAST * supervised_contrastive(embedding, label, TEMPERATURE)
+        yield {"loss": descend(optimiser, loss), "accuracy": (logits.argmax(1) == label).float().mean().item()}
+
+
+@torch.no_grad()
+def encode_play(world: WorldModel, observations: Tensor, actions: Tensor) -> Latent:
+    """Play as the world model sees it: observations [E, T + 1, O], actions [E, T, A] -> E (T + 1) latents."""
+    latent = world.first(observations[:, 0])
+    found = [latent]
+    for t in range(actions.shape[1]):
+        latent = world.look(latent, actions[:, t], observations[:, t + 1])
+        found.append(latent)
+    return Latent(torch.cat([one.h for one in found]), torch.cat([one.z for one in found]))

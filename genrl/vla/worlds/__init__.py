@@ -1,0 +1,1 @@
+"""Learned models of a world, and environments in them."""
