@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def _as(bias: Tensor | None, input: Tensor) -> Tensor | None:
 _ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _Linear, nn.Conv2d: _Conv2d}
 
 
-def adapted(model: nn.Module, config: LoraConfig, seed: int) -> PeftModel:
+def adapted(model: Any, config: LoraConfig, seed: int) -> PeftModel:
     """`model` with adapters inside it, in float32 and in the input's precision; their values follow from `seed` alone.
 
     Raises ValueError where no layer is meant by the configuration.
