@@ -24,6 +24,8 @@ ensure()  # before a test imports transformers or torchmetrics
 if not torch.cuda.is_available():  # kernels are interpreted: to be set before triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.fsync = os.fstat  # no test cuts the power, and runs waited longer for the disk than for anything else but the model
+
 hypothesis.settings.register_profile("busy", deadline=None)  # of a machine that does other things too
 hypothesis.settings.load_profile("busy")
 
