@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+try:
+    from yaml import CSafeLoader
+except ImportError:  # PyYAML was built without libyaml
+    from yaml import SafeLoader as CSafeLoader  # type: ignore[assignment]
 
 MAX_BYTES = 200_000
 MAX_NODES = 5_000  # counted after aliases are expanded, so an alias bomb stops here
@@ -36,10 +44,24 @@ class SourceError(ValueError):
         self.problems = problems
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2's core schema."""
+class _Composer(yaml.composer.Composer, yaml.resolver.Resolver):
+    """SafeLoader's composer, of events that were read already, with the scalars of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def __init__(self, events: Sequence[yaml.Event]) -> None:
+        yaml.composer.Composer.__init__(self)
+        yaml.resolver.Resolver.__init__(self)
+        self.events = deque(events)
+
+    def check_event(self, *kinds: type[yaml.Event]) -> bool:
+        return bool(self.events) and isinstance(self.events[0], kinds)
+
+    def peek_event(self) -> yaml.Event:
+        return self.events[0]
+
+    def get_event(self) -> yaml.Event:
+        return self.events.popleft()
 
 
 class Dumper(yaml.SafeDumper):
@@ -54,7 +76,7 @@ class Dumper(yaml.SafeDumper):
 
 for _name, _pattern, _first in _SCALARS:
     _firsts = [*_first, ""] if _name == "null" else [*_first]
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _firsts)
+    _Composer.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _firsts)
     Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, [*_first])
 
 
@@ -83,8 +105,7 @@ def read(path: Path) -> Source:
 def parse(text: str) -> Source:
     """Parse YAML `text`; SourceError if it is not one acceptable document."""
     try:
-        _refuse_large(text)
-        node = yaml.compose(text, Loader=_Loader)
+        node = _Composer(_events(text)).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         hint = " (a tab; indent with spaces)" if "'\\t'" in str(error.problem) else ""
@@ -101,18 +122,27 @@ def parse(text: str) -> Source:
     return Source(value, builder.lines)
 
 
-def _refuse_large(text: str) -> None:
+def plain(text: str) -> Any:
+    """`yaml.safe_load` by libyaml, which is ten times as fast but lets tabs through: for what `dump` wrote. Raises
+    yaml.YAMLError where it is no YAML."""
+    return yaml.load(text, Loader=CSafeLoader)  # noqa: S506
+
+
+def _events(text: str) -> list[yaml.Event]:
     # The event layer does not recurse, so hostile nesting is caught before the composer, which does.
+    found: list[yaml.Event] = []
     depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        if count > 2 * MAX_NODES:
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if len(found) > 2 * MAX_NODES:
             raise SourceError([(_line(event), f"more than {MAX_NODES:,} values; this is not a configuration file")])
+        found.append(event)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
                 raise SourceError([(_line(event), f"nested deeper than {MAX_DEPTH} levels")])
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+    return found
 
 
 class _Builder:

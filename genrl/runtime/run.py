@@ -28,10 +28,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
+from genrl.config.yaml_source import plain
 from rewards.given import is_given
 
 EDITABLE = (
@@ -182,7 +182,7 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
             f"{before} is no configuration of this version of genrl: it was damaged, or another version wrote it "
             f"(run.json says which). Nothing was changed. {error}"
         ) from None
-    objects = {key for key, value in leaves(yaml.safe_load(dump(was))).items() if is_given(value)}
+    objects = {key for key, value in leaves(plain(dump(was))).items() if is_given(value)}
     editable = (*EDITABLE, *objects)
     forbidden = [key for key in edits if key in KEPT or not any(fnmatchcase(key, pattern) for pattern in editable)]
     if forbidden:
@@ -210,7 +210,7 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
 
 def _check_first_save(run: Run, config: str) -> None:
     """A run without checkpoints begins again, which its rows would not survive if it had saved once."""
-    rows, every = read_metrics(run.metrics), yaml.safe_load(config).get("checkpoint", {}).get("every", 1)
+    rows, every = read_metrics(run.metrics), plain(config).get("checkpoint", {}).get("every", 1)
     if rows and rows[-1]["step"] > every:
         raise ValueError(
             f"{run.folder} has no checkpoint left, and it has done {rows[-1]['step']} iterations; nothing was changed. "
@@ -267,7 +267,7 @@ def prepare(
 
 def config_edits(old: str, new: str) -> dict[str, str]:
     """Dotted key -> "key: old -> new" for every leaf that differs between two YAML texts."""
-    before, after = leaves(yaml.safe_load(old)), leaves(yaml.safe_load(new))
+    before, after = leaves(plain(old)), leaves(plain(new))
     keys = [*before, *(key for key in after if key not in before)]
     missing = object()
     return {

@@ -29,7 +29,8 @@ def trained(path: str, prepare: Callable[[DiffusionRun], None]) -> None:
 
 
 def record(path: str, out: str) -> None:
-    """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors."""
+    """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors. No
+    adapter is exported, which would be a fifth of the time."""
 
     def prepare(run: DiffusionRun) -> None:
         collect, step = run.collect, run.loop.optimizer.step
@@ -48,6 +49,7 @@ def record(path: str, out: str) -> None:
 
         run.collect = watched_collect  # type: ignore[method-assign]
         run.loop.optimizer.step = watched_step  # type: ignore[method-assign, assignment]
+        run.export = lambda folder: None  # type: ignore[method-assign]
 
     trained(path, prepare)
 

@@ -23,7 +23,10 @@ from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # deprecations within diffusers
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.filterwarnings("ignore")),  # deprecations within diffusers
+    pytest.mark.usefixtures("unproven"),  # each method's adapter is loaded again in tests/runtime/test_replay.py
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -34,13 +37,19 @@ FILES = {
 FURTHER = {
     "adv_grpo": ["trainer.adversary.warmup=1"],  # the judge in the first iteration, the model in the second
     "adv_grpo_style": ["trainer.adversary.warmup=1", "trainer.keep_graph=false"],  # workers keep no graphs
+    # smaller trees, of two depths where theirs have more
+    "branch_grpo": ["trainer.tree.at=[0, 1]", "sampling.group_size=4", "sampling.batch_size=4"],
+    "flow_grpo_fast": ["trainer.tree.ways=4", "sampling.group_size=4", "sampling.batch_size=4"],
+    "tree_grpo": ["trainer.window.size=2", "sampling.group_size=9", "sampling.batch_size=9"],
+    "tree_rpo": ["trainer.window.size=2", "sampling.group_size=4", "sampling.batch_size=4"],
     "talk2move": ["trainer.exit_step=null", "trainer.step_evaluation={prompts: 1, samples: 2}"],
 }
 NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw", "talk2move_sft": "nothing to draw"}
 
 
 def shrunken(path: Path, output: Path) -> Config:
-    """The file's settings with the fewest samples: one prompt for each optimiser step, small groups but whole trees."""
+    """The file's settings with the fewest samples: one prompt for each optimiser step, small groups and trees;
+    few steps, where no tree stands on them."""
     full = load(path)
     group = full.sampling.group_size
     if getattr(full.trainer, "tree", None) is None:
@@ -57,6 +66,9 @@ def shrunken(path: Path, output: Path) -> Config:
         f"output={output}",
         *FURTHER.get(path.stem, []),
     ]
+    if full.sampling.num_inference_steps > 5 and getattr(full.trainer, "tree", None) is None:
+        changes.append("sampling.num_inference_steps=5")
+        changes += ["trainer.window.size=2", "trainer.window.high=4"] if getattr(full.trainer, "window", None) else []
     return load(path, changes)
 
 

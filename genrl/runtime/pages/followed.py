@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from genrl.config.yaml_source import plain
 from genrl.runtime.curves import Point, is_constant
 from genrl.runtime.run import Run, read_row, run_info
 
@@ -106,7 +107,7 @@ class Followed:
         """Raises yaml.YAMLError where config.yaml is no YAML."""
         text = self.run.config.read_text(encoding="utf-8") if self.run.config.is_file() else ""
         if text != self.config:
-            found = yaml.safe_load(text)
+            found = plain(text)
             self.config, self.settings = text, found if isinstance(found, dict) else {}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:

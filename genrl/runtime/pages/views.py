@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import yaml
-
 from genrl.config.json_schemas import method_of
 from genrl.config.method import MetricDoc, headings
+from genrl.config.yaml_source import plain
 from genrl.runtime.curves import Point, chart
 from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.pages.followed import Column, Followed
@@ -104,7 +103,7 @@ def documented(configs: tuple[str, ...]) -> Documented:
     """The catalogue of metrics, and what methods from outside document, where they are still there."""
     found: dict[str, Mapping[str, MetricDoc]] = {}
     for config in configs:
-        method = method_of(yaml.safe_load(config)) if config else None
+        method = method_of(plain(config)) if config else None
         found |= {} if method is None else headings(method)
     return {**found, **SECTIONS}
 

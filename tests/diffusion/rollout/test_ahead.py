@@ -25,9 +25,9 @@ from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
 
-SAMPLING = {"num_inference_steps": 4, "guidance_scale": 2.0, "prompts_per_iteration": 3, "group_size": 4}
+SAMPLING = {"num_inference_steps": 4, "guidance_scale": 2.0, "prompts_per_iteration": 3, "group_size": 2}
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-2, "kl_weight": 0.01, "updates_per_iteration": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "window": {**GRPO, "window": {"size": 2, "low": 0, "high": 3, "schedule": "random"}},
