@@ -14,8 +14,10 @@ from torch import Tensor
 from genrl.objectives.surrogates.policy_losses import importance_ratio, kl_k3
 
 
-def joint_rewards(generation: Tensor, format_refined: Tensor, *, format_weight: float = 1.0) -> Tensor:
-    """`R = R_generation + weight R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
+def joint_rewards(
+    generation: Tensor, format_refined: Tensor, *, generation_weight: float = 1.0, format_weight: float = 1.0
+) -> Tensor:
+    """`R = weight R_generation + weight R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
 
     A retained prompt has no format of its own: it counts as the mean of its group's, so that it is neither helped nor
     harmed by it (without any refinement: 0). Raises ValueError for more refinements than pictures.
@@ -29,7 +31,7 @@ def joint_rewards(generation: Tensor, format_refined: Tensor, *, format_weight: 
         )
     mean = format_refined.mean(dim=1, keepdim=True) if refined else generation.new_zeros(prompts, 1)
     complete = torch.cat([format_refined, mean.expand(-1, size - refined)], dim=1)
-    return generation + format_weight * complete
+    return generation_weight * generation + format_weight * complete
 
 
 def completion_mask(tokens: Tensor, end: int) -> Tensor:

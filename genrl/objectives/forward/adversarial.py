@@ -57,15 +57,20 @@ def adversary_loss(
     return DiscriminatorOutput(loss, float(right) / 2.0)
 
 
-def preference_loss(reference: Tensor, generated: Tensor) -> Tensor:
+def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
     """`-log softmax over (s_ref, s_gen)` of the reference, [B]: what a CLIP reward is trained by.
 
     The Bradley-Terry loss of a reward model (arXiv 2305.18290, eq. 2).
 
     The reference image is to be preferred to the sample for its prompt. Scores [B] are `exp(logit scale) <text, image>`
-    of unit features.
+    of unit features. ties: neither is preferred, the cross-entropy with (1/2, 1/2) less log 2, so that it is 0 where
+    both score the same.
     """
-    return -torch.stack([reference, generated], dim=1).log_softmax(dim=1)[:, 0]
+    log_prob = torch.stack([reference, generated], dim=1).log_softmax(dim=1)
+    if not ties:
+        return -log_prob[:, 0]
+    half = torch.full_like(log_prob, 0.5)
+    return (half * (half.log() - log_prob)).sum(dim=1)
 
 
 def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:

@@ -66,9 +66,9 @@ def test_retained_prompts_are_neither_helped_nor_harmed_by_the_format(
 ) -> None:
     generation = noise.keyed_noise((prompts, refined + retained), seed, "generation").double()
     formats = noise.keyed_noise((prompts, refined), seed, "format").double()
-    total = prompt_rl.joint_rewards(generation, formats, format_weight=0.5)
-    assert torch.allclose(total[:, :refined], generation[:, :refined] + 0.5 * formats)
-    bonus = total[:, refined:] - generation[:, refined:]
+    total = prompt_rl.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
+    assert torch.allclose(total[:, :refined], 2.0 * generation[:, :refined] + 0.5 * formats)
+    bonus = total[:, refined:] - 2.0 * generation[:, refined:]
     want = 0.5 * formats.mean(1, keepdim=True) if refined else torch.zeros(prompts, 1).double()
     assert torch.allclose(bonus, want.expand_as(bonus), atol=1e-12)
 

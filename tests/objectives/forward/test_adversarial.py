@@ -66,15 +66,23 @@ def test_golden_discriminator(golden) -> None:
 
 def test_golden_preference_criterion(golden) -> None:
     arrays = load(golden("trainers_adv_pickscore_criterion"))
-    reference, generated = (arrays[f"in_img_{side}"].clone().requires_grad_() for side in ("reference", "generated"))
-    scores = (arrays["in_logit_scale"] * (arrays["in_text"] * image).sum(-1) for image in (reference, generated))
-    loss = adversarial.preference_loss(*scores).mean()
-    gradients = torch.autograd.grad(loss, (reference, generated))
-    ours = {"loss": loss, "grad_reference": gradients[0], "grad_generated": gradients[1]}
-    for key, value in ours.items():
-        close(value, arrays[f"out_{key}_ref_preferred"], key)
-    preferred = {name for name in arrays if name.endswith("_ref_preferred")}  # the others are of ties, which none has
-    assert {f"out_{key}_ref_preferred" for key in ours} == preferred
+    compared = set()
+    for ties, name in ((False, "ref_preferred"), (True, "tie")):
+        reference, generated = (
+            arrays[f"in_img_{side}"].clone().requires_grad_() for side in ("reference", "generated")
+        )
+        scale = arrays["in_logit_scale"]
+        scores = (scale * (arrays["in_text"] * image).sum(-1) for image in (reference, generated))
+        loss = adversarial.preference_loss(*scores, ties=ties).mean()
+        gradients = torch.autograd.grad(loss, (reference, generated))
+        ours = {f"out_loss_{name}": loss} | {
+            f"out_grad_{side}_{name}": gradient
+            for side, gradient in zip(("reference", "generated"), gradients, strict=True)
+        }
+        for key, value in ours.items():
+            compared.add(key)
+            close(value, arrays[key], key)
+    assert compared == {name for name in arrays if name.startswith("out_")}
 
 
 LOGITS = st.lists(st.floats(-5, 5), min_size=1, max_size=6)
@@ -124,9 +132,10 @@ def test_only_the_best_patches_count() -> None:
     assert top_patches(logits[:, 1:4]).item() == 1.0  # at least one
 
 
-def test_a_preference_model_that_rates_both_the_same_costs_log_two() -> None:
+def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:
     scores = 100 * noise.keyed_noise((3,), "s")
     assert torch.allclose(adversarial.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
+    assert adversarial.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
 
 
 def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:
