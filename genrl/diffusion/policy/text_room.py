@@ -39,7 +39,7 @@ class TextRoom:
     def __call__(self, text: str) -> bool:
         return self.tokenizer is None or self.limit >= ANY or self.length(text) <= self.limit
 
-    def check(self, prompts: Iterable[Prompt], source: str, model: str) -> None:
+    def check(self, prompts: Iterable[Prompt], source: str | None, model: str) -> None:
         """Raise ValueError, with its line in `source`, for a prompt that the text encoders of `model` would cut."""
         for row in prompts:
             if not self(row.text):

@@ -56,7 +56,7 @@ def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: i
         with torch.no_grad(), run.weights.reference():
             reference = run.policy.replay(trajectory, k).log_prob
         given = {"pairs": pairs, "reference_log_prob": reference, "counts": torch.tensor(float(len(pairs) > 0))}
-        return trajectory.batch, recorded_step(trajectory, k, given).tensors
+        return trajectory.batch, dict(recorded_step(trajectory, k, given).tensors)
 
     meter = Meter()
     meter.add("preference/pairs", torch.tensor([len(preference_pairs(total, group)) / (len(total) * (size - 1) / 2)]))

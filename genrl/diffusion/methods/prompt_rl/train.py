@@ -152,8 +152,10 @@ def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence
 def check_column(run: DiffusionRun, settings: PromptRL) -> None:
     """Raise ValueError, with its line, for a prompt that names no reward."""
     config, column = run.config, settings.reward_column
+    if column is None:
+        return
     trained = [label for label, reward in zip(config.reward_labels, config.rewards, strict=True) if reward.weight != 0]
-    for row in run.prompts if column is not None else ():
+    for row in run.prompts:
         where, label = f"{config.prompts.train}:{row.line}", row.columns.get(column)
         if label not in trained:
             near = get_close_matches(str(label), trained, n=1)

@@ -215,8 +215,8 @@ def offline_round(
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
         how, count = settings.critics, settings.critic_steps
-        steps = train_iql(critics, data, how, steps=count, seed=seed)
-        found |= followed(run, "learning critics", count, steps, "critic")
+        learned = train_iql(critics, data, how, steps=count, seed=seed)
+        found |= followed(run, "learning critics", count, learned, "critic")
         with seeded(config.seed, "round", iteration):
             model = Dynamics(data, policy.stats | store.data["seen"]).to(loop.process.accelerator.device)
         count, size = settings.dynamics_steps, how.batch_size
