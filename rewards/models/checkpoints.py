@@ -113,6 +113,14 @@ def check_type(model: str, types: Sequence[str], reward: str) -> None:
         raise ValueError(f"{reward}: {model!r} is a {kind!r} model; this reward needs {' or '.join(map(repr, types))}")
 
 
+def qwen_pictures(model: str, least: int, most: int) -> Any:
+    """The `Qwen2VLImageProcessorPil` of a checkpoint, resizing pictures to so many pixels.
+
+    By these names, for published files have them: they come before the `size` that newer ones have.
+    """
+    return transformers.Qwen2VLImageProcessorPil.from_pretrained(model, min_pixels=least, max_pixels=most)
+
+
 def pretrained(
     architecture: Any,
     model: str,

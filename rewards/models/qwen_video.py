@@ -15,12 +15,16 @@ FEWEST = 4
 PAD = "<|video_pad|>"
 
 
-def chosen(count: int, rate: float, wanted: float, reward: str) -> list[int]:
+def chosen(count: int, rate: float, wanted: float, reward: str, *, down: bool = False) -> list[int]:
     """Which frames of `count` at `rate` per second are read for `wanted` per second: an even number of them, FEWEST or
-    more where there are so many, evenly spread from the first to the last. Raises ValueError for fewer than two."""
+    more where there are so many, evenly spread from the first to the last. Raises ValueError for fewer than two.
+
+    down: an odd number is rounded down, as Qwen's reader does today; else to the nearest even one, as it did before.
+    """
     if count < 2:
         raise ValueError(f"{reward} reads videos of two frames or more; this is a picture")
-    number = 2 * round(min(max(count / rate * wanted, FEWEST), count // 2 * 2) / 2)
+    pairs = min(max(count / rate * wanted, FEWEST), count // 2 * 2) / 2
+    number = 2 * (int(pairs) if down else round(pairs))
     return torch.linspace(0, count - 1, number).round().long().tolist()
 
 

@@ -147,7 +147,7 @@ def test_a_column_that_a_reward_would_ignore_is_refused(tmp_path: Path) -> None:
     ("asked", "words"),
     [
         ('[["Which colour?", "dark blue"]]', "line 2, column vqa_list: the answer 'dark blue' .* expect one word"),
-        ('[["How many?", "12"]]', "the answer '12' .* a number up to ten"),
+        ('[["How many?", ""]]', "the answer '' .* expect one word"),
         ('[["Which colour?"]]', r"a question is text, or a pair of text and answer, found \['Which colour\?'\]"),
         ('"Is it blue?"', "questions are a list, found 'Is it blue"),
     ],
@@ -155,7 +155,7 @@ def test_a_column_that_a_reward_would_ignore_is_refused(tmp_path: Path) -> None:
 def test_answers_that_cannot_be_compared_are_refused(tmp_path: Path, asked: str, words: str) -> None:
     """A run failed at its first scores, which `check` had let pass."""
     path = write(tmp_path, "  - {name: questions}")
-    rows = '{"prompt": "ten cats", "vqa_list": [["How many?", "10"], "Are they cats?"]}\n'
+    rows = '{"prompt": "12 cats", "vqa_list": [["How many?", "12"], "Are they cats?"]}\n'
     path.write_text(path.read_text().replace("train.txt", str(tmp_path / "train.jsonl")))
     (tmp_path / "train.jsonl").write_text(rows)
     check_files(load(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,6 +97,13 @@ def save(folder: Path) -> Path:
     model.save_pretrained(folder)
     made.save_pretrained(folder)
     Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
+    return folder
+
+
+def published_pixels(folder: Path) -> Path:
+    """The folder, whose image processor has the limits of published files, under their keys."""
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"min_pixels": 3136, "max_pixels": 12845056}))
     return folder
 
 

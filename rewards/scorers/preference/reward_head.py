@@ -16,7 +16,16 @@ import torch
 from PIL.Image import Image
 
 from rewards.contract import Scored
-from rewards.models.checkpoints import check_type, fill, find, no_init_weights, read_weights, torch_dtype, transformers
+from rewards.models.checkpoints import (
+    check_type,
+    fill,
+    find,
+    no_init_weights,
+    qwen_pictures,
+    read_weights,
+    torch_dtype,
+    transformers,
+)
 from rewards.models.pixels import in_batches
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import shown
@@ -97,8 +106,7 @@ class RewardHead:
         heads = [head({n.removeprefix(p): v for n, v in weights.items() if n.startswith(p)}, what) for p in prefixes]
         self.heads = torch.nn.ModuleList(heads).to(device)
         tokenizer, (self.token,) = tokens_of(base, [TOKEN], self.model, what)
-        budget = {"shortest_edge": PIXELS, "longest_edge": PIXELS}
-        self._inputs = QwenInputs(tokenizer, transformers.Qwen2VLImageProcessorPil.from_pretrained(base, size=budget))
+        self._inputs = QwenInputs(tokenizer, qwen_pictures(base, PIXELS, PIXELS))
         logger.info("%s: %s on %s", reward, what, base)
 
     def to(self, device: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from PIL.Image import Image
 
 from rewards.contract import Scored
-from rewards.models.checkpoints import check_type, find, read_weights, torch_dtype, transformers
+from rewards.models.checkpoints import check_type, find, qwen_pictures, read_weights, torch_dtype
 from rewards.models.qwen_video import LEAST_PIXELS, chosen, patches, tokens
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import shown
@@ -97,8 +97,7 @@ class VideoAlign:
         self.mean = torch.tensor([scales.get(f"{name}_mean", 0.0) for name in PARTS])
         self.std = torch.tensor([scales.get(f"{name}_std", 1.0) for name in PARTS])
         self.tokenizer, self.ids = tokens_of(base, TOKENS, self.model, what)
-        budget = {"shortest_edge": LEAST_PIXELS, "longest_edge": int(data.get("max_frame_pixels", 256 * 28 * 28))}
-        self.images = transformers.Qwen2VLImageProcessorPil.from_pretrained(base, size=budget)
+        self.images = qwen_pictures(base, LEAST_PIXELS, int(data.get("max_frame_pixels", 256 * 28 * 28)))
         logger.info("videoalign: %s on %s", what, base)
 
     def to(self, device: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from PIL.Image import Image
 
 from rewards.contract import Scored, check_choice
-from rewards.models.checkpoints import pretrained, torch_dtype, transformers
+from rewards.models.checkpoints import pretrained, qwen_pictures, torch_dtype, transformers
 from rewards.models.qwen_video import LEAST_PIXELS, MOST_PIXELS, PAD, chosen, patches, tokens
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import shown
@@ -47,11 +47,15 @@ First reason. Then give a whole number from 1 (bad) to 5 (perfect) for each of t
 def place_of(answer: str, label: str) -> int | None:
     """Where in an answer the digit from 1 to 5 stands that is the score of `label`; None if there is none.
 
-    The last after the reasoning: after the label, whatever describes it on the same line, and a colon.
+    The last after the reasoning, which must have come to its end: after the label, whatever describes it on the same
+    line, and a colon.
     """
+    ended = answer.rfind("</think>")
+    if ended < 0 and "<think>" in answer:
+        return None
     words = rf"{re.escape(label)}[^:\d\n]*:[\s*]*([1-5])(?!\d)"
-    found = list(re.finditer(words, answer[answer.rfind("</think>") + 1 :], re.IGNORECASE))
-    return found[-1].start(1) + answer.rfind("</think>") + 1 if found else None
+    found = list(re.finditer(words, answer[ended + 1 :], re.IGNORECASE))
+    return found[-1].start(1) + ended + 1 if found else None
 
 
 def soft_score(logits: torch.Tensor) -> float:
@@ -112,8 +116,7 @@ class VideoScore2:
         self.digits = cast("list[int]", self.tokenizer.convert_tokens_to_ids(list(DIGITS)))
         if len(set(self.digits)) < len(DIGITS):
             raise ValueError(f"videoscore2: {model!r} has no tokens of their own for the digits 1 to 5")
-        budget = {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS}
-        self.images = transformers.Qwen2VLImageProcessorPil.from_pretrained(model, size=budget)
+        self.images = qwen_pictures(model, LEAST_PIXELS, MOST_PIXELS)
         logger.info("videoscore2: %s (%s)", model, dtype)
 
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
@@ -124,7 +127,7 @@ class VideoScore2:
     @torch.no_grad()
     def _scores(self, video: list[Image], prompt: str) -> list[float]:
         """The soft scores in the order of LABELS, NaN for one that is not written."""
-        frames = [video[k] for k in chosen(len(video), self.fps, WANTED, "videoscore2")]
+        frames = [video[k] for k in chosen(len(video), self.fps, WANTED, "videoscore2", down=True)]
         pixels, grid = patches(self.images, frames)
         text, device = templates.put(self.question, "{prompt}", prompt), self.model.device
         asked = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoscore2").to(device)

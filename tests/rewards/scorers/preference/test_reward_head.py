@@ -50,7 +50,7 @@ def old_names(model: Qwen2VLModel) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vlm.save(tmp_path_factory.mktemp("base"))
+    return tiny_vlm.published_pixels(tiny_vlm.save(tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shown = "{% elif c.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}"
     made.chat_template = tiny_vlm.TEMPLATE.replace("{% else %}", shown, 1)
     made.save_pretrained(folder)
-    return folder
+    return tiny_vlm.published_pixels(folder)
 
 
 def weights(head: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:

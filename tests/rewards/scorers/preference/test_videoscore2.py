@@ -13,6 +13,7 @@ import rewards
 from rewards.models.pixels import from_pil
 from rewards.scorers.preference import videoscore2
 from rewards.scorers.preference.videoscore2 import QUESTION, place_of, soft_score
+from tests.rewards.tiny_vlm import published_pixels
 from tests.vlm import tiny_checkpoints
 
 from transformers import (  # isort: skip
@@ -40,7 +41,7 @@ def small_frames() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoints.save("qwen2_5_vl", tmp_path_factory.mktemp("videoscore2"))
+    return published_pixels(tiny_checkpoints.save("qwen2_5_vl", tmp_path_factory.mktemp("videoscore2")))
 
 
 def opened(folder: Path, form: str = FORM, **more: Any) -> Any:
@@ -121,7 +122,14 @@ def test_the_score_is_found_after_the_reasoning() -> None:
     place = place_of(written, "text-to-video alignment")
     assert place is not None and written[place] == "5"
     assert place_of(written, "physical/common-sense consistency") is None
-    for not_a_score in ("visual quality:\n(2) x: 3", "visual quality: 10", "visual quality: 0", "visual quality 4"):
+    unfinished = "<think>At first visual quality: 2, but then"
+    for not_a_score in (
+        unfinished,
+        "visual quality:\n(2) x: 3",
+        "visual quality: 10",
+        "visual quality: 0",
+        "visual quality 4",
+    ):
         assert place_of(not_a_score, "visual quality") is None, not_a_score
 
 
