@@ -144,7 +144,7 @@ CLAIMS = (
         finding="Not shown. The held-out rule goes from .491 to .511 with Adv-GRPO and to .518 with the frozen scorer "
         "(means of three seeds, spread .03 and .02). In 80 iterations the frozen scorer is not hacked, so "
         "there is nothing to prevent, and neither moves the rule beyond its standard error of .035. Where a "
-        "reward is hacked here, as `jpeg` is above, `shapes` falls to a quarter or less.",
+        "reward is hacked here, as `jpeg` is above, `shapes` falls to between an eighth and .36 of what it was.",
         methods={
             "adv_grpo": METHODS["adv_grpo"],
             "proxy_grpo": Method(

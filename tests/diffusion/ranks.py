@@ -29,8 +29,7 @@ def trained(path: str, prepare: Callable[[DiffusionRun], None]) -> None:
 
 
 def record(path: str, out: str) -> None:
-    """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors. No
-    adapter is exported, which would be a fifth of the time."""
+    """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors."""
 
     def prepare(run: DiffusionRun) -> None:
         collect, step = run.collect, run.loop.optimizer.step
@@ -49,7 +48,6 @@ def record(path: str, out: str) -> None:
 
         run.collect = watched_collect  # type: ignore[method-assign]
         run.loop.optimizer.step = watched_step  # type: ignore[method-assign, assignment]
-        run.export = lambda folder: None  # type: ignore[method-assign]
 
     trained(path, prepare)
 
