@@ -14,15 +14,15 @@ from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.calibration import calibration, fulfilled
 from genrl.vla.methods.diwa.classifier import RewardClassifier, encode_demonstrations, encode_play, train_classifier
 from genrl.vla.methods.diwa.settings import Classifier
+from genrl.vla.methods.dreams import Dream, LatentTable, Starts, latent_inputs
 from genrl.vla.methods.play import play, seen
+from genrl.vla.methods.rssm import Latent, WorldModel
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Diffusion, replay
 from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, task
-from genrl.vla.worlds.dreams import Dream, LatentTable, Starts, latent_inputs
-from genrl.vla.worlds.rssm import Latent, WorldModel
 from tests.vla.tiny_policies import WORDS
 
 

@@ -13,6 +13,7 @@ from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.critics import Critics, seen_statistics
+from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.offline import from_rollout
 from genrl.vla.methods.rl100.distillation import distil, one_step
 from genrl.vla.methods.rl100.episodes import seen
@@ -32,7 +33,6 @@ from genrl.vla.policies.policy import ACTION, ENVIRONMENT, SEEN, STATE, TOKENS, 
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act
 from genrl.vla.simulators.minitable import MiniTable
-from genrl.vla.worlds.dynamics import Dynamics, offline_value, train_dynamics
 from tests.vla.tiny_policies import FEELS, SEES, TOLD, WORDS, flow, frames
 
 SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)

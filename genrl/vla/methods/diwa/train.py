@@ -26,11 +26,13 @@ from genrl.vla.methods.diwa.classifier import (
     train_classifier,
 )
 from genrl.vla.methods.diwa.settings import DiWA, World
+from genrl.vla.methods.dreams import Dream, LatentTable, Starts, latent_inputs
 from genrl.vla.methods.gae import estimated_decisions
 from genrl.vla.methods.gae import loss as ppo_loss
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.offline import Store
 from genrl.vla.methods.play import play
+from genrl.vla.methods.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
@@ -39,8 +41,6 @@ from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task
 from genrl.vla.simulators.minitable.task import task_numbers
-from genrl.vla.worlds.dreams import Dream, LatentTable, Starts, latent_inputs
-from genrl.vla.worlds.rssm import Latent, WorldModel, world_step
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

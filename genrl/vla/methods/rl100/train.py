@@ -25,6 +25,7 @@ from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
 from genrl.vla.methods.descent import descend, followed
+from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
@@ -37,7 +38,6 @@ from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
 from genrl.vla.setup import sampler_of
-from genrl.vla.worlds.dynamics import Dynamics, offline_value, train_dynamics
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -187,6 +187,8 @@ def train(run: VLARun, settings: RL100) -> None:
         store.ready = True
     if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
         policy.encoder.requires_grad_(False)
+    if "transitions" in store.data and loop.iteration > 0:  # a checkpoint from before it was kept
+        store.data.setdefault("seen", seen_statistics(store.data["transitions"]))
     critics.normalise_by(store.data.get("seen", {}))
     step = stepper(run, settings, loss)
     for iteration in loop.iterations():

@@ -11,8 +11,8 @@ from torch.distributions import Normal, kl_divergence
 
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.vla.methods.play import play, seen
+from genrl.vla.methods.rssm import WorldModel, balanced_kl, world_loss, world_step
 from genrl.vla.simulators.minitable import task
-from genrl.vla.worlds.rssm import WorldModel, balanced_kl, world_loss, world_step
 
 
 def gaussians(seed: int) -> tuple[Normal, Normal]:

@@ -1,1 +1,0 @@
-"""Learned models of a world, and environments in them."""
