@@ -12,7 +12,7 @@ def supervised_contrastive(embedding: Tensor, label: Tensor, temperature: float)
     embedding [B, E] of length 1, label int64 [B]. Anchors without another of their class do not count; 0 if none does.
     """
     alike = embedding @ embedding.T / temperature
-    itself = torch.eye(len(label), dtype=torch.bool)
+    itself = torch.eye(len(label), dtype=torch.bool, device=label.device)
     log_share = alike - alike.masked_fill(itself, -torch.inf).logsumexp(1, keepdim=True)
     same = (label[:, None] == label[None]) & ~itself
     anchors = same.any(1)

@@ -297,11 +297,12 @@ class VLARun:
         """Checkpoints hold the trained weights alone."""
 
     def micro_batch_sizes(self) -> list[int]:
-        """Decisions per pass of the policy, about, and the smaller numbers that can be taken."""
-        settings, processes = self.settings, self.process.accelerator.num_processes
+        """Decisions per pass of the policy, and the smaller numbers that can be taken: from those of a whole minibatch,
+        of which any process may get more than its share."""
+        settings = self.settings
         if not isinstance(settings, Update):
             return [settings.batch_size]  # its loss is a mean over the batch, which is sampled as a whole
-        return halvings(settings.microbatch or -(-settings.minibatch // processes))
+        return halvings(settings.microbatch or settings.minibatch)
 
     def resize(self, size: int) -> None:
         """From here on a pass has so many decisions."""

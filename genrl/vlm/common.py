@@ -74,8 +74,9 @@ def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None
 
 
 def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]:
-    """Rows per pass of the model, of a process's `rows` in an iteration, and the smaller numbers that can be taken."""
-    size = config.generation.group_size if whole_groups else 1
+    """Rows per pass of the model, of `rows` that a process has in an update, and the smaller numbers that can be
+    taken."""
+    size = (config.economy.keep or config.generation.group_size) if whole_groups else 1
     return halvings(config.trainer.rows_per_pass or rows, size)
 
 

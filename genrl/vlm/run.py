@@ -314,8 +314,11 @@ class AnswersRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Answers per pass, and the smaller numbers that can be taken."""
-        generation, processes = self.config.generation, self.process.accelerator.num_processes
-        rows = -(-generation.prompts_per_iteration // processes) * generation.group_size
+        config, parts = self.config, self.process.accelerator.num_processes
+        if isinstance(config.trainer, RecipeMethod):
+            parts = max(parts, config.trainer.updates)  # of one update, a process may have all groups
+        groups = -(-config.generation.prompts_per_iteration // parts)
+        rows = groups * (config.economy.keep or config.generation.group_size)
         return pass_sizes(
             self.config, rows, whole_groups=self.preset is not None and self.preset.group_loss is not None
         )

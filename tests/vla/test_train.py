@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,13 +144,6 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
     for stem, tensors in first.tensors.items():
         assert all(torch.equal(value, second.tensors[stem][name]) for name, value in tensors.items())
     assert vla_runs.rows(found) == vla_runs.rows(wanted)
-
-
-def test_a_process_begins_with_its_own_share(tmp_path: Path) -> None:
-    """Half of all decisions is what each of two processes has: a pass of so many would be tried twice."""
-    process = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4))
-    run = SimpleNamespace(settings=vla_runs.config(tmp_path, trainer={"minibatch": 48}).trainer, process=process)
-    assert VLARun.micro_batch_sizes(run) == [12, 6, 3, 1]  # type: ignore[arg-type]
 
 
 def test_without_the_key_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,12 +207,14 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
     assert rows(found) == rows(wanted)
 
 
-def test_a_process_begins_with_its_own_share(tmp_path: Path) -> None:
-    """Half of all answers is what each of two processes has: a pass of so many would be tried twice."""
-    generation = {"prompts_per_iteration": 8, "group_size": 4}
+@pytest.mark.parametrize(("updates", "sizes"), [(1, [8, 4, 2, 1]), (8, [4, 2, 1])])
+def test_a_process_begins_with_what_a_pass_can_have(tmp_path: Path, updates: int, sizes: list[int]) -> None:
+    """Its own share of the answers, or all of one update: with more, the first halvings would change nothing."""
+    trainer = {"preset": "grpo", "updates": updates}
+    config = vlm_runs.config(tmp_path, generation={"prompts_per_iteration": 8, "group_size": 4}, trainer=trainer)
     process = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4))
-    run = SimpleNamespace(config=vlm_runs.config(tmp_path, generation=generation), process=process, preset=None)
-    assert AnswersRun.micro_batch_sizes(run) == [8, 4, 2, 1]  # type: ignore[arg-type]
+    run = SimpleNamespace(config=config, process=process, preset=None)
+    assert AnswersRun.micro_batch_sizes(run) == sizes  # type: ignore[arg-type]
 
 
 def test_memory_may_run_out_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,9 @@ def update(
 ) -> None:
     """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels or steps, per inner epoch.
 
-    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of, `noisy` and `sigma` among
-    it; None = nothing to train; `counts` 0 = evaluated with the other processes, but in no metric. loss: the method's.
+    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of; None = nothing to train.
+    `counts` among it is the weight of every metric, along its last dimension or [] for all: 0 = evaluated with the
+    other processes, but in no metric. loss: the method's.
     count(slots): losses that the samples of an update have, over all draws and processes; None: each at every draw.
     """
     run.start_training(settings.epochs * num_draws * len(rollouts.mine))

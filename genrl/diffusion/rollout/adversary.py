@@ -41,7 +41,7 @@ def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
     found = [label for label, reward in plain_rewards.items() if rewards.is_trainable(reward)]
     if len(found) != 1:
         which = f"found {', '.join(found)}; keep one" if found else "found none; add {name: dino_adversary, ...}"
-        raise ValueError(f"rewards: adv_grpo trains one reward (docs/adv_grpo.md), {which}")
+        raise ValueError(f"rewards: one reward is trained beside the model (docs/adv_grpo.md), {which}")
     if found[0] in scorers.offloaded:
         raise ValueError(f"rewards: {found[0]} is trained, so it stays on the device; remove its offload")
     return found[0], check_trainable(plain_rewards[found[0]], found[0])
@@ -66,7 +66,9 @@ def paired(run: DiffusionRun, references: References, rollouts: Rollouts) -> lis
     for micro_batch in rollouts.mine.values():
         real, prompts = [], [rollouts.prompts[slot] for slot in micro_batch.slots]
         if micro_batch.images.ndim != 4:
-            raise ValueError(f"trainer.algorithm: adv_grpo is for pictures; {config.model.path} makes videos")
+            raise ValueError(
+                f"trainer.algorithm: {config.trainer.algorithm} is for pictures; {config.model.path} makes videos"
+            )
         for slot, prompt in zip(micro_batch.slots, prompts, strict=True):
             source = generator(config.seed, run.iteration, "references", int(rollouts.group[slot]))
             order = torch.randperm(references.count(prompt), generator=source)

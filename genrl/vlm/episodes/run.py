@@ -311,7 +311,10 @@ class EpisodesRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Rows per pass, and the smaller numbers that can be taken."""
-        rows = len(self.slots) * (1 if self.critic is None else self.environment.steps)
+        generation = self.config.generation
+        groups = -(-generation.prompts_per_iteration // self.settings.updates)
+        slots = min(len(self.slots), groups * generation.group_size)
+        rows = slots * (1 if self.critic is None else self.environment.steps)
         return pass_sizes(self.config, rows, whole_groups=self.preset.group_loss is not None)
 
     def resize(self, size: int) -> None:

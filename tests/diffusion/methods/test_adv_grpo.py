@@ -379,7 +379,7 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
         (critics / "pictures" / f"1-{k}.txt").write_text("two blue dogs", encoding="utf-8")
     check_files(config(critics, model))
     assert "adv_grpo trains one of them" in refused(critics, model, rewards=[{"name": "shapes"}])
-    with pytest.raises(ValueError, match="adv_grpo trains one reward.*found none"):
+    with pytest.raises(ValueError, match="one reward is trained beside the model.*found none"):
         train(config(critics, model, rewards=[bright]))
     patched = {"name": f"{critics / 'critics.py'}:Patched"}
     opened = open_scorers(
