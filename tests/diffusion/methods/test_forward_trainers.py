@@ -346,16 +346,16 @@ def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model:
     )
     (folder / "half.py").write_text(source)
     (folder / "train.txt").write_text("a cat\na red star\n")
-    changes: dict[str, Any] = {"trainer": TRAINERS[name], "rewards": [{"name": f"{folder / 'half.py'}:half"}]}
+    trainer = {**TRAINERS[name], "updates_per_iteration": 1}  # an update without any pair is left out by all
+    changes: dict[str, Any] = {"trainer": trainer, "rewards": [{"name": f"{folder / 'half.py'}:half"}]}
     changes |= {"sampling": EIGHT, "iterations": 1}
     rows = []
     for sharded in (False, True):
         config = runs.config(folder, model, output=str(folder / str(sharded)), **changes, **QUIET)
         rows.append(run(config, sharded=sharded))
     plain, padded = rows
-    assert len(padded.updates[0].pieces + padded.updates[1].pieces) > len(
-        plain.updates[0].pieces + plain.updates[1].pieces
-    )
+    (one,), (other,) = plain.updates, padded.updates
+    assert len(other.pieces) > len(one.pieces) > 0
     assert plain.rows == padded.rows and plain.rows[0]["preference/pairs"] == 0.5
 
 
