@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,24 +42,10 @@ class SourceError(ValueError):
         self.problems = problems
 
 
-class _Composer(yaml.composer.Composer, yaml.resolver.Resolver):
-    """SafeLoader's composer, of events that were read already, with the scalars of YAML 1.2's core schema."""
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def __init__(self, events: Sequence[yaml.Event]) -> None:
-        yaml.composer.Composer.__init__(self)
-        yaml.resolver.Resolver.__init__(self)
-        self.events = deque(events)
-
-    def check_event(self, *kinds: type[yaml.Event]) -> bool:
-        return bool(self.events) and isinstance(self.events[0], kinds)
-
-    def peek_event(self) -> yaml.Event:
-        return self.events[0]
-
-    def get_event(self) -> yaml.Event:
-        return self.events.popleft()
 
 
 class Dumper(yaml.SafeDumper):
@@ -76,7 +60,7 @@ class Dumper(yaml.SafeDumper):
 
 for _name, _pattern, _first in _SCALARS:
     _firsts = [*_first, ""] if _name == "null" else [*_first]
-    _Composer.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _firsts)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _firsts)
     Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, [*_first])
 
 
@@ -105,7 +89,8 @@ def read(path: Path) -> Source:
 def parse(text: str) -> Source:
     """Parse YAML `text`; SourceError if it is not one acceptable document."""
     try:
-        node = _Composer(_events(text)).get_single_node()
+        _refuse_large(text)
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         hint = " (a tab; indent with spaces)" if "'\\t'" in str(error.problem) else ""
@@ -128,21 +113,18 @@ def plain(text: str) -> Any:
     return yaml.load(text, Loader=CSafeLoader)  # noqa: S506
 
 
-def _events(text: str) -> list[yaml.Event]:
+def _refuse_large(text: str) -> None:
     # The event layer does not recurse, so hostile nesting is caught before the composer, which does.
-    found: list[yaml.Event] = []
     depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if len(found) > 2 * MAX_NODES:
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if count > 2 * MAX_NODES:
             raise SourceError([(_line(event), f"more than {MAX_NODES:,} values; this is not a configuration file")])
-        found.append(event)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
                 raise SourceError([(_line(event), f"nested deeper than {MAX_DEPTH} levels")])
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
-    return found
 
 
 class _Builder:
