@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -344,12 +344,17 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         yield _Wrong(key, f"{reward.name} {text}")
     if origin.kind == "file":
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+    yield from _missing(reward.name, declared_columns(origin), found)
+
+
+def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[_Wrong]:
+    """Of each source, the columns that a reward reads and not every row has."""
     for name, rows in found.items():
-        missing = [column for column in declared_columns(origin) if column not in rows.column_names]
+        missing = [column for column in columns if column not in rows.column_names]
         if missing:
             have = ", ".join(rows.column_names) or "none beside the prompt"
             hint = "".join(nearest(c, [*rows.column_names, *FROM_SAMPLER]) for c in missing)
-            asks = f"reward {reward.name} asks for the column {', '.join(missing)}"
+            asks = f"reward {reward} asks for the column {', '.join(missing)}"
             yield _Wrong(("prompts", name), f"{asks}; columns of every row: {have}.{hint}")
 
 
@@ -371,14 +376,9 @@ def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: 
 
 def _expected(column: str, found: Mapping[str, PromptRows]) -> Iterator[_Wrong]:
     """Of each source, the first row that the reward `questions` cannot read; a column that is missing."""
+    yield from _missing("questions", [column], found)
     for name, rows in found.items():
-        if column not in rows.column_names:
-            have = ", ".join(rows.column_names) or "none beside the prompt"
-            yield _Wrong(
-                ("prompts", name), f"reward questions asks for the column {column}; columns of every row: {have}"
-            )
-            continue
-        for row in rows.rows:
+        for row in rows.rows if column in rows.column_names else ():
             try:
                 pairs(row.columns[column])
             except ValueError as error:
