@@ -23,23 +23,13 @@ from genrl.vla.methods import wayward
 from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.icvf import ICVF, order, train_icvf
 from genrl.vla.methods.imitation import imitate, mean_of_last
-from genrl.vla.methods.offline import (
-    Store,
-    Transitions,
-    frames_of,
-)
+from genrl.vla.methods.offline import Store, Transitions, frames_of
 from genrl.vla.methods.play import play, table_of
 from genrl.vla.methods.regression import advantage_of, regress, weighted_cloning
 from genrl.vla.methods.shared_settings import Pretraining
 from genrl.vla.methods.v_ptr.settings import VPTR
 from genrl.vla.policies.encoder import LOOKS, Inputs
-from genrl.vla.policies.policy import (
-    ENVIRONMENT,
-    IMAGE,
-    STATE,
-    TOKENS,
-    Batch,
-)
+from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.simulators.minitable import render
 
