@@ -43,6 +43,17 @@ def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster.check_versions(theirs)
 
 
+def test_no_other_cluster_of_the_machine_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray alone would join the latest that was started here, and wait for minutes where that has ended."""
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = []
+    monkeypatch.setattr(ray, "init", lambda address, **others: asked.append(address))
+    ray_cluster.connected()
+    assert asked == ["local"]
+
+
 @pytest.mark.slow
 def test_signals_stay_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has a handler of its own for SIGTERM, which would end a run without saving."""
