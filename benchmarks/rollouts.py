@@ -5,6 +5,8 @@
     python -m benchmarks.rollouts train runs/slow --changes optimizer.lr=1e-3
     python -m benchmarks.rollouts overhead                                 # benchmarks/results/rollouts_overhead.json
     python -m benchmarks.rollouts report runs/rollouts docs/img/rollouts.svg
+    python -m benchmarks.rollouts tune runs/tuned --rates 1e-3 3e-3 6e-3   # seed 0 chooses, then seeds 1 and 2
+    python -m benchmarks.rollouts tuned                                    # benchmarks/results/rollouts_tuned.json
 
 Every setting is configs/flow_grpo.yaml with the changes in COMMON and SETTINGS: same model, prompts, pictures per
 group, learning rate and clip range. The budget is in forward-equivalents: model calls of sampling, and 3 for each call
@@ -85,6 +87,7 @@ EVALUATIONS = 5
 PICTURES = 4
 """Per held-out prompt, of the final weights."""
 OVERHEAD = Path(__file__).parent / "results" / "rollouts_overhead.json"
+TUNED = OVERHEAD.with_name("rollouts_tuned.json")
 
 
 def cost(config: Config) -> int:
@@ -132,6 +135,51 @@ def train(folder: Path, settings: Sequence[str], seeds: Sequence[int], budget: i
                 trainer.train(config, run.folder if resume else None)
             if not measured_at(run).exists():
                 write_atomic(measured_at(run), json.dumps(measure(config, run.lora), indent=1) + "\n")
+
+
+def tune(folder: Path, settings: Sequence[str], rates: Sequence[str], budget: int) -> None:
+    """Seed 0 of every setting at every learning rate; then, at the one with the highest reward, seeds 1 and 2."""
+
+    def run(rate: str, setting: str, seeds: Sequence[int]) -> None:
+        train(folder / rate, [setting], seeds, budget, [f"optimizer.lr={rate}"])
+        known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+        for seed in seeds:
+            measured = json.loads(measured_at(Run(folder / rate / f"{setting}-{seed}")).read_text())
+            known.setdefault(setting, {}).setdefault(rate, {})[str(seed)] = measured
+        write_atomic(TUNED, json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+    for setting in settings:
+        for rate in rates:
+            run(rate, setting, [0])
+        run(chosen(json.loads(TUNED.read_text())[setting]), setting, [1, 2])
+
+
+def chosen(by_rate: dict[str, dict[str, dict[str, float]]]) -> str:
+    """The learning rate at which seed 0 has the highest reward."""
+    return max(by_rate, key=lambda rate: by_rate[rate]["0"]["reward"])
+
+
+def tuned() -> str:
+    """Markdown: a row per setting, with the reward at every rate (seed 0) and that of the three seeds at the best."""
+    known = json.loads(TUNED.read_text())
+    rates = sorted({rate for by_rate in known.values() for rate in by_rate}, key=float)
+    lines = [
+        f"| setting | {' | '.join(f'{rate}, seed 0' for rate in rates)} | at the best, seeds 1 and 2 "
+        "| mean of three ± sd | diversity of the policy |",
+        "| --- " * (4 + len(rates)) + "|",
+    ]
+    for setting in (name for name in SETTINGS if name in known):
+        runs = known[setting][chosen(known[setting])].values()
+        reward = [run["reward"] for run in runs]
+        cells = [
+            NAMES[setting],
+            *(f"{known[setting][rate]['0']['reward']:.3f}" for rate in rates),
+            ", ".join(f"{value:.3f}" for value in reward[1:]),
+            f"{mean(reward):.3f}" + (f" ± {stdev(reward):.3f}" if len(reward) > 1 else ""),
+            f"{mean(run['diversity'] for run in runs):.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def measured_at(run: Run) -> Path:
@@ -324,6 +372,12 @@ def main() -> None:
     runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     runs.add_argument("--changes", nargs="+", default=[], metavar="KEY=VALUE", help="of all settings' configuration")
     runs.add_argument("--budget", type=int, default=45_000, help="forward-equivalents of a run")
+    search = commands.add_parser("tune", help="make the runs at several learning rates")
+    search.add_argument("folder", type=Path)
+    search.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    search.add_argument("--rates", nargs="+", default=["1e-3", "3e-3", "6e-3"])
+    search.add_argument("--budget", type=int, default=45_000, help="forward-equivalents of a run")
+    commands.add_parser("tuned", help="print their table")
     commands.add_parser("overhead", help="time rollouts against their bare model calls")
     report = commands.add_parser("report", help="print the table, write the figure")
     report.add_argument("folder", type=Path)
@@ -331,6 +385,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "train":
         train(given.folder, given.settings, given.seeds, given.budget, given.changes)
+    elif given.command == "tune":
+        tune(given.folder, given.settings, given.rates, given.budget)
+    elif given.command == "tuned":
+        print(tuned())
     elif given.command == "overhead":
         write_atomic(OVERHEAD, json.dumps(overhead(), indent=1) + "\n")
     else:
