@@ -141,12 +141,12 @@ def tune(folder: Path, settings: Sequence[str], rates: Sequence[str], budget: in
     """Seed 0 of every setting at every learning rate; then, at the one with the highest reward, seeds 1 and 2."""
 
     def run(rate: str, setting: str, seeds: Sequence[int]) -> None:
-        train(folder / rate, [setting], seeds, budget, [f"optimizer.lr={rate}"])
         known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
-        for seed in seeds:
-            measured = json.loads(measured_at(Run(folder / rate / f"{setting}-{seed}")).read_text())
-            known.setdefault(setting, {}).setdefault(rate, {})[str(seed)] = measured
-        write_atomic(TUNED, json.dumps(known, indent=1, sort_keys=True) + "\n")
+        measured = known.setdefault(setting, {}).setdefault(rate, {})
+        for seed in (seed for seed in seeds if str(seed) not in measured):
+            train(folder / rate, [setting], [seed], budget, [f"optimizer.lr={rate}"])
+            measured[str(seed)] = json.loads(measured_at(Run(folder / rate / f"{setting}-{seed}")).read_text())
+            write_atomic(TUNED, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
     for setting in settings:
         for rate in rates:
