@@ -12,13 +12,18 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
 
 import rewards
 from genrl.data.prompts import load
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch
+from rewards.models.torchvision_compat import ensure
+
+ensure()
+
+from diffusers import DiffusionPipeline  # noqa: E402
+
+from genrl.diffusion.policy.policy import Policy  # noqa: E402
+from genrl.diffusion.policy.trajectory import Batch  # noqa: E402
 
 TOGETHER = 48
 

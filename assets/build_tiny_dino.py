@@ -16,15 +16,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from genrl.data import world
 from rewards.models.pixels import normalise
+from rewards.models.torchvision_compat import ensure
 from rewards.scorers.objects.shapes import COLOURS, SHAPES
 from rewards.scorers.pictures.dino import MEAN, STD
 
-from transformers import Dinov2Config, Dinov2Model  # isort: skip  after rewards.scorers.pictures.dino, which mends its import
+ensure()
+
+from diffusers import AutoencoderKL  # noqa: E402
+from transformers import Dinov2Config, Dinov2Model  # noqa: E402
 
 SEED = 0
 SCENES, STEPS, BATCH, RATE = 6000, 4000, 48, 1.5e-3

@@ -27,7 +27,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import (
+
+from rewards.models.torchvision_compat import ensure
+
+ensure()
+
+from diffusers import (  # noqa: E402
     AutoencoderKL,
     DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -36,13 +41,13 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
-from diffusers.models.attention_processor import Attention
-from PIL import Image
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.processors import TemplateProcessing
-from torch import Tensor, nn
-from transformers import (
+from diffusers.models.attention_processor import Attention  # noqa: E402
+from PIL import Image  # noqa: E402
+from tokenizers import AddedToken, Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers import (  # noqa: E402
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -52,7 +57,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from genrl.data import world
+from genrl.data import world  # noqa: E402
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
