@@ -22,16 +22,19 @@ def test_distance_by_hand() -> None:
     assert diversity.distance(torch.tensor([[[0.0]], [[1.0]]])) == 1
 
 
-SMALL = ("iterations=1", "evaluation.num_prompts=3", "evaluation.group_size=2", "trackers=[]", "optimizer.lr=0.03")
+SMALL = (
+    *("iterations=1", "sampling.prompts_per_iteration=2", "sampling.batch_size=2", "optimizer.lr=0.03", "trackers=[]"),
+    *("evaluation.num_prompts=3", "evaluation.group_size=2"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("flow_grpo", ("sampling.prompts_per_iteration=2", "ema={decay: 0.5}")),
-        pytest.param("diff_instruct", ("trainer.assistant_steps=1",), marks=pytest.mark.slow),
-        pytest.param("prompt_rl", ("sampling.prompts_per_iteration=2",), marks=pytest.mark.slow),
-        pytest.param("talk2move", ("sampling.prompts_per_iteration=2",), marks=pytest.mark.slow),
+        ("flow_grpo", ("ema={decay: 0.5}",)),
+        pytest.param("diff_instruct", (), marks=pytest.mark.slow),  # all weights
+        pytest.param("prompt_rl", (), marks=pytest.mark.slow),
+        pytest.param("talk2move", (), marks=pytest.mark.slow),
     ],
 )
 def test_as_the_run_evaluates(
