@@ -9,7 +9,9 @@ A run is `genrl train configs/...yaml` as it stands, in a process of its own wit
 reward of weight 0, a second scorer is put there that is logged and never trained on: how well picture and caption agree
 for assets/tiny-clip. `train` can be stopped and started again: finished runs are skipped, begun ones resumed. The
 processor's seconds of a run, loading and evaluation included, are in cost.json of its folder. What the page needs of a
-finished run goes to benchmarks/methods.json, and `report` reads that alone.
+finished run goes to benchmarks/methods.json, and `report` reads that alone. That is also the diversity of the pictures
+before and after, which `train` and `add` measure with the weights of the run (`benchmarks.diversity`), once: it is then
+in diversity.json of its folder.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.diversity import measure
 from genrl.config import Config, load
 from genrl.runtime import checkpoint
 from genrl.runtime.curves import chart
@@ -186,9 +189,12 @@ repository, run to its end on one thread of a shared CPU with three seeds (two w
 standard deviation, and each seed. **Held-out** are the prompts of the evaluation, on which no run trains: 96 of shapes
 (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each from fixed noise, so a single figure has a
 standard error of about 0.03. A method is compared with itself before training. The rows are not a ranking, since
-models, budgets and rewards differ. The **second scorer** has weight 0. Model calls count every sample of a denoiser's
-batch, without evaluation. CPU minutes include evaluation and loading; a dash means that the run was interrupted or made
-by hand.
+models, budgets and rewards differ. The **second scorer** has weight 0. **Diversity** is the root mean square difference
+of the pixels, from 0 to 1, of two pictures of one prompt: the mean over all pairs of 4 pictures, drawn as in the
+evaluation, of each of the first 24 held-out prompts (PromptRL: as rewritten for each picture). Plainer pictures, which
+`jpeg` rewards, differ less as well. A dash means that it was not measured. Model calls count every sample of a
+denoiser's batch, without evaluation. CPU minutes include evaluation and loading; a dash means that the run was
+interrupted or made by hand.
 """
 AFTER_TABLE = """
 ![held-out reward of each method over thousand forward-equivalents](img/methods.svg)
@@ -252,6 +258,10 @@ def cost_of(run: Run) -> Path:
     return run.folder / "cost.json"
 
 
+def diversity_of(run: Run) -> Path:
+    return run.folder / "diversity.json"
+
+
 def finished(run: Run) -> bool:
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
     return bool(rows) and rows[-1]["step"] >= load(run.config).iterations
@@ -271,6 +281,7 @@ def summary(run: Run, method: Method) -> Summary:
         "training_calls": sum(row.get("model_calls/train", 0.0) for row in rows),
         "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1) if cost_of(run).exists() else None,
         "curves": {name: evaluations(rows, f"{method.evaluation}/{name}_mean") for name in metrics},
+        "diversity": json.loads(diversity_of(run).read_text()) if diversity_of(run).exists() else None,
     }
 
 
@@ -289,7 +300,14 @@ def change(runs: list[Summary], metric: str) -> str:
     curves = [run["curves"].get(metric, []) for run in runs]
     if not all(len(points) > 1 for points in curves):
         return "–"
-    start, after = mean(points[0][1] for points in curves), [points[-1][1] for points in curves]
+    return start_to_end([(points[0][1], points[-1][1]) for points in curves])
+
+
+def start_to_end(each_run: Sequence[Sequence[float]]) -> str:
+    """`start → end ± sd (each)` of (start, end) of every run, or a dash where there are none."""
+    if not each_run:
+        return "–"
+    start, after = mean(pair[0] for pair in each_run), [pair[1] for pair in each_run]
     if len(after) == 1:
         return f"{start:.3f} → {after[0]:.3f}"
     each = ", ".join(f"{value:.3f}" for value in after)
@@ -300,8 +318,9 @@ def table(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str:
     """A row per method: means over its seeds, sample standard deviations."""
     lines = [
         "| method | trained on | held-out reward, start → end ± sd (each seed) | second scorer, not trained on "
-        "| iterations | model calls: sampling + training | CPU minutes |",
-        "| --- " * 7 + "|",
+        "| diversity of a prompt's pictures, start → end ± sd (each seed) | iterations "
+        "| model calls: sampling + training | CPU minutes |",
+        "| --- " * 8 + "|",
     ]
     for name, method in methods.items():
         runs = results.get(name, [])
@@ -312,6 +331,7 @@ def table(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str:
             " + ".join(runs[0]["trained"]),
             change(runs, "total"),
             "<br>".join(f"{label} {change(runs, label)}" for label in runs[0]["logged"]),
+            start_to_end([run["diversity"] for run in runs if run.get("diversity")]),
             str(runs[0]["iterations"]),
             f"{mean(run['sampling_calls'] for run in runs) / 1000:.1f}k + "
             f"{mean(run['training_calls'] for run in runs) / 1000:.1f}k",
@@ -395,6 +415,9 @@ def stored() -> dict[str, list[Summary]]:
 
 
 def store(name: str, seed: int, run: Run, method: Method) -> None:
+    """Keep the summary of a finished run, and how diverse its pictures are."""
+    if not diversity_of(run).exists():
+        write_atomic(diversity_of(run), json.dumps(measure(run, method.evaluation)) + "\n")
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept[f"{name}-{seed}"] = summary(run, method)
     write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")

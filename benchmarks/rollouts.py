@@ -33,9 +33,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import rewards
+from benchmarks.diversity import PICTURES, distance
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
@@ -84,8 +84,6 @@ TRAINING_CALL = 3
 """Forward-equivalents of a model call in training: one forward and a backward of two."""
 EVALUATIONS = 5
 """During a run, besides the one before it."""
-PICTURES = 4
-"""Per held-out prompt, of the final weights."""
 OVERHEAD = Path(__file__).parent / "results" / "rollouts_overhead.json"
 TUNED = OVERHEAD.with_name("rollouts_tuned.json")
 
@@ -220,12 +218,6 @@ def measure(config: Config, lora: Path | None) -> dict[str, float]:
         images = policy.decode(drawn.batch, drawn.final)
         in_groups += [distance(group) for group in images.split(config.sampling.group_size)]
     return {"reward": mean(scores), "diversity": mean(distances), "group_diversity": mean(in_groups)}
-
-
-def distance(images: Tensor) -> float:
-    """Mean over the pairs of pictures [G, ...] of the root mean square difference of their pixels, in [0, 1]."""
-    flat = images.flatten(1).double()
-    return float(torch.pdist(flat).mean()) / flat.shape[1] ** 0.5
 
 
 def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: int) -> Drawn:

@@ -1,0 +1,52 @@
+"""How much the pictures of one prompt differ, before and after a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import opened
+from genrl.config import load
+from genrl.config.method import code_of
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run
+from rewards.compose import Component
+
+PROMPTS, PICTURES = 24, 4
+"""The first held-out ones, and how many pictures of each."""
+
+
+def distance(images: Tensor) -> float:
+    """Mean over the pairs of pictures [G, ...] of the root mean square difference of their pixels, in [0, 1]."""
+    flat = images.flatten(1).double()
+    return float(torch.pdist(flat).mean()) / flat.shape[1] ** 0.5
+
+
+def diversity(images: Tensor, group: list[int]) -> list[float]:
+    """A reward: `distance` of a group, for each of its pictures. An evaluation asks for one group at a time."""
+    return [distance(images)] * len(group)
+
+
+def measure(run: Run, evaluation: str) -> list[float]:
+    """Mean `distance` of a prompt's pictures by the model before training, and by the newest checkpoint.
+
+    The pictures are those of the run's own evaluation, for fewer prompts and each from its own fixed noise.
+    evaluation: where the figures stand in the log (`eval`, `eval_rewritten`).
+    """
+    config = load(run.config, [f"evaluation.num_prompts={PROMPTS}", f"evaluation.group_size={PICTURES}"])
+    found = []
+    for saved in (None, checkpoint.latest(run.checkpoints)):
+        with ExitStack() as stack:
+            again = opened(config, stack)
+            if saved is not None:
+                again.loop.restore(saved)
+            again.loop.iteration = config.iterations  # so that the method gets ready, and has nothing to train
+            code_of(config.trainer).train(again, config.trainer)
+            judged = {"diversity": diversity}, {"diversity": Component()}
+            again.scorers = replace(again.scorers, rewards=judged[0], components=judged[1])
+            with again.loop.averaged():
+                found.append(round(again.evaluate(config.iterations)[f"{evaluation}/diversity_mean"], 5))
+    return found
