@@ -90,7 +90,7 @@ class DiffusionMethod(Method):
     @property
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
-        return False
+        return self.refers_to_base
 
     @property
     def stands_alone(self) -> bool:

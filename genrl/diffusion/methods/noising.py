@@ -6,9 +6,7 @@ Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -85,32 +83,6 @@ def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Te
         g: keyed_noise(clean.shape[1:], seed, iteration, "group", g, "forward", *names) for g in set(group.tolist())
     }
     return torch.stack([noises[g] for g in group.tolist()]).to(clean)
-
-
-def guided(batch: Batch, scale: float | None) -> Batch:
-    """The same conditions under this guidance; None = as they are."""
-    return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
-
-
-def without_guidance(policy: Policy, batch: Batch) -> Batch:
-    """The same conditions for a policy that is trained without guidance.
-
-    Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
-    would be another condition than that of sampling. Beside it such pipelines extrapolate by `true_cfg_scale` where
-    they are given a negative prompt, some by default (Qwen-Image: 4); that is left out.
-    """
-    batch = batch if policy.embeds_guidance else guided(batch, 1.0)
-    if not guides_by_negative(policy, batch):
-        return batch
-    return replace(batch, sampling={**batch.sampling, "true_cfg_scale": 1.0})
-
-
-def guides_by_negative(policy: Policy, batch: Batch) -> bool:
-    """Whether the pipeline extrapolates from a negative prompt that it is given, by `true_cfg_scale`."""
-    taken = inspect.signature(type(policy.pipe).__call__).parameters
-    if "true_cfg_scale" not in taken or batch.sampling.get("negative_prompt") is None:
-        return False
-    return bool(batch.sampling.get("true_cfg_scale", taken["true_cfg_scale"].default) > 1)
 
 
 def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:

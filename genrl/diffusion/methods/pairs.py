@@ -17,8 +17,8 @@ from genrl.diffusion.methods.noising import (
     noised_by,
     under,
     update,
-    without_guidance,
 )
+from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts

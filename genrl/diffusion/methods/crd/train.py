@@ -19,7 +19,8 @@ import torch
 
 from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.crd.settings import CRD
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, guided, noised, under
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.policy.guidance import guided
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
