@@ -1,19 +1,15 @@
-"""What the trainers on the forward process share: finished samples noised to drawn levels, and the updates.
+"""What the trainers on the forward process share: finished samples, noised to drawn levels.
 
-A method is what it noises (`prepare`) and its `loss`: see diffusion_nft, awm, dgpo, crd and dpo.
 Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from genrl.config.diffusion_method import Updating
 from genrl.diffusion.methods.matching import Matching
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Policy
@@ -25,11 +21,8 @@ from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, f
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.noise_levels import logit_normal_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
-from genrl.runtime.recorded import Recorded
 
 Tensors = dict[str, Tensor]
-Loss = Callable[[Any, Policy, Recorded], Tensors]
-"""(settings, policy, what was recorded) -> "loss" [B], metrics by name, and the model's output."""
 
 REFERENCE = "reference"
 
@@ -113,36 +106,3 @@ def under(run: DiffusionRun, snapshot: str, batch: Batch, state: Tensor, sigma: 
     weights = run.weights
     with weights.reference() if snapshot == REFERENCE else weights.use(snapshot):
         return run.policy.velocity(batch, state, sigma)
-
-
-def update(
-    run: DiffusionRun,
-    settings: Updating,
-    rollouts: Rollouts,
-    num_draws: int,
-    prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
-    loss: Loss,
-    meter: Meter,
-    count: Callable[[list[int]], int] | None = None,
-) -> None:
-    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels or steps, per inner epoch.
-
-    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of; None = nothing to train.
-    `counts` among it is the weight of every metric, along its last dimension or [] for all: 0 = evaluated with the
-    other processes, but in no metric. loss: the method's.
-    count(slots): losses that the samples of an update have, over all draws and processes; None: each at every draw.
-    """
-    run.start_training(settings.epochs * num_draws * len(rollouts.mine))
-    for epoch in range(settings.epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates):
-            divisor = len(slots) * num_draws if count is None else count(slots)
-            for micro_batch, k in product(micro_batches, range(num_draws if divisor else 0)):
-                with run.loop.fitting():
-                    found = prepare(micro_batch, epoch, k)
-                    if found is None:
-                        continue
-                    recorded = Recorded(*found)
-                    results = loss(settings, run.policy, recorded)
-                    run.backward(settings, results, recorded, divisor=divisor)
-                meter.add_all(results, recorded["counts"] if "counts" in recorded else None)
-            meter.add("grad_norm", torch.tensor([run.step()]))

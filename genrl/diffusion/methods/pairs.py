@@ -16,8 +16,8 @@ from genrl.diffusion.methods.noising import (
     drawn_level,
     noised_by,
     under,
-    update,
 )
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch

@@ -20,6 +20,7 @@ import torch
 from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.guidance import guided, without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -76,7 +77,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    noising.update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 
