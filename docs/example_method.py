@@ -15,7 +15,8 @@ from genrl.config.diffusion_method import Updating
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import noised, own_noise, require_flow, solved, update
+from genrl.diffusion.methods.noising import noised, own_noise, require_flow, solved
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun

@@ -7,6 +7,7 @@ from rewards.contract import Needs as Needs
 from rewards.contract import Reward as Reward
 from rewards.contract import Scores as Scores
 from rewards.contract import check_columns as check_columns
+from rewards.contract import check_row as check_row
 from rewards.contract import close as close
 from rewards.contract import is_trainable as is_trainable
 from rewards.contract import move as move

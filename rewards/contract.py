@@ -83,6 +83,14 @@ class Closable(Protocol):
 
 
 @runtime_checkable
+class ChecksRows(Protocol):
+    """A reward that reads only some values of its columns: `check_row` gets those of a row by name, as in a call, and
+    raises ValueError."""
+
+    check_row: Callable[..., None]
+
+
+@runtime_checkable
 class HasLogits(Protocol):
     """A reward to be trained alongside the model (see `rewards.scorers.preference.adversary`)."""
 
@@ -213,6 +221,15 @@ def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> 
                 f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
                 f"{have}.{nearest(column, [*known, *FROM_SAMPLER])}"
             )
+
+
+def check_row(reward: Reward, columns: Mapping[str, Any], *, row: str) -> None:
+    """Raise ValueError, naming the `row`, if a reward says that it cannot read its columns there."""
+    if isinstance(reward, ChecksRows):
+        try:
+            reward.check_row(**{name: columns[name] for name in needs(reward).columns})
+        except ValueError as error:
+            raise ValueError(f"{row}: {error}") from error
 
 
 def score(

@@ -54,7 +54,8 @@ FACTS: dict[Kind, tuple[str, str]] = {
 TRAIN: dict[Kind, str] = {
     "diffusion": """
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import noised, own_noise, update
+from genrl.diffusion.methods.noising import noised, own_noise
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.rollout.forest import independent
 from genrl.objectives.forward.forward_process import matching_error
 

@@ -55,7 +55,8 @@ class DiffusionMethod(Method):
     differentiates_rewards: ClassVar[bool] = False
     """Whether gradients come through the rewards and the decoder."""
     trains_reward: ClassVar[bool] = False
-    """Whether one of the rewards is trained beside the model."""
+    """Whether one of the rewards is trained beside the model. `genrl eval RUN` has it as the run kept it under the name
+    `adversary`; a module that keeps it otherwise has `load_trained(scorers, run)`."""
     reads_pictures: ClassVar[bool] = False
     """Whether it reads the pictures of a data set by itself, row by row."""
     checks_data: ClassVar[bool] = False
@@ -90,7 +91,7 @@ class DiffusionMethod(Method):
     @property
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
-        return False
+        return self.refers_to_base
 
     @property
     def stands_alone(self) -> bool:

@@ -67,18 +67,18 @@ class References:
         except unreadable() as error:
             raise PromptError(f"{self.source}: reference {k + 1} of the prompt {prompt!r}, {where}: {error}") from error
 
-    def missing(self, prompts: Sequence[Prompt], source: str) -> str | None:
-        """What is wrong where some of these prompts of `source` have no picture; None where all have."""
+    def require(self, prompts: Sequence[Prompt], source: str) -> None:
+        """Raise PromptError where some of these prompts of `source` have no picture."""
         without = [row for row in prompts if not self.count(row.text)]
         if not without:
-            return None
+            return
         first = without[0]
         close = get_close_matches(first.text, list(self.places), n=1, cutoff=0.8)
         hint = f" (the nearest that has one: {close[0]!r})" if close else ""
         others = f" and {len(without) - 1} other prompts" if len(without) > 1 else ""
-        return (
+        raise PromptError(
             f"{self.source} has no picture for the prompt {first.text!r}{hint} of {source}:{first.line}{others}; every "
-            "prompt that is trained on needs one or more"
+            "prompt that is trained on needs one or more of these references"
         )
 
 

@@ -35,6 +35,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
+from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
@@ -44,7 +45,6 @@ from genrl.diffusion.rollout.rollout import (
     collect,
     drawn_here,
     iteration_rows,
-    score_metrics,
 )
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime import checkpoint, economy

@@ -52,6 +52,7 @@ from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding
 from genrl.runtime.versions import Versions
 from genrl.runtime.weights import REFERENCE, Weights
+from rewards.calls import inner
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
 FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
@@ -164,16 +165,18 @@ def _read(config: Config, source: str, count: int | None = None) -> list[prompt_
 def check_rewards(
     config: Config, scorers: Scorers, prompts: list[prompt_files.Prompt], eval_prompts: list[prompt_files.Prompt]
 ) -> None:
-    """ValueError for rewards that the method cannot use, or that need columns which the prompts lack."""
+    """ValueError for rewards that the method cannot use, or that need columns which the prompts lack or cannot read."""
     if config.trainer.checks_data:
         code_of(config.trainer).module.check(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
         if not config.trainer.trains_reward and rewards.is_trainable(scorer):
             raise ValueError(f"reward {label!r} is trained beside the model, which only algorithm adv_grpo does")
-        for rows in (prompts, eval_prompts):
+        for rows, source in ((prompts, config.prompts.train), (eval_prompts, config.prompts.eval)):
             if rows:
                 common = set.intersection(*(set(row.columns) for row in rows))
                 rewards.check_columns(scorer, sorted(common), name=label)
+            for row in rows:
+                rewards.check_row(inner(scorer), row.columns, row=f"{source}:{row.line}: reward {label!r}")
     for rows, source in ((prompts, config.prompts.train), (eval_prompts, config.prompts.eval)):
         check_inputs(config.sampling.inputs, rows, str(source))
 

@@ -38,10 +38,10 @@ def test_every_layout_gives_the_pictures_of_a_prompt(tmp_path: Path, layout: int
     assert [found.count(prompt) for prompt in ("a red star", "two dogs", "a cat")] == [2, 1, 0]
     levels = {found.picture("a red star", k).getpixel((0, 0))[0] for k in range(2)}
     assert levels == {10, 30} and found.picture("two dogs", 0).size == (8, 6)
-    assert found.missing([Prompt("two dogs", {}, 1)], "train.txt") is None
-    problem = found.missing([Prompt("two dogs", {}, 1), Prompt("two dogz", {}, 2), Prompt("a cat", {}, 3)], "train.txt")
-    assert problem is not None and "'two dogz' (the nearest that has one: 'two dogs') of train.txt:2" in problem
-    assert "and 1 other prompt" in problem
+    found.require([Prompt("two dogs", {}, 1)], "train.txt")
+    nearest = r"'two dogz' \(the nearest that has one: 'two dogs'\) of train.txt:2 and 1 other prompt"
+    with pytest.raises(PromptError, match=nearest):
+        found.require([Prompt("two dogs", {}, 1), Prompt("two dogz", {}, 2), Prompt("a cat", {}, 3)], "train.txt")
 
 
 def test_sources_that_cannot_be_used(tmp_path: Path) -> None:

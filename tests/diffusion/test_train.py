@@ -209,6 +209,21 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(
             train(runs.config(folder, model, output=str(folder / f"wrong-{k}"), **changes))
 
 
+def test_a_row_that_a_reward_cannot_read_is_named(folder: Path, model: Path) -> None:
+    (folder / "choosy.py").write_text(
+        "class Choosy:\n"
+        "    def __call__(self, images, style): return images.mean(dim=(1, 2, 3))\n"
+        "    def check_row(self, style):\n"
+        "        if style != 'flat': raise ValueError(f'no style {style!r}')\n"
+    )
+    rows = [{"prompt": text, "style": "flat"} for text in runs.PROMPTS] + [{"prompt": "a", "style": "round"}]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reward, prompts = {"name": f"{folder / 'choosy.py'}:Choosy"}, {"train": str(folder / "train.jsonl"), "eval": None}
+    config = runs.config(folder, model, rewards=[reward], prompts=prompts, evaluation={"every": 0})
+    with pytest.raises(ValueError, match=rf"train.jsonl:{len(rows)}: reward 'Choosy': no style 'round'"):
+        train(config)
+
+
 def test_an_argument_the_pipeline_does_not_take_is_named(folder: Path, model: Path) -> None:
     sampling = {"pipeline_args": {"max_sequence_lenght": 4}}
     config = runs.config(folder, model, sampling=sampling, **QUIET)

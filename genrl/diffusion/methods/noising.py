@@ -1,21 +1,15 @@
-"""What the trainers on the forward process share: finished samples noised to drawn levels, and the updates.
+"""What the trainers on the forward process share: finished samples, noised to drawn levels.
 
-A method is what it noises (`prepare`) and its `loss`: see diffusion_nft, awm, dgpo, crd and dpo.
 Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from genrl.config.diffusion_method import Updating
 from genrl.diffusion.methods.matching import Matching
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Policy
@@ -27,11 +21,8 @@ from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, f
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.noise_levels import logit_normal_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
-from genrl.runtime.recorded import Recorded
 
 Tensors = dict[str, Tensor]
-Loss = Callable[[Any, Policy, Recorded], Tensors]
-"""(settings, policy, what was recorded) -> "loss" [B], metrics by name, and the model's output."""
 
 REFERENCE = "reference"
 
@@ -87,32 +78,6 @@ def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Te
     return torch.stack([noises[g] for g in group.tolist()]).to(clean)
 
 
-def guided(batch: Batch, scale: float | None) -> Batch:
-    """The same conditions under this guidance; None = as they are."""
-    return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
-
-
-def without_guidance(policy: Policy, batch: Batch) -> Batch:
-    """The same conditions for a policy that is trained without guidance.
-
-    Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
-    would be another condition than that of sampling. Beside it such pipelines extrapolate by `true_cfg_scale` where
-    they are given a negative prompt, some by default (Qwen-Image: 4); that is left out.
-    """
-    batch = batch if policy.embeds_guidance else guided(batch, 1.0)
-    if not guides_by_negative(policy, batch):
-        return batch
-    return replace(batch, sampling={**batch.sampling, "true_cfg_scale": 1.0})
-
-
-def guides_by_negative(policy: Policy, batch: Batch) -> bool:
-    """Whether the pipeline extrapolates from a negative prompt that it is given, by `true_cfg_scale`."""
-    taken = inspect.signature(type(policy.pipe).__call__).parameters
-    if "true_cfg_scale" not in taken or batch.sampling.get("negative_prompt") is None:
-        return False
-    return bool(batch.sampling.get("true_cfg_scale", taken["true_cfg_scale"].default) > 1)
-
-
 def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:
     """Raise ValueError where the reference is to have its own guidance, and guidance is an input of the network."""
     if scale is not None and run.policy.embeds_guidance:
@@ -141,36 +106,3 @@ def under(run: DiffusionRun, snapshot: str, batch: Batch, state: Tensor, sigma: 
     weights = run.weights
     with weights.reference() if snapshot == REFERENCE else weights.use(snapshot):
         return run.policy.velocity(batch, state, sigma)
-
-
-def update(
-    run: DiffusionRun,
-    settings: Updating,
-    rollouts: Rollouts,
-    num_draws: int,
-    prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
-    loss: Loss,
-    meter: Meter,
-    count: Callable[[list[int]], int] | None = None,
-) -> None:
-    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels or steps, per inner epoch.
-
-    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of; None = nothing to train.
-    `counts` among it is the weight of every metric, along its last dimension or [] for all: 0 = evaluated with the
-    other processes, but in no metric. loss: the method's.
-    count(slots): losses that the samples of an update have, over all draws and processes; None: each at every draw.
-    """
-    run.start_training(settings.epochs * num_draws * len(rollouts.mine))
-    for epoch in range(settings.epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates):
-            divisor = len(slots) * num_draws if count is None else count(slots)
-            for micro_batch, k in product(micro_batches, range(num_draws if divisor else 0)):
-                with run.loop.fitting():
-                    found = prepare(micro_batch, epoch, k)
-                    if found is None:
-                        continue
-                    recorded = Recorded(*found)
-                    results = loss(settings, run.policy, recorded)
-                    run.backward(settings, results, recorded, divisor=divisor)
-                meter.add_all(results, recorded["counts"] if "counts" in recorded else None)
-            meter.add("grad_norm", torch.tensor([run.step()]))

@@ -16,9 +16,9 @@ from genrl.diffusion.methods.noising import (
     drawn_level,
     noised_by,
     under,
-    update,
-    without_guidance,
 )
+from genrl.diffusion.methods.updating import update
+from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts

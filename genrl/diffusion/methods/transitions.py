@@ -17,11 +17,11 @@ from genrl.diffusion.methods.edges import Edges
 from genrl.diffusion.methods.estimation import estimate
 from genrl.diffusion.methods.layout import roots_together
 from genrl.diffusion.methods.metering import EVIDENCE, Meter
-from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import choose_kernel, kept_steps, sampling_plan, trained_steps
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
+from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Replayed, Trajectory
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out

@@ -6,13 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.mdp.gaussian import per_sample
+from genrl.mdp.noise import generator
 from genrl.objectives.forward.diff_instruct import score_from_prediction, score_from_velocity
 
+LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
 GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
 
 
@@ -25,6 +28,12 @@ class Noised(NamedTuple):
     time: Tensor
     signal: Tensor
     sigma: Tensor
+
+
+def drawn_levels(batch: Batch, *names: int | str) -> Tensor:
+    """Levels for `noised_at`, uniform between LOW and HIGH, by each sample's key and `names`, [B]."""
+    uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", *names)) for key in batch.keys])
+    return LOW + (HIGH - LOW) * uniform
 
 
 def noised_at(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Noised:

@@ -76,6 +76,15 @@ def trainable(
     return Weights(named, is_lora=lora is not None, in_step=together, reference=reference)
 
 
+def snapshot_base(weights: Weights, name: str) -> None:
+    """Keep a copy under `name` that begins as the model before training: of an adapter that training goes on with
+    (`model.lora.from`) the second factor is left out, which is 0 in a new one."""
+    weights.snapshot(name)
+    for key, value in weights.snapshots[name].items():
+        if ".lora_B." in key:
+            value.zero_()
+
+
 def _blocks(denoiser: nn.Module) -> list[nn.Module]:
     """What is in shards by itself: the blocks of a transformer; of a UNet the parts of its levels."""
     parts: list[nn.Module] = [m for m in denoiser.modules() if isinstance(m, (BasicTransformerBlock, ResnetBlock2D))]

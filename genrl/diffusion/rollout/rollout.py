@@ -10,7 +10,6 @@ batches that were recorded.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -372,16 +371,6 @@ def gathered(
     )
 
 
-def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
-    """Means and spreads of an iteration's scores, over the samples that have one."""
-    metrics = {"reward/total_mean": _mean(total), "reward/total_std": _std(total)}
-    for label, values in scored.values.items():
-        metrics[f"reward/{label}_mean"] = _mean(values)
-        metrics[f"reward/{label}_std"] = _std(values)
-        metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
-    return metrics | {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
-
-
 def _chunks(count: int, size: int) -> list[list[int]]:
     return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
@@ -389,12 +378,3 @@ def _chunks(count: int, size: int) -> list[list[int]]:
 def to_bytes(image: Tensor) -> Tensor:
     """Floats in [0, 1] as uint8; what is not a number is black."""
     return (image.nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8)
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
-
-
-def _std(values: Tensor) -> float:
-    kept = values[~values.isnan()]
-    return float(kept.std(correction=0)) if len(kept) else math.nan

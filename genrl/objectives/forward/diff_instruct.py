@@ -94,6 +94,22 @@ def diff_instruct_loss(noisy: Tensor, score: Tensor, ref_score: Tensor, *, weigh
     return _row(weight, product) * product
 
 
+def regularisation(
+    noisy: Tensor, noise: Tensor, sigma: Tensor, score: Tensor, ref_score: Tensor, *, through: bool
+) -> tuple[Tensor, Tensor]:
+    """(loss of the generator, score divergence without gradient), [B], of weight sigma^2 and c by the size of a sample.
+
+    noisy, noise [B, ...], sigma [B]: x_t, and the noise in it. through: whether gradients go through the scores
+    (`diff_instruct_star_loss`), else `diff_instruct_loss`.
+    """
+    weight, huber_c = sigma**2, huber_constant(noisy[0].numel())
+    divergence = score_divergence(score, ref_score, weight=weight, huber_c=huber_c).detach()
+    if not through:
+        return diff_instruct_loss(noisy, score, ref_score, weight=weight), divergence
+    conditional = score_from_noise(noise, sigma)
+    return diff_instruct_star_loss(score, ref_score, conditional, weight=weight, huber_c=huber_c), divergence
+
+
 def outer_guidance_loss(noisy: Tensor, unconditional: Tensor, conditional: Tensor, *, weight: Scalar) -> Tensor:
     """`-w sg(s_ref(x_t | c) - s_ref(x_t | 0))^T x_t`, [B]: guidance as an explicit reward, with its own alpha (7.5)."""
     product = ((conditional - unconditional).detach() * noisy).flatten(1).sum(dim=1)

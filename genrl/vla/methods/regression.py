@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.runtime.recorded import Recorded
+from genrl.vla.methods import shared_settings
 from genrl.vla.methods.critics import Critics, train_iql
 from genrl.vla.methods.descent import followed
 from genrl.vla.methods.offline import Loss, Transitions, cloning_errors, recorded_chunks, stepper, successful, take
@@ -26,11 +27,23 @@ LARGEST_WEIGHT = 100.0
 """Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
+class Regressing(Protocol):
+    """Settings of a method whose policy is regressed on data."""
+
+    episodes: int
+    """Of the data."""
+    critics: shared_settings.Critics
+    critic_steps: int
+    temperature: float
+    steps_per_iteration: int
+    batch_size: int
+
+
 def advantage_of(
-    run: VLARun, settings: Any, critics: Critics, data: Transitions, gap: str
+    run: VLARun, settings: Regressing, critics: Critics, data: Transitions, gap: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Train the critics on data of which the settings' `episodes` are known to have succeeded or not: the advantage of
-    the data's chunks [N], and figures, among them, as `gap`, how much more it is in the episodes that succeeded."""
+    """Train the critics on data whose episodes are known to have succeeded or not: the advantage of the data's chunks
+    [N], and figures, among them, as `gap`, how much more it is in the episodes that succeeded."""
     steps, how = settings.critic_steps, settings.critics
     figures = train_iql(critics, data, how, steps=steps, seed=run.config.seed)
     found = followed(run, "learning critics", steps, figures, "critic")
@@ -45,7 +58,7 @@ def weighted_cloning(acting: Acting, given: Recorded) -> Tensor:
 
 
 def regress(
-    run: VLARun, settings: Any, loss: Loss, data: Transitions, advantage: Tensor, figures: Mapping[str, float]
+    run: VLARun, settings: Regressing, loss: Loss, data: Transitions, advantage: Tensor, figures: Mapping[str, float]
 ) -> None:
     """All iterations: `steps_per_iteration` steps on `batch_size` decisions, weighted by exp(`temperature` advantage).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.vla import setup
 from genrl.vla.methods.offline import Reader, Transitions, Words, frames_of, play
 from genrl.vla.methods.play import table_of
+from genrl.vla.methods.shared_settings import Critics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, expert_chunk, render
 from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
@@ -21,7 +22,17 @@ NOISE = 0.3
 """Standard deviation of what is added to the player's moves."""
 
 
-def new_policy(config: VLAConfig, settings: Any, inputs: tuple[str, ...]) -> Any:
+class Player(Protocol):
+    """Settings of a method that has these data."""
+
+    episodes: int
+    right: float
+    """Share of them in which the player does what it is told."""
+    critics: Critics
+    """They know the discount."""
+
+
+def new_policy(config: VLAConfig, settings: Player, inputs: tuple[str, ...]) -> Any:
     """A policy for the data (`wayward_data`), which reads these inputs, with weights by the seed."""
     assert config.policy.new is not None
     words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
@@ -29,10 +40,9 @@ def new_policy(config: VLAConfig, settings: Any, inputs: tuple[str, ...]) -> Any
     return setup.new_policy(config, frames_of(data), words)
 
 
-def wayward_data(config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
+def wayward_data(config: VLAConfig, settings: Player, reads: Reader, horizon: int) -> Transitions:
     """Episodes of a player who does what it is told in a share of them, and else something else; with pictures for a
-    policy that looks at them. Reward is 1 at success. settings: how many `episodes`, which share is `right`, and of the
-    `critics`, who know the discount."""
+    policy that looks at them. Reward is 1 at success."""
     env, episodes, right = config.environment, settings.episodes, settings.right
     image_size = config.policy.new.image_size if config.policy.new is not None else 0
     tasks = task_numbers(env.tasks or ())

@@ -88,6 +88,9 @@ class ChatServer:
         rows = self._first_tokens(questions)
         return [chance(row, word) for row, word in zip(rows, words, strict=True)]
 
+    def check_words(self, words: Sequence[str]) -> None:
+        """Nothing: a server's tokens are not known."""
+
     def _first_tokens(self, questions: Sequence[Question]) -> list[list[tuple[str, float]]]:
         return self._ask_all(questions, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}, _alternatives)
 

@@ -60,6 +60,11 @@ class Questions:
         self.to = self.vlm.to
         self.__signature__ = declare(["pil_images", questions])
 
+    def check_row(self, **column: Any) -> None:
+        """Raise ValueError for expected answers that the model cannot say as its first word."""
+        (row,) = column.values()
+        self.vlm.check_words([answer for _, answer in pairs(row)])
+
     def __call__(self, pil_images: list[Any], **column: list[Any]) -> Scored:
         (lists,) = column.values()
         rows = [pairs(row) for row in lists]

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -75,6 +76,9 @@ class VLM(Protocol):
     def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
         """How likely each answer is to begin with its one of `words`, in [0, 1]."""
 
+    def check_words(self, words: Sequence[str]) -> None:
+        """Raise ValueError for a word that no answer can begin with, as far as is known before it is asked."""
+
     def answers(self, questions: Sequence[Question], max_tokens: int) -> list[str]:
         """The whole answers, cut at `max_tokens`."""
 
@@ -106,13 +110,21 @@ class LocalModel:
         return [yes_or_no(row) for row in self._first_tokens(questions, frozenset(["yes", "no"]))]
 
     def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
-        """How likely each answer is to begin with its word. Raises ValueError for a word that is no single token."""
+        """How likely each answer is to begin with its word. Raises ValueError as `check_words`."""
+        self.check_words(words)
         wanted = frozenset().union(*map(spellings, words))
-        for word in words:
-            if not spellings(word) & self.ids.keys():
-                raise ValueError(f"the answer {word!r} is no single token of the model; ask for yes, no or a number")
         rows = self._first_tokens(questions, wanted)
         return [chance(row, word) for row, word in zip(rows, words, strict=True)]
+
+    def check_words(self, words: Sequence[str]) -> None:
+        """Raise ValueError, with the nearest that is one, for a word that is no single token of the model."""
+        for word in words:
+            if not spellings(word) & self.ids.keys():
+                near = get_close_matches(word.lower(), filter(str.isalpha, self.ids), n=1)
+                hint = f" (the nearest that is one: {near[0]!r})" if near else ""
+                raise ValueError(
+                    f"the answer {word!r} is no single token of the model{hint}; ask for yes, no or a number as a word"
+                )
 
     @torch.no_grad()
     def _first_tokens(self, questions: Sequence[Question], wanted: frozenset[str]) -> list[list[tuple[str, float]]]:

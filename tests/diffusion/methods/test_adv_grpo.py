@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from genrl.cli.pipelines import rewards_of_run
 from genrl.config import Config, ConfigError, check_files, load
 from genrl.data.prompts import PromptError
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
@@ -356,6 +358,39 @@ def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, m
     assert torch.equal(opened.rewards["Critic"].weight, kept) and kept[0] != 1.0
     with pytest.raises(ValueError, match="has no checkpoint"):
         load_trained(opened, critics)
+
+
+OWN = '''
+from typing import ClassVar
+
+from genrl.config.diffusion_method import DiffusionMethod
+
+
+class Own(DiffusionMethod):
+    """Keeps its reward in a way of its own."""
+
+    trains_reward: ClassVar[bool] = True
+
+
+def train(run, settings):
+    """No test runs it."""
+
+
+def loss(settings, policy, recorded):
+    """Nor this."""
+
+
+def load_trained(scorers, run):
+    scorers.rewards["Critic"].weight.data.fill_(float((run / "weight.txt").read_text()))
+'''
+
+
+def test_evaluation_asks_a_method_from_outside_for_its_trained_reward(critics: Path, model: Path) -> None:
+    (critics / "own.py").write_text(OWN)
+    (critics / "weight.txt").write_text("3")
+    settings = config(critics, model, trainer={"algorithm": f"{critics / 'own.py'}:Own"})
+    with closing(rewards_of_run(settings, critics)) as opened:
+        assert opened.rewards["Critic"].weight.tolist() == [3.0, 3.0, 3.0]
 
 
 def refused(folder: Path, model: Path, **changes: Any) -> str:

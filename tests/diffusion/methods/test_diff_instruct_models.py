@@ -21,7 +21,7 @@ from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.policy.weights import snapshot_base, trainable
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
 from genrl.runtime.run import Run
@@ -249,7 +249,7 @@ def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: 
     x, t = keyed_noise((1, 4, 8, 8), "x"), torch.tensor([500])
     with runs.opened(settings) as opened, torch.no_grad():
         weights, policy = opened.weights, opened.policy
-        diff_instruct.begin_assistant(weights)
+        snapshot_base(weights, "assistant")
         generator = policy.velocity(batch, x, t)
         with weights.reference():
             teacher = policy.velocity(batch, x, t)

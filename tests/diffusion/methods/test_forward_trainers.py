@@ -23,7 +23,7 @@ from genrl.diffusion.methods.dgpo import train as dgpo
 from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.methods.noising import without_guidance
+from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable

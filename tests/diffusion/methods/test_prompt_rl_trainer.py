@@ -17,10 +17,11 @@ from genrl.config.rewriter import Rewriter as Rewritten
 from genrl.diffusion.methods.plans import SamplingPlan
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.methods.prompt_rl.train import compared, judged, learn_to_write
+from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.tags import scored_by_tags
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
@@ -190,7 +191,7 @@ def test_a_prompt_can_name_its_reward(folder: Path, model: Path) -> None:
         values = {"brightness": torch.arange(8.0).double(), "redness": -torch.arange(8.0).double()}
         group = torch.arange(8) // 4
         rollouts = Rollouts({}, 0, [], group, None, values["redness"], parts=values)  # type: ignore[arg-type]
-        assert judged(config.trainer, rollouts, run.prompts[:2]).tolist() == [0, 1, 2, 3, -4, -5, -6, -7]  # type: ignore[arg-type]
+        assert scored_by_tags(rollouts, run.prompts[:2], "judge").tolist() == [0, 1, 2, 3, -4, -5, -6, -7]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "a", "judge": "rednes"}])))
     with pytest.raises(
         ValueError, match=r"train.jsonl:5 has judge 'rednes', which is no reward; did you mean 'redness'"

@@ -14,9 +14,9 @@ from genrl.config import Config, ConfigError, check_files, load
 from genrl.config.estimate import plan
 from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
 from genrl.data.prompts import PromptError
-from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.methods.sft import train as sft
 from genrl.diffusion.policy import inverse
+from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
 from genrl.runtime.run import Run

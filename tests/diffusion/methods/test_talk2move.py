@@ -16,6 +16,7 @@ from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move import train as talk2move
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
+from genrl.diffusion.rollout.shortcut import take_shortcut
 from genrl.diffusion.train import train
 from genrl.mdp.early_exit import exit_step
 from genrl.objectives.advantages.groups import group_advantages
@@ -102,7 +103,7 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: P
                     )
                     with torch.no_grad():
                         chain = policy.roll_out(batch, kernel, range(k), stop=k)
-                        final = talk2move.take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
+                        final = take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
                         bright = policy.decode(batch, final).mean(dim=(1, 2, 3)).double()
                     assert torch.allclose(found[p, k, slots], bright, atol=1e-5), (p, k)
         chosen, _ = talk2move.choose_exit(run, trainer, kernel, 0)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
@@ -27,7 +28,6 @@ from genrl.diffusion.rollout.rollout import (
     collect,
     drawn_here,
     micro_batches,
-    score_metrics,
     tree_micro_batches,
 )
 from genrl.diffusion.rollout.scoring import Scorers, score

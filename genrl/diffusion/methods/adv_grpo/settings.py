@@ -120,8 +120,6 @@ class AdvGRPO(Windowed):
             notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
             return
         try:
-            wrong = references.read(source).missing(train.rows if train else (), config.prompts.train)
+            references.read(source).require(train.rows if train else (), config.prompts.train)
         except PromptError as error:
-            wrong = str(error)
-        if wrong is not None:
-            yield ("trainer", "adversary", "references"), wrong
+            yield ("trainer", "adversary", "references"), str(error)

@@ -25,8 +25,7 @@ from torch import Tensor
 import rewards
 from genrl.config import Config
 from genrl.data import references
-from genrl.data.prompts import Prompt, PromptError
-from genrl.data.references import References
+from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
@@ -46,7 +45,7 @@ __all__ = ["loss", "train"]
 def train(run: DiffusionRun, settings: AdvGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     label, adversary = trainable_of(run.scorers)
-    pictures = references_of(settings, run.prompts, run.config.prompts.train)
+    pictures = references.read(settings.adversary.references)
     for parameter in adversary.parameters():  # one reward in all processes, whatever a user's drew its weights from
         parameter.data.copy_(broadcast(parameter.data.clone()))
     optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=settings.adversary.betas)
@@ -113,15 +112,8 @@ def judge(run: DiffusionRun, adversary: Trainable, pairs: list[Pairs], num_sampl
 
 
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
-    """Raise ValueError where no reward is trainable, or a prompt has no reference."""
+    """Raise ValueError where no reward is trainable, or a prompt has no reference or one that cannot be read."""
     trainable_of(scorers)
-    references_of(cast(AdvGRPO, config.trainer), prompts, config.prompts.train).check(row.text for row in prompts)
-
-
-def references_of(settings: AdvGRPO, prompts: list[Prompt], source: str) -> References:
-    """The reference pictures. Raises PromptError where a prompt of `source` has none."""
-    found = references.read(settings.adversary.references)
-    problem = found.missing(prompts, source)
-    if problem is not None:
-        raise PromptError(f"trainer.adversary.references: {problem}")
-    return found
+    pictures = references.read(cast(AdvGRPO, config.trainer).adversary.references)
+    pictures.require(prompts, config.prompts.train)
+    pictures.check(row.text for row in prompts)

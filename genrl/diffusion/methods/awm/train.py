@@ -21,6 +21,7 @@ from torch import Tensor
 from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -77,7 +78,7 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
             given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         return batch, given
 
-    noising.update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 

@@ -19,7 +19,9 @@ import torch
 
 from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.crd.settings import CRD
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, guided, noised, under
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.methods.updating import update
+from genrl.diffusion.policy.guidance import guided
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -89,7 +91,7 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    noising.update(run, settings, rollouts, num_draws, prepare, loss, meter)
+    update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 

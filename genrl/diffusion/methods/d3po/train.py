@@ -18,9 +18,9 @@ from torch import Tensor
 
 from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import update
 from genrl.diffusion.methods.plans import every_step
 from genrl.diffusion.methods.steps import Tensors, compared_steps, recorded_step
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts

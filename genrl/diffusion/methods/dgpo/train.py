@@ -19,7 +19,9 @@ import torch
 
 from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.dgpo.settings import DGPO
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, guided, noised, under
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.methods.updating import update
+from genrl.diffusion.policy.guidance import guided, without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -64,7 +66,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, group = micro_batch.final, rollouts.group[micro_batch.slots]
         batch = micro_batch.batch
-        batch = batch if settings.guidance_in_training else noising.without_guidance(run.policy, batch)
+        batch = batch if settings.guidance_in_training else without_guidance(run.policy, batch)
         steps = torch.randperm(settings.first_steps, generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
         given = noised(clean, noising.group_noise(micro_batch, group, epoch, k), sigma)
@@ -75,7 +77,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    noising.update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 

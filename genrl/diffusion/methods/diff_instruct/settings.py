@@ -65,11 +65,6 @@ class DiffInstruct(Differentiating):
     assistant_lr: Positive | None = None
     """Learning rate of the assistant network; null = optimizer.lr."""
 
-    @property
-    def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training: it is the teacher."""
-        return True
-
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         sampling, evaluation = config.sampling, config.evaluation
@@ -79,19 +74,18 @@ class DiffInstruct(Differentiating):
         if evaluation.num_inference_steps not in (None, 1):
             text = "the one-step generator is evaluated, not its teacher; write null"
             yield ("evaluation.num_inference_steps", "trainer.algorithm"), text
-        none = "guidance is learnt from the teacher (trainer.guidance), the generator itself has none"
-        for key, scale in (
-            ("sampling.guidance_scale", sampling.guidance_scale if sampling.guidance_scale is not None else 2.0),
-            ("evaluation.guidance_scale", evaluation.guidance_scale or 1.0),
-        ):
-            if scale > 1:
-                yield (key, "trainer.algorithm"), f"{none}; write 1"
+        scales = {
+            "sampling.guidance_scale": 2.0 if sampling.guidance_scale is None else sampling.guidance_scale,
+            "evaluation.guidance_scale": evaluation.guidance_scale or 1.0,
+            "sampling.pipeline_args.true_cfg_scale": sampling.pipeline_args.get("true_cfg_scale", 1.0),
+        }
+        for key, scale in scales.items():
+            if not isinstance(scale, int | float) or scale > 1:
+                text = "guidance is learnt from the teacher (trainer.guidance), the generator itself has none; write 1"
+                yield (key, "trainer.algorithm"), text
         if config.model.lora is not None and config.model.lora.frozen:
             text = "the teacher is the model without adapters, and the assistant begins as it"
             yield ("model.lora.frozen", "trainer.algorithm"), f"{text}; name a distilled LoRA by model.lora.from"
-        scale = sampling.pipeline_args.get("true_cfg_scale", 1.0)
-        if not isinstance(scale, int | float) or scale > 1:
-            yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; write 1"
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The assistant learning; both scores; the generator."""

@@ -19,9 +19,7 @@ metrics and figures.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,32 +27,23 @@ from torch import Tensor
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import guides_by_negative, own_noise, solved
+from genrl.diffusion.methods.noising import own_noise, solved
+from genrl.diffusion.policy.guidance import without_prompts
+from genrl.diffusion.policy.one_step import check_one_step
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.scores import Noised, noised_at, score_of
+from genrl.diffusion.policy.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.policy.weights import snapshot_base
+from genrl.diffusion.rollout.measures import spread
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.gaussian import per_sample
-from genrl.mdp.noise import generator
-from genrl.objectives.forward.diff_instruct import (
-    diff_instruct_loss,
-    diff_instruct_star_loss,
-    guided_score,
-    huber_constant,
-    outer_guidance_loss,
-    score_divergence,
-    score_from_noise,
-    score_matching_loss,
-)
+from genrl.objectives.forward import diff_instruct as objective
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.recorded import Recorded
-from genrl.runtime.weights import Weights
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
-LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
-LARGEST_SIGNAL = 0.9  # alpha_bar where the generator reads its noise; .43 at timestep 399 of Stable Diffusion
 
 __all__ = ["check", "loss", "train"]
 
@@ -62,9 +51,9 @@ __all__ = ["check", "loss", "train"]
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     weights = run.weights
-    check_generator(run)
+    check_one_step(run.policy, run.probe)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
-        begin_assistant(weights)
+        snapshot_base(weights, ASSISTANT)
     optimizer = make_optimizer([{"params": weights.parameters}], run.config.optimizer, lr=settings.assistant_lr)
     run.loop.keep(OPTIMIZER, optimizer)
 
@@ -80,53 +69,13 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
         run.finish(meter.result())
 
 
-def check_generator(run: DiffusionRun) -> None:
-    """Raise ValueError where the one step would return its noise, or is guided."""
-    policy, probe = run.policy, run.probe
-    if guides_by_negative(policy, probe):
-        raise ValueError(
-            "sampling.pipeline_args: the generator itself has no guidance, and this pipeline guides by a negative "
-            "prompt; write true_cfg_scale: 1"
-        )
-    head = policy.head
-    if head.parametrisation == "flow":
-        return
-    with torch.no_grad(), policy.uncounted():
-        policy.roll_out(probe)  # puts the step where a run of the pipeline has it
-    time = int(head.timesteps[0])
-    if (alpha_bar := float(head.alphas_cumprod[time])) > LARGEST_SIGNAL:
-        raise ValueError(
-            f"model.scheduler: the one step is at timestep {time}, where alpha_bar is {alpha_bar:.3f} and the network "
-            "hardly changes what it reads; write {timestep_spacing: trailing} for the last timestep, or "
-            "{timestep_spacing: leading, steps_offset: 399}"
-        )
-
-
-def begin_assistant(weights: Weights) -> None:
-    """The assistant begins as the teacher: of an adapter that training goes on with (`model.lora.from`) the second
-    factor is left out, which is 0 in a new one."""
-    weights.snapshot(ASSISTANT)
-    for name, value in weights.snapshots[ASSISTANT].items():
-        if ".lora_B." in name:
-            value.zero_()
-
-
-def spread(rollouts: Rollouts) -> Tensor:
-    """Standard deviation of a number of x_0 over the samples of a prompt, its mean over numbers: for each prompt of
-    which this process has two samples or more."""
-    samples: dict[int, list[Tensor]] = defaultdict(list)
-    for micro_batch in rollouts.mine.values():
-        for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
-            samples[int(rollouts.group[slot])].append(final.float())
-    return torch.tensor([float(torch.stack(same).std(dim=0).mean()) for same in samples.values() if len(same) > 1])
-
-
 def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
     """Step 2: one step of the assistant on the generator's samples."""
     with run.weights.use(ASSISTANT):
         for given, micro_batch in noised(run.policy, rollouts, "assistant", k):
             score = score_of(run.policy, micro_batch.batch, given)
-            loss = score_matching_loss(score, score_from_noise(given.noise, given.sigma), weight=given.sigma**2)
+            conditional = objective.score_from_noise(given.noise, given.sigma)
+            loss = objective.score_matching_loss(score, conditional, weight=given.sigma**2)
             (loss.sum() / rollouts.num_samples).backward()
             meter.add("assistant/error", loss / given.noisy[0].numel())
             run.loop.alive()
@@ -162,50 +111,33 @@ def divergence_gradient(
     """
     policy, weights = run.policy, run.weights
     through = settings.divergence == "score"  # the Kullback-Leibler form takes the scores as constants
-    leaf = given.noisy.detach().requires_grad_()
-    at = given._replace(noisy=leaf)
+    noisy = given.noisy.detach().requires_grad_()
+    given = given._replace(noisy=noisy)
     with torch.set_grad_enabled(through):
         with weights.use(ASSISTANT):
-            score = score_of(policy, batch, at)
+            score = score_of(policy, batch, given)
         with weights.reference():
-            conditioned, blank = teacher_scores(policy, settings, batch, at)
-    scale = settings.guidance_scale if settings.guidance == "inner" else 1.0
-    reference = guided_score(blank, conditioned, scale)
-    weight, huber_c = given.sigma**2, huber_constant(leaf[0].numel())
+            blank = conditioned = score_of(policy, batch, given)
+            if settings.guidance != "none":  # in calls of its own: the pipeline's guidance takes one level for all
+                blank = score_of(policy, without_prompts(batch), given)
+    inner = settings.guidance_scale if settings.guidance == "inner" else 1.0
+    reference = objective.guided_score(blank, conditioned, inner)
     ours, theirs = score.detach().requires_grad_(), reference.detach().requires_grad_()
-    divergence = score_divergence(ours, theirs, weight=weight, huber_c=huber_c).detach()
-    if through:
-        conditional = score_from_noise(given.noise, given.sigma)
-        loss = diff_instruct_star_loss(ours, theirs, conditional, weight=weight, huber_c=huber_c)
-    else:
-        loss = diff_instruct_loss(leaf, ours, theirs, weight=weight)
+    loss, divergence = objective.regularisation(noisy, given.noise, given.sigma, ours, theirs, through=through)
     if settings.guidance == "outer":
-        loss = loss + settings.guidance_scale * outer_guidance_loss(leaf, blank, conditioned, weight=weight)
-    gradient, *on_scores = torch.autograd.grad(loss.sum(), (leaf, ours, theirs), materialize_grads=True)
+        outer = objective.outer_guidance_loss(noisy, blank, conditioned, weight=given.sigma**2)
+        loss = loss + settings.guidance_scale * outer
+    gradient, on_score, on_reference = torch.autograd.grad(loss.sum(), (noisy, ours, theirs), materialize_grads=True)
     if through:
-        for network, output, on_output in zip(
-            (weights.use(ASSISTANT), weights.reference()), (score, reference), on_scores, strict=True
-        ):
-            with network:
-                gradient = gradient + torch.autograd.grad(output, leaf, on_output)[0]
-    return per_sample(given.signal, leaf, leaf.dtype) * gradient, divergence
-
-
-def teacher_scores(policy: Policy, settings: DiffInstruct, batch: Batch, given: Noised) -> tuple[Tensor, Tensor]:
-    """s_ref with the prompt, and without where guidance needs it (else the same again).
-
-    Two calls and not the pipeline's own guidance, which takes one noise level for all samples.
-    """
-    conditioned = score_of(policy, batch, given)
-    if settings.guidance == "none":
-        return conditioned, conditioned
-    negative = batch.sampling.get("negative_prompt") or ""
-    return conditioned, score_of(policy, replace(batch, prompts=[negative] * len(batch)), given)
+        with weights.use(ASSISTANT):
+            gradient = gradient + torch.autograd.grad(score, noisy, on_score)[0]
+        with weights.reference():
+            gradient = gradient + torch.autograd.grad(reference, noisy, on_reference)[0]
+    return per_sample(given.signal, noisy, noisy.dtype) * gradient, divergence
 
 
 def noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[tuple[Noised, MicroBatch]]:
     """This process's samples, noised by their keys, `name` and `k`, and the micro-batches that they are of."""
     for micro_batch in rollouts.mine.values():
-        noise, keys = own_noise(micro_batch, name, k), micro_batch.batch.keys
-        uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", name, k)) for key in keys])
-        yield noised_at(policy, micro_batch.final, noise, LOW + (HIGH - LOW) * uniform), micro_batch
+        noise, level = own_noise(micro_batch, name, k), drawn_levels(micro_batch.batch, name, k)
+        yield noised_at(policy, micro_batch.final, noise, level), micro_batch

@@ -20,6 +20,7 @@ from torch import Tensor
 from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -76,7 +77,7 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
             given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         return batch, given
 
-    noising.update(run, settings, rollouts, num_draws, prepare, loss, meter)
+    update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 

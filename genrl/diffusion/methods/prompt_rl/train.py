@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
@@ -33,7 +31,8 @@ from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
 from genrl.diffusion.policy.rewriter import Rewriter, Written
 from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rewriting import from_texts, rewritten, write
-from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
+from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.rollout.tags import check_tags, scored_by_tags
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
@@ -52,7 +51,7 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
     fits.check(run.prompts, config.prompts.train, config.model.path)
     fits.check(run.eval_prompts, config.prompts.eval, config.model.path)
-    check_column(run, settings)
+    check_tags(config, run.prompts, settings.reward_column)
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=run.accelerator.device)
     if not rewriter.see:  # how long pictures are is known when they are read
         for row in (*run.prompts, *run.eval_prompts):
@@ -70,7 +69,7 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         rollouts = run.collect(partial(from_texts, texts=sum(groups, []), draw=sampler(run, settings, plan)))
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
-        generation = judged(settings, rollouts, prompts).view(-1, size)
+        generation = scored_by_tags(rollouts, prompts, settings.reward_column).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
         rollouts = replace(rollouts, total=total.flatten())
@@ -128,14 +127,6 @@ def learn_to_write(
     return metrics | {"rewriter/grad_norm": run.loop.step_other(rewriter.optimizer)}
 
 
-def judged(settings: PromptRL, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Tensor:
-    """Reward of every sample before that of the format, float64 [N]: the weighted sum, or the one its prompt names."""
-    if settings.reward_column is None:
-        return rollouts.total
-    named = [prompts[group].columns[settings.reward_column] for group in rollouts.group.tolist()]
-    return torch.stack([rollouts.parts[label][slot] for slot, label in enumerate(named)])
-
-
 def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence[str]]) -> dict[str, float]:
     """What all processes know alike of the answers: generation [P, n], formats [P, n - m], texts [P][n - m]."""
     count = formats.shape[1]
@@ -147,20 +138,3 @@ def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence
         gain = generation[:, :count].nanmean(1) - generation[:, count:].nanmean(1)
         found["rewriter/gain"] = float(gain.nanmean())
     return found
-
-
-def check_column(run: DiffusionRun, settings: PromptRL) -> None:
-    """Raise ValueError, with its line, for a prompt that names no reward."""
-    config, column = run.config, settings.reward_column
-    if column is None:
-        return
-    trained = [label for label, reward in zip(config.reward_labels, config.rewards, strict=True) if reward.weight != 0]
-    for row in run.prompts:
-        where, label = f"{config.prompts.train}:{row.line}", row.columns.get(column)
-        if label not in trained:
-            near = get_close_matches(str(label), trained, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            has = f"no column {column!r}" if column not in row.columns else f"{column} {label!r}, which is no reward"
-            raise ValueError(
-                f"trainer.reward_column: {where} has {has}; {hint}rewards that are trained on: {', '.join(trained)}"
-            )

@@ -19,8 +19,10 @@ from genrl.data.preferences import TARGET_COLUMNS, open_set
 from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.given import check_given, given_pictures, picture_size
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import Tensors, drawn_level, noised_by, own_noise, update, without_guidance
+from genrl.diffusion.methods.noising import Tensors, drawn_level, noised_by, own_noise
 from genrl.diffusion.methods.sft.settings import PipelineSFT
+from genrl.diffusion.methods.updating import update
+from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch

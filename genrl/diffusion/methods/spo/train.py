@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import update
 from genrl.diffusion.methods.plans import choose_kernel, last_step_is_drawn
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.methods.steps import Tensors, compared_steps, replayed
+from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.candidates import Candidates, Found, draw, judge

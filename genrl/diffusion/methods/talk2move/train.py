@@ -13,10 +13,7 @@ docs/talk2move.md has the settings and the curves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,15 +23,13 @@ from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move.settings import Talk2Move
 from genrl.diffusion.methods.transitions import clipped_loss as loss
 from genrl.diffusion.methods.transitions import flow_grpo_update
-from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
+from genrl.diffusion.rollout.shortcut import draw, take_shortcut
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
-from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
+from genrl.mdp.early_exit import exit_step, exit_variance
 from genrl.objectives.advantages.groups import group_advantages
 from rewards import compose
 
@@ -48,7 +43,8 @@ def train(run: DiffusionRun, settings: Talk2Move) -> None:
         # 1. Off-policy step evaluation.
         exit_at, metrics = choose_exit(run, settings, kernel, iteration)
         # 2. Active step sampling.
-        rollouts = run.collect(partial(draw, settings=settings, kernel=kernel, exit_at=exit_at))
+        chosen = partial(draw, kernel=kernel, exit_at=exit_at, shortcut=settings.shortcut, keep=settings.keep_graph)
+        rollouts = run.collect(chosen)
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         # 3. Flow-GRPO on the steps before the exit.
         trained = settings.model_copy(update={"exit_step": exit_at})
@@ -57,32 +53,6 @@ def train(run: DiffusionRun, settings: Talk2Move) -> None:
         metrics |= flow_grpo_update(run, trained, rollouts, plan, advantages)
         del rollouts
         run.finish(metrics)
-
-
-def draw(
-    policy: Policy,
-    batch: Batch,
-    slots: list[int],
-    *,
-    beat: Callable[[], None],
-    settings: Talk2Move,
-    kernel: Kernel,
-    exit_at: int,
-) -> Drawn:
-    """Edits whose steps before `exit_at` are drawn and recorded, and whose end is a shortcut."""
-    drawn = range(exit_at)
-    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=drawn if settings.keep_graph else ())
-    beat()
-    final = take_shortcut(policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
-    return independent(replace(trajectory, final=final), slots)
-
-
-def take_shortcut(policy: Policy, batch: Batch, state: Tensor, sigmas: Tensor, exit_at: int, steps: int) -> Tensor:
-    """From the state at step `exit_at` [B, ...] to sigma = 0, in `steps` Euler steps (never more than the grid has)."""
-    levels = shortcut_sigmas(sigmas, exit_at, min(steps, len(sigmas) - 1 - exit_at))
-    for sigma, sigma_next in pairwise(levels):
-        state = kernels.ode(state, policy.velocity(batch, state, sigma), sigma, sigma_next).mean
-    return state
 
 
 def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteration: int) -> tuple[int, dict[str, float]]:

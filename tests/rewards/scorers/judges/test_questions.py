@@ -49,6 +49,11 @@ def test_a_local_model_gives_the_chances_of_its_own_forward_pass(tmp_path: Path)
     assert 0 < scores.values[1] < 1 and math.isnan(scores.values[2])
     odd = rewards.score(reward, images=images[:1], prompts=[""], columns={"vqa_list": [[["What?", "giraffe"]]]})
     assert "'giraffe' is no single token" in odd.failures[0].error
+    where = {"row": "prompts.jsonl:3"}
+    rewards.check_row(reward, {"vqa_list": rows[0]}, **where)
+    told = r"prompts.jsonl:3: the answer 'yess' is no single token of the model \(the nearest that is one: 'yes'\)"
+    with pytest.raises(ValueError, match=told):
+        rewards.check_row(reward, {"vqa_list": ["Red?", ["What?", "yess"]]}, **where)
 
 
 def test_by_a_server(tmp_path: Path) -> None:
