@@ -28,8 +28,8 @@ START_S = 300.0
 
 
 def connected(address: str | None = None) -> Any:
-    """The ray module, connected: to HOST:PORT, or to RAY_ADDRESS; else to a cluster that is started here, whatever else
-    runs on this machine, and ends with this process.
+    """The ray module, connected: to HOST:PORT, or to RAY_ADDRESS, or to a cluster of this machine that `ray start` has
+    started; else to one that is started here and ends with this process. `local`: to the last, whatever runs here.
 
     Raises ValueError where Ray is not installed, and for an address that does not answer, or of another version.
     """
@@ -46,7 +46,7 @@ def connected(address: str | None = None) -> Any:
     before = signal.getsignal(signal.SIGTERM)
     try:
         with seeing(gpus_of_workers()):
-            ray.init(address=asked or "local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+            ray.init(address=asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except Exception as error:  # of no kind of its own; of another version of Ray or Python it names both
         raise ValueError(f"{key}: {asked or 'no cluster could be started on this machine'}: {error}") from error
     finally:
@@ -85,6 +85,8 @@ def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
     """Within the block all processes of a run are connected to one cluster: at HOST:PORT, or RAY_ADDRESS, or one that
     the main process starts and ends. Who is connected before stays it."""
     leaves = not is_connected()
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        address = "local"  # a new one, whatever else runs on this machine
     if accelerator.is_main_process:
         address = connected(address).get_runtime_context().gcs_address
     if accelerator.num_processes > 1:
