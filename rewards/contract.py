@@ -84,8 +84,8 @@ class Closable(Protocol):
 
 @runtime_checkable
 class ChecksRows(Protocol):
-    """A reward that reads only some values of its columns: `check_row` gets those of a row by name, as in a call, and
-    raises ValueError."""
+    """A reward that reads only some values of its columns: `check_row` gets the columns of a row by name, but no
+    pictures, and raises ValueError."""
 
     check_row: Callable[..., None]
 
@@ -227,7 +227,7 @@ def check_row(reward: Reward, columns: Mapping[str, Any], *, row: str) -> None:
     """Raise ValueError, naming the `row`, if a reward says that it cannot read its columns there."""
     if isinstance(reward, ChecksRows):
         try:
-            reward.check_row(**{name: columns[name] for name in needs(reward).columns})
+            reward.check_row(**{name: columns[name] for name in needs(reward).names if name not in FROM_SAMPLER})
         except ValueError as error:
             raise ValueError(f"{row}: {error}") from error
 

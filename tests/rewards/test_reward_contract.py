@@ -279,6 +279,20 @@ def test_a_pair_without_a_score_is_left_out_of_the_mean() -> None:
     assert scores.values[0] == 1.0 and math.isnan(scores.values[1]) and scores.values[2] == 0.5
 
 
+def test_a_row_is_checked_by_its_columns_without_pictures() -> None:
+    class Style:
+        def __call__(self, images: Any, reference_images: Any, style: Any) -> list[float]:
+            return [0.0] * len(images)
+
+        def check_row(self, style: str) -> None:
+            if style != "flat":
+                raise ValueError(f"no style {style!r}")
+
+    rewards.check_row(Style(), {"style": "flat", "reference_image": "a.png"}, row="line 1")
+    with pytest.raises(ValueError, match="^line 2: no style 'round'"):
+        rewards.check_row(Style(), {"style": "round", "reference_image": "a.png"}, row="line 2")
+
+
 def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
     from PIL import Image
 
