@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,9 +10,9 @@ from torch import Tensor
 from benchmarks.common import opened
 from genrl.config import load
 from genrl.config.method import code_of
+from genrl.diffusion.rollout.scoring import plain
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
-from rewards.compose import Component
 
 PROMPTS, PICTURES = 24, 4
 """The first held-out ones, and how many pictures of each."""
@@ -27,6 +26,7 @@ def distance(images: Tensor) -> float:
 
 def diversity(images: Tensor, group: list[int]) -> list[float]:
     """A reward: `distance` of a group, for each of its pictures. An evaluation asks for one group at a time."""
+    assert len(set(group)) == 1
     return [distance(images)] * len(group)
 
 
@@ -34,19 +34,22 @@ def measure(run: Run, evaluation: str) -> list[float]:
     """Mean `distance` of a prompt's pictures by the model before training, and by the newest checkpoint.
 
     The pictures are those of the run's own evaluation, for fewer prompts and each from its own fixed noise.
-    evaluation: where the figures stand in the log (`eval`, `eval_rewritten`).
+    evaluation: where the figures stand in the log (`eval`, `eval_rewritten`). Raises ValueError without a checkpoint of
+    the last iteration.
     """
     config = load(run.config, [f"evaluation.num_prompts={PROMPTS}", f"evaluation.group_size={PICTURES}"])
+    last = checkpoint.latest(run.checkpoints)
+    if last is None or checkpoint.load(last).step < config.iterations:
+        raise ValueError(f"{run.folder} has no checkpoint of iteration {config.iterations}")
     found = []
-    for saved in (None, checkpoint.latest(run.checkpoints)):
+    for saved in (None, last):
         with ExitStack() as stack:
             again = opened(config, stack)
             if saved is not None:
                 again.loop.restore(saved)
             again.loop.iteration = config.iterations  # so that the method gets ready, and has nothing to train
             code_of(config.trainer).train(again, config.trainer)
-            judged = {"diversity": diversity}, {"diversity": Component()}
-            again.scorers = replace(again.scorers, rewards=judged[0], components=judged[1])
+            again.scorers = plain({"diversity": diversity})
             with again.loop.averaged():
                 found.append(round(again.evaluate(config.iterations)[f"{evaluation}/diversity_mean"], 5))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,6 @@ def test_as_the_run_evaluates(
     logged = [row[f"{method.evaluation}/diversity_mean"] for row in read_metrics(run.metrics)]
     assert logged[0] != pytest.approx(logged[1], abs=1e-4)
     assert diversity.measure(run, method.evaluation) == pytest.approx(logged, abs=1e-5)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(ValueError, match="no checkpoint of iteration 1"):
+        diversity.measure(run, method.evaluation)
