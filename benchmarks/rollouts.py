@@ -36,6 +36,7 @@ import torch
 
 import rewards
 from benchmarks.diversity import PICTURES, distance
+from benchmarks.vlm_runs import stored
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
@@ -82,6 +83,8 @@ NAMES = {
 COLOURS = ("#475569", "#2563eb", "#d97706", "#059669", "#dc2626")
 TRAINING_CALL = 3
 """Forward-equivalents of a model call in training: one forward and a backward of two."""
+BUDGET = 45_000
+"""Forward-equivalents of a run."""
 EVALUATIONS = 5
 """During a run, besides the one before it."""
 OVERHEAD = Path(__file__).parent / "results" / "rollouts_overhead.json"
@@ -135,21 +138,21 @@ def train(folder: Path, settings: Sequence[str], seeds: Sequence[int], budget: i
                 write_atomic(measured_at(run), json.dumps(measure(config, run.lora), indent=1) + "\n")
 
 
-def tune(folder: Path, settings: Sequence[str], rates: Sequence[str], budget: int) -> None:
+def tune(folder: Path, settings: Sequence[str], rates: Sequence[str]) -> None:
     """Seed 0 of every setting at every learning rate; then, at the one with the highest reward, seeds 1 and 2."""
 
     def run(rate: str, setting: str, seeds: Sequence[int]) -> None:
-        known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
-        measured = known.setdefault(setting, {}).setdefault(rate, {})
-        for seed in (seed for seed in seeds if str(seed) not in measured):
-            train(folder / rate, [setting], [seed], budget, [f"optimizer.lr={rate}"])
-            measured[str(seed)] = json.loads(measured_at(Run(folder / rate / f"{setting}-{seed}")).read_text())
+        for seed in (seed for seed in seeds if str(seed) not in stored(TUNED).get(setting, {}).get(rate, {})):
+            train(folder / rate, [setting], [seed], BUDGET, [f"optimizer.lr={rate}"])
+            known = stored(TUNED)  # read again: others may have added theirs
+            measured = json.loads(measured_at(Run(folder / rate / f"{setting}-{seed}")).read_text())
+            known.setdefault(setting, {}).setdefault(rate, {})[str(seed)] = measured
             write_atomic(TUNED, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
     for setting in settings:
         for rate in rates:
             run(rate, setting, [0])
-        run(chosen(json.loads(TUNED.read_text())[setting]), setting, [1, 2])
+        run(chosen(stored(TUNED)[setting]), setting, [1, 2])
 
 
 def chosen(by_rate: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -159,20 +162,21 @@ def chosen(by_rate: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def tuned() -> str:
     """Markdown: a row per setting, with the reward at every rate (seed 0) and that of the three seeds at the best."""
-    known = json.loads(TUNED.read_text())
+    known = stored(TUNED)
     rates = sorted({rate for by_rate in known.values() for rate in by_rate}, key=float)
     lines = [
-        f"| setting | {' | '.join(f'{rate}, seed 0' for rate in rates)} | at the best, seeds 1 and 2 "
+        f"| setting | {' | '.join(f'{rate}, seed 0' for rate in rates)} | at the best, seeds 1 and 2 | their mean "
         "| mean of three ± sd | diversity of the policy |",
-        "| --- " * (4 + len(rates)) + "|",
+        "| --- " * (5 + len(rates)) + "|",
     ]
     for setting in (name for name in SETTINGS if name in known):
         runs = known[setting][chosen(known[setting])].values()
         reward = [run["reward"] for run in runs]
         cells = [
             NAMES[setting],
-            *(f"{known[setting][rate]['0']['reward']:.3f}" for rate in rates),
+            *(f"{at[rate]['0']['reward']:.3f}" if rate in (at := known[setting]) else "–" for rate in rates),
             ", ".join(f"{value:.3f}" for value in reward[1:]),
+            f"{mean(reward[1:]):.3f}" if reward[1:] else "–",
             f"{mean(reward):.3f}" + (f" ± {stdev(reward):.3f}" if len(reward) > 1 else ""),
             f"{mean(run['diversity'] for run in runs):.3f}",
         ]
@@ -363,12 +367,11 @@ def main() -> None:
     runs.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     runs.add_argument("--changes", nargs="+", default=[], metavar="KEY=VALUE", help="of all settings' configuration")
-    runs.add_argument("--budget", type=int, default=45_000, help="forward-equivalents of a run")
+    runs.add_argument("--budget", type=int, default=BUDGET, help="forward-equivalents of a run")
     search = commands.add_parser("tune", help="make the runs at several learning rates")
     search.add_argument("folder", type=Path)
     search.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     search.add_argument("--rates", nargs="+", default=["1e-3", "3e-3", "6e-3"])
-    search.add_argument("--budget", type=int, default=45_000, help="forward-equivalents of a run")
     commands.add_parser("tuned", help="print their table")
     commands.add_parser("overhead", help="time rollouts against their bare model calls")
     report = commands.add_parser("report", help="print the table, write the figure")
@@ -378,7 +381,7 @@ def main() -> None:
     if given.command == "train":
         train(given.folder, given.settings, given.seeds, given.budget, given.changes)
     elif given.command == "tune":
-        tune(given.folder, given.settings, given.rates, given.budget)
+        tune(given.folder, given.settings, given.rates)
     elif given.command == "tuned":
         print(tuned())
     elif given.command == "overhead":
