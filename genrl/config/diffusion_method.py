@@ -55,8 +55,8 @@ class DiffusionMethod(Method):
     differentiates_rewards: ClassVar[bool] = False
     """Whether gradients come through the rewards and the decoder."""
     trains_reward: ClassVar[bool] = False
-    """Whether one of the rewards is trained beside the model. `genrl eval RUN` has it as the run kept it under the name
-    `adversary`; a module that keeps it otherwise has `load_trained(scorers, run)`."""
+    """Whether one of the rewards is trained beside the model. `genrl eval RUN` loads it from what the run saved as
+    `adversary`; a module that saves it otherwise defines `load_trained(scorers, folder)`."""
     reads_pictures: ClassVar[bool] = False
     """Whether it reads the pictures of a data set by itself, row by row."""
     checks_data: ClassVar[bool] = False

@@ -415,7 +415,11 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
         yield _Wrong(("rewards",), text)
     for index in found if not trains else found[1:]:
         text = "is trained beside the model, "
-        text += "and there is another such reward; keep one" if trains else "which only algorithm adv_grpo does"
+        text += (
+            "and there is another such reward; keep one"
+            if trains
+            else "which this algorithm does not do (adv_grpo does)"
+        )
         yield _Wrong(("rewards", index, "name"), text)
     for index in found if trains else ():
         reward = config.rewards[index]

@@ -170,7 +170,9 @@ def check_rewards(
         code_of(config.trainer).module.check(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
         if not config.trainer.trains_reward and rewards.is_trainable(scorer):
-            raise ValueError(f"reward {label!r} is trained beside the model, which only algorithm adv_grpo does")
+            raise ValueError(
+                f"reward {label!r} is trained beside the model, which this algorithm does not do (adv_grpo does)"
+            )
         for rows, source in ((prompts, config.prompts.train), (eval_prompts, config.prompts.eval)):
             if rows:
                 common = set.intersection(*(set(row.columns) for row in rows))

@@ -1,4 +1,4 @@
-"""The optimiser steps of an iteration whose loss is of single micro-batches, each at some noise levels or steps.
+"""Optimiser steps of methods whose loss is computed one micro-batch at a time, each at some noise levels or steps.
 
 A method is what it makes of a micro-batch (`prepare`) and its `loss`: see diffusion_nft, awm, dgpo, crd and dpo, which
 noise finished samples, and d3po and spo, which compare recorded steps.

@@ -1,4 +1,4 @@
-"""Whether a pipeline can draw in one step of its schedule, as a generator that is distilled from itself."""
+"""Whether a pipeline can be a one-step generator: draw a picture in one step of its own schedule."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def diff_instruct_loss(noisy: Tensor, score: Tensor, ref_score: Tensor, *, weigh
 def regularisation(
     noisy: Tensor, noise: Tensor, sigma: Tensor, score: Tensor, ref_score: Tensor, *, through: bool
 ) -> tuple[Tensor, Tensor]:
-    """(loss of the generator, score divergence without gradient), [B], of weight sigma^2 and c by the size of a sample.
+    """(loss of the generator, score divergence without gradient), [B], with weight sigma^2, and c set by the size of
+    a sample.
 
     noisy, noise [B, ...], sigma [B]: x_t, and the noise in it. through: whether gradients go through the scores
     (`diff_instruct_star_loss`), else `diff_instruct_loss`.

@@ -31,7 +31,7 @@ class Regressing(Protocol):
     """Settings of a method whose policy is regressed on data."""
 
     episodes: int
-    """Of the data."""
+    """How many the data have."""
     critics: shared_settings.Critics
     critic_steps: int
     temperature: float

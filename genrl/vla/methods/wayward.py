@@ -22,17 +22,17 @@ NOISE = 0.3
 """Standard deviation of what is added to the player's moves."""
 
 
-class Player(Protocol):
-    """Settings of a method that has these data."""
+class Recording(Protocol):
+    """Settings of a method that learns from these data."""
 
     episodes: int
     right: float
     """Share of them in which the player does what it is told."""
     critics: Critics
-    """They know the discount."""
+    """Settings of the critics, which hold the discount."""
 
 
-def new_policy(config: VLAConfig, settings: Player, inputs: tuple[str, ...]) -> Any:
+def new_policy(config: VLAConfig, settings: Recording, inputs: tuple[str, ...]) -> Any:
     """A policy for the data (`wayward_data`), which reads these inputs, with weights by the seed."""
     assert config.policy.new is not None
     words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
@@ -40,7 +40,7 @@ def new_policy(config: VLAConfig, settings: Player, inputs: tuple[str, ...]) -> 
     return setup.new_policy(config, frames_of(data), words)
 
 
-def wayward_data(config: VLAConfig, settings: Player, reads: Reader, horizon: int) -> Transitions:
+def wayward_data(config: VLAConfig, settings: Recording, reads: Reader, horizon: int) -> Transitions:
     """Episodes of a player who does what it is told in a share of them, and else something else; with pictures for a
     policy that looks at them. Reward is 1 at success."""
     env, episodes, right = config.environment, settings.episodes, settings.right

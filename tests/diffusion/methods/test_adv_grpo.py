@@ -432,7 +432,7 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
         critics, model, rewards=[{**own, "offload": True}]
     )
     trainer = {"algorithm": "flow_grpo"}
-    assert "only algorithm adv_grpo" in refused(critics, model, trainer=trainer, rewards=[own])
+    assert "which this algorithm does not do" in refused(critics, model, trainer=trainer, rewards=[own])
     with pytest.raises(ValueError, match="'Patched' is trained beside the model"):
         train(runs.config(critics, model, trainer=trainer, rewards=[{**patched, "weight": 1}]))
 

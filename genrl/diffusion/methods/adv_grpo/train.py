@@ -25,7 +25,7 @@ from torch import Tensor
 import rewards
 from genrl.config import Config
 from genrl.data import references
-from genrl.data.prompts import Prompt
+from genrl.data.prompts import Prompt, PromptError
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
@@ -115,5 +115,8 @@ def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     """Raise ValueError where no reward is trainable, or a prompt has no reference or one that cannot be read."""
     trainable_of(scorers)
     pictures = references.read(cast(AdvGRPO, config.trainer).adversary.references)
-    pictures.require(prompts, config.prompts.train)
-    pictures.check(row.text for row in prompts)
+    try:
+        pictures.require(prompts, config.prompts.train)
+        pictures.check(row.text for row in prompts)
+    except PromptError as error:
+        raise PromptError(f"trainer.adversary.references: {error}") from error
