@@ -1,11 +1,12 @@
-"""Does PRDP stay stable on 10,000 generated prompts where DDPO falls? Three seeds each (docs/prdp.md).
+"""PRDP and DDPO on 10,000 generated prompts, three seeds each (docs/prdp.md).
 
     python -m benchmarks.many_prompts train runs/many_prompts               # every run that is not done yet
     python -m benchmarks.many_prompts report                                # the table of docs/prdp.md
 
-Both train the embedded flow model on 10,000 captions of its world (shapes and signs), so that DDPO hardly ever meets a
-prompt again and scales over the batch, as its code does. Pictures, steps, learning rate and model calls in sampling are
-equal. A run is `genrl train` in a process of its own with one thread; what the table needs of it goes to
+Both train the embedded flow model on captions of its world, 1,390 of shapes and 8,610 of signs (there are no more of
+shapes), so that DDPO hardly ever meets a prompt again and scales over the batch, as its code does. Pictures, steps,
+learning rate and model calls in sampling are equal. So PRDP, with groups of 8, meets 960 prompts, DDPO 7,680.
+A run is `genrl train` in a process of its own with one thread; what the table needs of it goes to
 benchmarks/results/many_prompts.json.
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import numpy as np
 
@@ -65,30 +68,37 @@ def train(folder: Path) -> None:
             ]
             complete(run, ["train", f"configs/diffusion/{method}.yaml", *COMMON, *changes, *own])
             rows = read_metrics(run.metrics)
-            curve = [
-                (row["step"], round(row["eval/clipscore_mean"], 4)) for row in rows if "eval/clipscore_mean" in row
-            ]
-            kept = stored(RESULTS) | {run.folder.name: {"eval": curve, "cpu_s": cpu_seconds(run)}}
+            found = {"eval": curve(rows, "eval/clipscore_mean"), "own": curve(rows, "reward/clipscore_mean")}
+            kept = stored(RESULTS) | {run.folder.name: {**found, "cpu_s": cpu_seconds(run)}}
             write_atomic(RESULTS, json.dumps(kept, sort_keys=True).replace("}, ", "},\n ") + "\n")
 
 
+def curve(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
+    return [(row["step"], round(row[metric], 4)) for row in rows if row.get(metric) is not None]
+
+
 def report() -> str:
-    """A row for each method: the mean over seeds at every evaluation, and the least of the differences between them."""
+    """A row for each method: the mean over seeds at every evaluation, how far the last is below the best, and the mean
+    score of the pictures it trained on, in the first and the last ten iterations."""
     results = stored(RESULTS)
     lines = []
     for method in METHODS:
+        own = [[value for _, value in results[key]["own"]] for seed in SEEDS if (key := f"{method}-{seed}") in results]
+        if not own:
+            continue
         curves = [results[key]["eval"] for seed in SEEDS if (key := f"{method}-{seed}") in results]
         if not lines:
             steps = [f"{step}" for step, _ in curves[0]]
             lines += [
-                f"| method | {' | '.join(steps)} | best minus last, each seed | seeds |",
-                "| --- " * (len(steps) + 3) + "|",
+                f"| method | {' | '.join(steps)} | best minus last, each seed | own pictures, first ten iterations "
+                "| last ten | seeds |",
+                "| --- " * (len(steps) + 5) + "|",
             ]
-        values = [[value for _, value in curve] for curve in curves]
+        values = [[value for _, value in points] for points in curves]
         fall = ", ".join(f"{max(one) - one[-1]:.3f}" for one in values)
-        lines.append(
-            f"| {method.upper()} | {' | '.join(map(cell, zip(*values, strict=True)))} | {fall} | {len(curves)} |"
-        )
+        ends = [cell([mean(one[part]) for one in own]) for part in (slice(10), slice(-10, None))]
+        cells = [method.upper(), *map(cell, zip(*values, strict=True)), fall, *ends, str(len(curves))]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
