@@ -195,8 +195,8 @@ models, budgets and rewards differ. The **second scorer** has weight 0. **Divers
 of the pixels, from 0 to 1, of two pictures of one prompt: the mean over all pairs of 4 pictures, drawn as in the
 evaluation, of each of the first 24 held-out prompts (PromptRL: as rewritten for each picture). Plainer pictures, which
 `jpeg` rewards, differ less as well. A dash means that it was not measured, a single value that seed 0 was, in a run
-made again whose reward was within 0.002 of the row's. Model calls count every sample of a denoiser's batch, without evaluation.
-CPU minutes include evaluation and loading; a dash means that the run was interrupted or made by hand.
+made again whose reward was within 0.002 of the row's. Model calls count every sample of a denoiser's batch, without
+evaluation. CPU minutes include evaluation and loading; a dash means that the run was interrupted or made by hand.
 """
 AFTER_TABLE = """
 ![held-out reward of each method over thousand forward-equivalents](img/methods.svg)
