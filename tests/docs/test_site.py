@@ -168,4 +168,4 @@ def test_keys_are_filtered_and_pages_found(site: tuple[str, Path]) -> None:
         page.goto(f"{address}start.html")
         assert page.locator(".key-filter").count() == 0
         page.get_by_placeholder("Search").first.fill("reward hacking")
-        page.locator(".md-search-result__link", has_text="Prevent reward hacking").first.wait_for(timeout=10_000)
+        page.locator(".md-search-result__link", has_text="Prevent reward hacking").first.wait_for(timeout=60_000)
