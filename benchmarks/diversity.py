@@ -38,15 +38,14 @@ def measure(run: Run, evaluation: str) -> list[float]:
     the last iteration.
     """
     config = load(run.config, [f"evaluation.num_prompts={PROMPTS}", f"evaluation.group_size={PICTURES}"])
-    last = checkpoint.latest(run.checkpoints)
-    if last is None or checkpoint.load(last).step < config.iterations:
-        raise ValueError(f"{run.folder} has no checkpoint of iteration {config.iterations}")
-    found = []
+    last, found = checkpoint.latest(run.checkpoints), []
     for saved in (None, last):
         with ExitStack() as stack:
             again = opened(config, stack)
             if saved is not None:
                 again.loop.restore(saved)
+            if saved is last and again.loop.iteration < config.iterations:
+                raise ValueError(f"{run.folder} has no checkpoint of iteration {config.iterations}")
             again.loop.iteration = config.iterations  # so that the method gets ready, and has nothing to train
             code_of(config.trainer).train(again, config.trainer)
             again.scorers = plain({"diversity": diversity})
