@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -76,11 +77,17 @@ def trainable(
     return Weights(named, is_lora=lora is not None, in_step=together, reference=reference)
 
 
-def snapshot_base(weights: Weights, name: str) -> None:
-    """Keep a copy under `name` that begins as the model before training: of an adapter that training goes on with
-    (`model.lora.from`) the second factor is left out, which is 0 in a new one."""
+def snapshot_base(weights: Weights, name: str, *, goes_on: bool) -> None:
+    """Keep a copy under `name` that begins as the model before training. goes_on: the adapter was trained before
+    (`model.lora.from`); its second factors are then left out, which are 0 in a new one. Raises ValueError where it is a
+    LoKr or a DoRA, which that does not undo."""
+    if goes_on and (other := [key for key in weights.named if not re.search(r"\.lora_[AB]\.", key)]):
+        raise ValueError(
+            f"model.lora.from: the method needs a copy that begins without the adapter, which is made of a LoRA alone, "
+            f"and this one also has {other[0]}: a LoKr or a DoRA; give a LoRA, or begin with a new adapter"
+        )
     weights.snapshot(name)
-    for key, value in weights.snapshots[name].items():
+    for key, value in weights.snapshots[name].items() if goes_on else ():
         if ".lora_B." in key:
             value.zero_()
 

@@ -249,7 +249,7 @@ def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: 
     x, t = keyed_noise((1, 4, 8, 8), "x"), torch.tensor([500])
     with runs.opened(settings) as opened, torch.no_grad():
         weights, policy = opened.weights, opened.policy
-        snapshot_base(weights, "assistant")
+        snapshot_base(weights, "assistant", goes_on=True)
         generator = policy.velocity(batch, x, t)
         with weights.reference():
             teacher = policy.velocity(batch, x, t)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from genrl.config import LoRA
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.policy.weights import snapshot_base, trainable
 from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
 
@@ -248,3 +248,18 @@ def test_a_checkpoint_of_another_adapter_is_refused(lora: LoRA | None) -> None:
     with pytest.raises(ValueError, match="another model or adapter"):
         weights.restore(tiny(lora)[1].state())
     assert all(equal(copied(weights.state()[stem]), before[stem]) for stem in before)  # nothing was changed by half
+
+
+def test_a_copy_without_a_trained_adapter_is_made_of_a_lora_alone() -> None:
+    policy, weights = tiny()
+    plain = drawn(policy)
+    some_steps(policy, weights)
+    snapshot_base(weights, "base", goes_on=True)
+    with weights.use("base"):
+        assert torch.equal(drawn(policy), plain)
+    assert not torch.equal(drawn(policy), plain)
+    for kind in ("lokr", "dora"):
+        _, other = tiny(ADAPTER.model_copy(update={"type": kind}))
+        snapshot_base(other, "new", goes_on=False)
+        with pytest.raises(ValueError, match=r"model\.lora\.from: .* give a LoRA, or begin with a new adapter"):
+            snapshot_base(other, "base", goes_on=True)

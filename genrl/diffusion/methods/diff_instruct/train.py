@@ -53,7 +53,8 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     weights = run.weights
     check_one_step(run.policy, run.probe)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
-        snapshot_base(weights, ASSISTANT)
+        lora = run.config.model.lora
+        snapshot_base(weights, ASSISTANT, goes_on=lora is not None and lora.begin is not None)
     optimizer = make_optimizer([{"params": weights.parameters}], run.config.optimizer, lr=settings.assistant_lr)
     run.loop.keep(OPTIMIZER, optimizer)
 
