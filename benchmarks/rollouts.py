@@ -5,7 +5,7 @@
     python -m benchmarks.rollouts train runs/slow --changes optimizer.lr=1e-3
     python -m benchmarks.rollouts overhead                                 # benchmarks/results/rollouts_overhead.json
     python -m benchmarks.rollouts report runs/rollouts docs/img/rollouts.svg
-    python -m benchmarks.rollouts tune runs/tuned --rates 1e-3 3e-3 6e-3   # seed 0 chooses, then seeds 1 and 2
+    python -m benchmarks.rollouts tune runs/tuned --rates 1e-3 3e-3 6e-3 --noises 0.4 1.0   # seed 0 chooses, then 1, 2
     python -m benchmarks.rollouts tuned                                    # benchmarks/results/rollouts_tuned.json
 
 Every setting is configs/flow_grpo.yaml with the changes in COMMON and SETTINGS: same model, prompts, pictures per
@@ -88,6 +88,8 @@ BUDGET = 45_000
 EVALUATIONS = 5
 """During a run, besides the one before it."""
 OVERHEAD = Path(__file__).parent / "results" / "rollouts_overhead.json"
+NOISE = "-noise-"
+"""Between a learning rate and a level of noise; without it the noise is that of `BASE`."""
 TUNED = OVERHEAD.with_name("rollouts_tuned.json")
 
 
@@ -138,43 +140,61 @@ def train(folder: Path, settings: Sequence[str], seeds: Sequence[int], budget: i
                 write_atomic(measured_at(run), json.dumps(measure(config, run.lora), indent=1) + "\n")
 
 
-def tune(folder: Path, settings: Sequence[str], rates: Sequence[str]) -> None:
-    """Seed 0 of every setting at every learning rate; then, at the one with the highest reward, seeds 1 and 2."""
+def tune(folder: Path, settings: Sequence[str], rates: Sequence[str], noises: Sequence[str]) -> None:
+    """Seed 0 of every setting at every learning rate, and at the best of them at every level of noise; then, where the
+    reward is highest, seeds 1 and 2."""
 
-    def run(rate: str, setting: str, seeds: Sequence[int]) -> None:
-        for seed in (seed for seed in seeds if str(seed) not in stored(TUNED).get(setting, {}).get(rate, {})):
-            train(folder / rate, [setting], [seed], BUDGET, [f"optimizer.lr={rate}"])
+    def run(at: str, setting: str, seeds: Sequence[int]) -> None:
+        for seed in (seed for seed in seeds if str(seed) not in stored(TUNED).get(setting, {}).get(at, {})):
+            rate, _, noise = at.partition(NOISE)
+            changes = [f"optimizer.lr={rate}", *([f"trainer.noise_level={noise}"] if noise else [])]
+            train(folder / at, [setting], [seed], BUDGET, changes)
             known = stored(TUNED)  # read again: others may have added theirs
-            measured = json.loads(measured_at(Run(folder / rate / f"{setting}-{seed}")).read_text())
-            known.setdefault(setting, {}).setdefault(rate, {})[str(seed)] = measured
+            measured = json.loads(measured_at(Run(folder / at / f"{setting}-{seed}")).read_text())
+            known.setdefault(setting, {}).setdefault(at, {})[str(seed)] = measured
             write_atomic(TUNED, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
     for setting in settings:
         for rate in rates:
             run(rate, setting, [0])
+        rate = chosen(by_rate(stored(TUNED)[setting]))
+        for noise in noises:
+            run(f"{rate}{NOISE}{noise}", setting, [0])
         run(chosen(stored(TUNED)[setting]), setting, [1, 2])
 
 
-def chosen(by_rate: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The learning rate at which seed 0 has the highest reward."""
-    return max(by_rate, key=lambda rate: by_rate[rate]["0"]["reward"])
+Tried = dict[str, dict[str, dict[str, float]]]
+
+
+def by_rate(tried: Tried) -> Tried:
+    """The runs at the noise that all begin with."""
+    return {at: runs for at, runs in tried.items() if NOISE not in at}
+
+
+def chosen(tried: Tried) -> str:
+    """Where seed 0 has the highest reward."""
+    return max(tried, key=lambda at: tried[at]["0"]["reward"])
 
 
 def tuned() -> str:
-    """Markdown: a row per setting, with the reward at every rate (seed 0) and that of the three seeds at the best."""
+    """Markdown: a row per setting, with the reward of seed 0 wherever it was tried, and of three seeds at the best."""
     known = stored(TUNED)
-    rates = sorted({rate for by_rate in known.values() for rate in by_rate}, key=float)
+    rates = sorted({at for tried in known.values() for at in by_rate(tried)}, key=float)
+    noises = sorted({at.partition(NOISE)[2] for tried in known.values() for at in tried} - {""}, key=float)
     lines = [
-        f"| setting | {' | '.join(f'{rate}, seed 0' for rate in rates)} | at the best, seeds 1 and 2 | their mean "
-        "| mean of three ± sd | diversity of the policy |",
-        "| --- " * (5 + len(rates)) + "|",
+        f"| setting | {' | '.join(f'{rate}, seed 0' for rate in rates)} |"
+        f"{''.join(f' best rate, noise {noise}, seed 0 |' for noise in noises)}"
+        " at the best, seeds 1 and 2 | their mean | mean of three ± sd | diversity of the policy |",
+        "| --- " * (5 + len(rates) + len(noises)) + "|",
     ]
     for setting in (name for name in SETTINGS if name in known):
-        runs = known[setting][chosen(known[setting])].values()
+        tried = known[setting]
+        runs = tried[chosen(tried)].values()
         reward = [run["reward"] for run in runs]
+        places = [*rates, *(f"{chosen(by_rate(tried))}{NOISE}{noise}" for noise in noises)]
         cells = [
             NAMES[setting],
-            *(f"{at[rate]['0']['reward']:.3f}" if rate in (at := known[setting]) else "–" for rate in rates),
+            *(f"{tried[at]['0']['reward']:.3f}" if at in tried else "–" for at in places),
             ", ".join(f"{value:.3f}" for value in reward[1:]),
             f"{mean(reward[1:]):.3f}" if reward[1:] else "–",
             f"{mean(reward):.3f}" + (f" ± {stdev(reward):.3f}" if len(reward) > 1 else ""),
@@ -372,6 +392,7 @@ def main() -> None:
     search.add_argument("folder", type=Path)
     search.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     search.add_argument("--rates", nargs="+", default=["1e-3", "3e-3", "6e-3"])
+    search.add_argument("--noises", nargs="*", default=["0.4", "1.0"])
     commands.add_parser("tuned", help="print their table")
     commands.add_parser("overhead", help="time rollouts against their bare model calls")
     report = commands.add_parser("report", help="print the table, write the figure")
@@ -381,7 +402,7 @@ def main() -> None:
     if given.command == "train":
         train(given.folder, given.settings, given.seeds, given.budget, given.changes)
     elif given.command == "tune":
-        tune(given.folder, given.settings, given.rates)
+        tune(given.folder, given.settings, given.rates, given.noises)
     elif given.command == "tuned":
         print(tuned())
     elif given.command == "overhead":
