@@ -21,11 +21,11 @@ from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.rollout.tags import scored_by_tags
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
+from genrl.objectives.advantages.prompt_rl import tagged_rewards
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved
@@ -187,16 +187,12 @@ def test_a_prompt_can_name_its_reward(folder: Path, model: Path) -> None:
     }
     config = runs.config(folder, model, **changes)
     train(config)
-    with runs.opened(config) as run:
-        values = {"brightness": torch.arange(8.0).double(), "redness": -torch.arange(8.0).double()}
-        group = torch.arange(8) // 4
-        rollouts = Rollouts({}, 0, [], group, None, values["redness"], parts=values)  # type: ignore[arg-type]
-        assert scored_by_tags(rollouts, run.prompts[:2], "judge").tolist() == [0, 1, 2, 3, -4, -5, -6, -7]
+    values = {"brightness": torch.arange(3.0).double(), "redness": -torch.arange(3.0).double()}
+    assert tagged_rewards(values, ["redness", "brightness", "redness"]).tolist() == [0, 1, -2]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "a", "judge": "rednes"}])))
-    with pytest.raises(
-        ValueError, match=r"train.jsonl:5 has judge 'rednes', which is no reward; did you mean 'redness'"
-    ):
-        train(runs.config(folder, model, output=str(folder / "other"), **changes))
+    with pytest.raises(ConfigError, match="has judge 'rednes', which is no reward; did you mean 'redness'") as error:
+        check_files(*load_located(folder / "tiny.yaml"))
+    assert "train.jsonl:5" in str(error.value) and "tiny.yaml" in str(error.value)
 
 
 def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) -> None:

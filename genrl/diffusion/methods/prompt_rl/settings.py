@@ -9,6 +9,7 @@ from genrl.config.diffusion_method import FileFinding
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.rewriter import Rewriter
 from genrl.config.section import NonNegative, Text, Whole
+from genrl.diffusion.methods.aggregation import named_rewards
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ class PromptRL(Windowed):
     retained: Whole = 2
     """Samples of each group that use the original prompt (PromptRL: 2 of 8)."""
     reward_column: Text | None = None
-    """Column of the prompts that names the one reward which judges their samples (PromptRL's reward tags); null = the
-    weighted sum."""
+    """Column of prompts that names the one reward which judges their samples (reward tags); null = the weighted sum."""
     kl_weight: NonNegative = 1e-2
     """Weight of the divergence of the flow model from its start (PromptRL: 0.01)."""
 
@@ -88,8 +88,7 @@ class PromptRL(Windowed):
         yield from super().problems(config)
         size = config.sampling.group_size
         if self.retained >= size:
-            text = f"all {size} samples of a group would keep their prompt, and the language model has nothing to"
-            text = f"{text} learn from; use {size - 1} or less (PromptRL: 2 of 8)"
+            text = f"the language model learns from none of {size} samples; use {size - 1} or less (PromptRL: 2 of 8)"
             yield ("trainer.retained", "sampling.group_size"), text
         yield from self.rewriter.problems()
         if config.model.offload.text_encoders == "encode_then_free":
@@ -105,5 +104,7 @@ class PromptRL(Windowed):
             yield ("trainer.reward_column", "prompts.train"), text
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
-        """Whether the language model can be one."""
+        """Whether the language model can be one, and each prompt names a reward."""
         yield from self.rewriter.file_problems(notes)
+        if self.reward_column is not None:
+            yield from named_rewards(config, train, "reward_column", self.reward_column)

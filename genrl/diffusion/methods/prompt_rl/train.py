@@ -32,10 +32,9 @@ from genrl.diffusion.policy.rewriter import Rewriter, Written
 from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rewriting import from_texts, rewritten, write
 from genrl.diffusion.rollout.rollout import call_arguments
-from genrl.diffusion.rollout.tags import check_tags, scored_by_tags
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
+from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss, tagged_rewards
 from genrl.objectives.surrogates.policy_losses import kl_k3
 
 __all__ = ["loss", "train"]
@@ -51,7 +50,6 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
     fits.check(run.prompts, config.prompts.train, config.model.path)
     fits.check(run.eval_prompts, config.prompts.eval, config.model.path)
-    check_tags(config, run.prompts, settings.reward_column)
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=run.accelerator.device)
     if not rewriter.see:  # how long pictures are is known when they are read
         for row in (*run.prompts, *run.eval_prompts):
@@ -69,7 +67,10 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         rollouts = run.collect(partial(from_texts, texts=sum(groups, []), draw=sampler(run, settings, plan)))
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
-        generation = scored_by_tags(rollouts, prompts, settings.reward_column).view(-1, size)
+        generation = rollouts.total.view(-1, size)
+        if (tag := settings.reward_column) is not None:
+            tags = [prompts[group].columns[tag] for group in rollouts.group.tolist()]
+            generation = tagged_rewards(rollouts.parts, tags).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
         rollouts = replace(rollouts, total=total.flatten())
@@ -86,13 +87,7 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
 
 
 def learn_to_write(
-    run: DiffusionRun,
-    settings: PromptRL,
-    rewriter: Rewriter,
-    mine: dict[int, Written],
-    advantages: Tensor,
-    *,
-    check: bool = False,
+    run: DiffusionRun, settings: PromptRL, rewriter: Rewriter, mine: dict[int, Written], advantages: Tensor, check: bool
 ) -> dict[str, float]:
     """One optimiser step of the language model on the answers of all processes; returns its metrics.
 
