@@ -70,6 +70,7 @@ NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "above", "below")
 
 MIN_MATCH = 0.85  # of a place with a glyph; with less it is nothing known. Between two different glyphs: .88 at most
+MIN_DETAIL = 0.5  # of a place with the inside of a glyph, less its mean colour: blots of the right outline have 0
 NEAR = 0.85  # of a glyph's side: places nearer to a thing than that, in both directions, show part of it
 INK = 40.0  # a pixel farther than this from the background (RGB, 0-255) is ink
 BLOB = 100  # pixels of ink outside of all things found that count as one unknown thing; fewer count as none
@@ -167,21 +168,40 @@ def match(image: np.ndarray) -> np.ndarray:
     return fits
 
 
+@cache
+def _inside(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where a glyph has ink, bool [GLYPH, GLYPH], and its N colours there less their mean, [N, 3]."""
+    drawn = glyph(name).astype(np.float32)
+    ink = np.linalg.norm(drawn - _GROUND, axis=-1) > INK
+    return ink, drawn[ink] - drawn[ink].mean(0)
+
+
+def detail(window: np.ndarray, name: str) -> float:
+    """How well the inside of a glyph fits, whatever its outline and mean colour: `match` of what differs from the mean.
+
+    window: uint8 [GLYPH, GLYPH, 3].
+    """
+    ink, drawn = _inside(name)
+    seen = window[ink] - window[ink].mean(0)
+    return float(2 * (seen * drawn).sum() / (np.square(seen).sum() + np.square(drawn).sum()))
+
+
 def find(image: np.ndarray) -> list[Found]:
-    """The glyphs of a picture, best first: each the best fit of at least `MIN_MATCH` away from those before it. None in
-    a picture that is smaller than a glyph."""
+    """The glyphs of a picture, best first: each the best fit of at least `MIN_MATCH` away from those before it, whose
+    inside fits by at least `MIN_DETAIL`. None in a picture that is smaller than a glyph."""
     if min(image.shape[:2]) < GLYPH:
         return []
     fits = match(image)
     best = fits.max(0)
     found = []
+    reach, middle = math.ceil(NEAR * GLYPH), (GLYPH - 1) / 2
     while best.max() >= MIN_MATCH:
         row, column = (int(i) for i in np.unravel_index(best.argmax(), best.shape))
-        name = OBJECTS[int(fits[:, row, column].argmax())]
-        middle = (GLYPH - 1) / 2
-        found.append(Found(name, column + middle, row + middle, float(best[row, column])))
-        reach = math.ceil(NEAR * GLYPH)
-        best[max(0, row - reach + 1) : row + reach, max(0, column - reach + 1) : column + reach] = -1
+        which = int(fits[:, row, column].argmax())
+        near = slice(max(0, row - reach + 1), row + reach), slice(max(0, column - reach + 1), column + reach)
+        if detail(image[row : row + GLYPH, column : column + GLYPH], OBJECTS[which]) >= MIN_DETAIL:
+            found.append(Found(OBJECTS[which], column + middle, row + middle, float(best[row, column])))
+        best[near] = -1  # what fits best there and lacks its detail is a blot, and no other glyph either
     return found
 
 

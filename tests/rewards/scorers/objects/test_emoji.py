@@ -11,7 +11,7 @@ from PIL import Image, ImageFilter
 
 from genrl.data import emoji_world as world
 from rewards.scorers.objects import emoji
-from rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, check, find, parse
+from rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, check, find, glyph, parse
 
 
 def picture(*things: tuple[str, int, int]) -> np.ndarray:
@@ -76,6 +76,16 @@ def test_ink_that_is_no_glyph_counts_as_something_else() -> None:
 def test_a_faint_glyph_is_none() -> None:
     image = picture(("car", 20, 20)).astype(float)
     assert find((image + 2 * (BACKGROUND - image) / 3).astype(np.uint8)) == []
+
+
+def test_an_outline_is_none() -> None:
+    """Filled with its mean colour, no glyph is one."""
+    for name in OBJECTS:
+        own, image = glyph(name), picture((name, 20, 20))
+        ink = np.linalg.norm(own.astype(float) - BACKGROUND, axis=-1) > emoji.INK
+        image[20 : 20 + GLYPH, 20 : 20 + GLYPH][ink] = own[ink].mean(0)
+        assert find(image) == [], name
+        assert emoji.unknown(image, []) >= 1
 
 
 @pytest.mark.parametrize(
