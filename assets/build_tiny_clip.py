@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +62,9 @@ class Pictures:
     wrong: Tensor
     """Tokens of captions that are wrong in one thing, [N, WRONG_CAPTIONS, L]."""
     counts: Tensor
-    """int64 [N, 20]: how many things of each colour and shape."""
+    """int64 [N, kinds]: how many things of each kind (colour and shape)."""
     places: Tensor
-    """[N, 20, 2]: their mean centre, as a part of the picture; 0 where there are none."""
+    """[N, kinds, 2]: their mean centre, as a part of the picture; 0 where there are none."""
 
 
 def alter(rng: np.random.Generator, description: Description) -> Description:
@@ -220,20 +222,22 @@ def contrastive_loss(images: Tensor, texts: Tensor, wrong: Tensor, batch: Pictur
     return F.cross_entropy(by_picture[own], target[own]) + F.cross_entropy(logits.T[own], target[own])
 
 
-def train(steps: int) -> tuple[CLIPModel, CLIPTokenizer]:
+def train(
+    steps: int, tokenizer: CLIPTokenizer, draw: Callable[..., Pictures], muon: Callable[..., torch.optim.Optimizer]
+) -> CLIPModel:
+    """A model of `SCENES` scenes as `draw(tokenizer, number, rng)` makes them; `muon` moves the matrices."""
     torch.manual_seed(SEED)
-    tokenizer = make_tokenizer(ASSETS / "tiny-clip")
     started = time.process_time()
-    data = draw_pictures(tokenizer, SCENES, np.random.default_rng([SEED, 7]))
+    data = draw(tokenizer, SCENES, np.random.default_rng([SEED, 7]))
     print(f"{len(data.pixels)} pictures in {time.process_time() - started:.0f} s", flush=True)
-    model = make_clip(tokenizer).train()
-    count_head, place_head = nn.Linear(64, 5 * len(KINDS)), nn.Linear(64, 2 * len(KINDS))
+    model, kinds = make_clip(tokenizer).train(), data.counts.shape[1]
+    count_head, place_head = nn.Linear(64, 5 * kinds), nn.Linear(64, 2 * kinds)
     modules = nn.ModuleList([model, count_head, place_head])
     named = list(model.named_parameters())
     matrices = [p for n, p in named if "encoder.layers" in n and p.ndim == 2]
     rest = [p for p in modules.parameters() if all(p is not m for m in matrices)]
     optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
+        muon(matrices, lr=0.02),
         torch.optim.AdamW(rest, lr=1.5e-3, betas=(0.9, 0.98)),
     ]
     rates = [0.02, 1.5e-3]
@@ -271,7 +275,7 @@ def train(steps: int) -> tuple[CLIPModel, CLIPTokenizer]:
             print(f"step {step + 1}/{steps} loss {means} scale {scale:.1f} cpu {time.process_time() - started:.0f} s",
                   flush=True)  # fmt: skip
     torch._foreach_copy_([p.data for p in model.parameters()], averaged)
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def save(model: CLIPModel, folder: Path) -> None:
@@ -340,7 +344,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     if args.measure == "after":
-        model, _ = train(args.steps)
+        muon = partial(torch.optim.Muon, weight_decay=0.0)
+        model = train(args.steps, make_tokenizer(ASSETS / "tiny-clip"), draw_pictures, muon)
         save(model, ASSETS / "tiny-clip")
     measure(ASSETS / "tiny-clip")
 

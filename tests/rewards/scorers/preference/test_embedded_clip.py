@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rewards
-from genrl.data import world
+from genrl.data import emoji_world, world
 from rewards.scorers.objects.shapes import Group
 
 FOLDER = Path(__file__).parents[4] / "assets" / "tiny-clip"
@@ -81,3 +81,14 @@ def test_a_prompt_without_parts_has_no_score_and_a_wrong_number_is_an_error() ->
     labels = "[TOP]-[LEFT]: a [TOP]-[RIGHT]: b"
     found = rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
     assert "2 x 2 cells, and the prompt has 2 parts" in found.failures[0].traceback
+
+
+def test_that_of_emoji_reads_things_numbers_and_places() -> None:
+    reward = rewards.load("clipscore", {"model": str(FOLDER.with_name("tiny-emoji-clip"))})
+    things = (emoji_world.Thing("cat", 0, 8), emoji_world.Thing("dog", 40, 0), emoji_world.Thing("dog", 40, 32))
+    drawn = torch.from_numpy(emoji_world.draw(emoji_world.Scene(things, ()))).permute(2, 0, 1)[None].float() / 255
+    right = "a cat left of two dogs"
+    wrong = ["a cat right of two dogs", "a dog left of two cats", "a cat left of a dog", "a pig left of two dogs",
+             "three buses", "a cat above two dogs"]  # fmt: skip
+    scores = rewards.score(reward, images=drawn.repeat(7, 1, 1, 1), prompts=[right, *wrong]).values
+    assert scores[0] > max(scores[1:])
