@@ -38,6 +38,25 @@ class VLMLoRA(Section):
     """Last parts of the names of the layers to adapt; null = the attention projections."""
 
 
+class ShapeCodec(Section):
+    """ShapeLLM-Omni's codes of bodies (`<mesh0>`, `<mesh1>` ... between `<mesh-start>` and `<mesh-end>`) and their
+    decoder."""
+
+    files: ClassVar[tuple[str, ...]] = ("3DVQVAE.bin", "3DVQVAE.safetensors")
+
+    path: Text
+    """Folder or hub id with its VQVAE, 3DVQVAE.bin or .safetensors (yejunliang23/3DVQVAE), or that file."""
+    length: Count = 1024
+    """Codes of a body (ShapeLLM-Omni: 1024)."""
+    thoughts: Count = 128
+    """Tokens of a thought at most. An answer has two thoughts and two bodies: generation.max_new_tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer: the two marks round a body count, too."""
+        return 2 * (self.thoughts + self.length + 2)
+
+
 class VLM(Section):
     """Which vision-language model is trained, and what of it."""
 
@@ -49,6 +68,8 @@ class VLM(Section):
     or audio, by the codes of a causal language model with a codec; music, by MusicGen; music_reward: no answer but a
     score of pieces, by MusicGen; or a policy of your own, path/file.py:Name (genrl/vlm/policies/contract.py says what
     it is)."""
+    codec: ShapeCodec | None = None
+    """output voxels: ShapeLLM-Omni's codec; null = codec.safetensors beside the weights."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from genrl.config.folders import PROCESSORS, looks_local, no_transformers_model
+from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_transformers_model
 from genrl.config.memory_rules import missing_package
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, Task, VLMConfig
@@ -146,6 +146,7 @@ def _synthesis(settings: Synthesis) -> Iterator[Finding]:
 
 def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     key: KeyPath = ("vlm", "path")
+    yield from _codec(config, notes)
     if config.vlm.output not in OUTPUTS.built_in:  # it says itself what it reads from the path
         notes.append(f"vlm.output: training runs the code of {config.vlm.output}")
         try:
@@ -161,13 +162,25 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield key, wrong
     elif not path.is_dir():
         return
-    elif config.vlm.makes in ("voxels", "audio") and not (path / CODEC).is_file():
+    elif config.vlm.makes in ("voxels", "audio") and config.vlm.codec is None and not (path / CODEC).is_file():
         yield key, f"{path} has no {CODEC}, by which codes are decoded; docs/sequence_policies.md says what is in it"
     elif config.vlm.output in PROCESSED and not any((path / name).is_file() for name in PROCESSORS):
         text = f"{path} has no {PROCESSED[config.vlm.output]} ({' or '.join(PROCESSORS)})"
         yield key, f"{text}; save the processor of the original model there"
     elif not (path / "tokenizer_config.json").is_file():
         yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
+
+
+def _codec(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    if config.vlm.codec is None:
+        return
+    key, path = ("vlm", "codec", "path"), Path(config.vlm.codec.path).expanduser()
+    if path.is_dir() and not any((path / name).is_file() for name in config.vlm.codec.files):
+        yield key, f"{path} has no {' or '.join(config.vlm.codec.files)}"
+    elif not path.exists() and looks_local(config.vlm.codec.path):
+        yield key, f"no such file or folder: {path}{nearest_folder(path)}"
+    elif not path.exists():
+        notes.append(f"vlm.codec.path: {config.vlm.codec.path} is loaded from the hub when training starts")
 
 
 def _given_model(config: VLMConfig) -> Iterator[Finding]:

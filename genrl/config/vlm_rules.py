@@ -105,6 +105,12 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("vlm.output", "environment"), f"a model whose output is {makes} does not act; write text"
     if makes and (config.task.min_pixels or config.task.max_pixels or config.task.video):
         yield ("task.min_pixels", "task.max_pixels", "task.video", "vlm.output"), f"a model of {makes} sees no pictures"
+    if (codec := config.vlm.codec) is not None:
+        if output != "voxels":
+            yield ("vlm.codec", "vlm.output"), f"decodes bodies, and this model makes {output}; write voxels, or null"
+        elif config.generation.max_new_tokens != codec.longest:
+            text = f"two thoughts of {codec.thoughts} and two bodies of {codec.length} are {codec.longest} tokens"
+            yield ("generation.max_new_tokens", "vlm.codec"), f"{text} with their marks; write {codec.longest}"
     if config.vlm.lora is not None and makes == "masked_text":
         yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
     if config.generation.engine == "vllm" and makes:

@@ -58,7 +58,7 @@ def refused(folder: Path, **changes: Any) -> tuple[str, str]:
     return problem.path, problem.text
 
 
-OWN_DATA = ("janus_pro_7b_grpo", "janus_pro_7b_dpo", "paco_reward_7b")
+OWN_DATA = ("janus_pro_7b_grpo", "janus_pro_7b_dpo", "paco_reward_7b", "shapellm_omni_7b_hi_grpo")
 """Recipes for data of the user's own, which check names."""
 
 

@@ -7,8 +7,8 @@ and the mark that ends it:
 
 What may stand at a place follows from what stands before it: a word or the beginning, a code, or a mark that is forced.
 The sampler and the trainer normalise over the same ids; a forced mark is no choice and is left out of every loss. So
-each answer can be decoded. The decoder is the file `codec.safetensors` beside the weights: a block of coloured voxels,
-or a frame of sound, for each code.
+each answer can be decoded. The decoder is the file `codec.safetensors` beside the weights, a block of coloured voxels
+or a frame of sound for each code; or the VQVAE of ShapeLLM-Omni (`vlm.codec`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
-from genrl.config.vlm import VLMConfig
+from genrl.config.vlm import ShapeCodec, VLMConfig
 from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
+from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
 from rewards.models.checkpoints import pretrained
 
 CODEC = "codec.safetensors"
+FADE = 0.6
+"""How much darker than the nearest the farthest voxel of a body is that has no colours."""
 WORD, BEGIN, CODE, END, DONE = range(5)
 """What a place is for; BEGIN and END are forced."""
 
 
 class Codec(NamedTuple):
     """kind "voxels" or "audio"; K codes of a thing, `steps` things of an answer, words of a thought at most; marks and
-    codes as the tokenizer has them. table: uint8 blocks [N, b, b, b] of palette entries (0 = empty), or float32 frames
-    [N, S]. palette uint8 [C, 3]; rate: samples per second."""
+    codes as the tokenizer has them. table: uint8 blocks [N, b, b, b] of palette entries (0 = empty), float32 frames
+    [N, S], or the decoder of bodies. palette uint8 [C, 3]; rate: samples per second."""
 
     kind: str
     length: int
@@ -51,7 +55,7 @@ class Codec(NamedTuple):
     end: str
     codes: list[str]
     rate: int
-    table: Tensor
+    table: Tensor | ShapeDecoder
     palette: Tensor | None
 
 
@@ -69,10 +73,21 @@ def read_codec(path: str) -> Codec:
     return Codec(**told, table=tensors["table"], palette=tensors.get("palette"))
 
 
-class CodePolicy(Adapted):
-    """A causal language model, its tokenizer and its codec. All weights are trained, or a LoRA.
+def shape_codec(settings: ShapeCodec) -> Codec:
+    """ShapeLLM-Omni's, with its decoder; bodies are grey."""
+    decoder = load_decoder(settings)
+    codes = [f"<mesh{number}>" for number in range(len(decoder.table))]
+    palette = torch.tensor([[255, 255, 255], [200, 200, 200]], dtype=torch.uint8)
+    marks = ("<mesh-start>", "<mesh-end>")
+    return Codec("voxels", settings.length, 2, settings.thoughts, *marks, codes, 0, decoder, palette)
 
-    Raises ValueError where the checkpoint is no causal language model, has no codec, or its tokenizer lacks its tokens.
+
+class CodePolicy(Adapted):
+    """A causal language model, its tokenizer and its codec. All weights are trained, or a LoRA; of one that also sees,
+    the language model.
+
+    codec: None = the one beside the weights. Raises ValueError where the checkpoint is no such model, has no codec, or
+    its tokenizer lacks its tokens.
     """
 
     sees: ClassVar[bool] = False
@@ -83,7 +98,8 @@ class CodePolicy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it. Raises ValueError where it makes something else than the run asks."""
-        made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        codec = None if config.vlm.codec is None else shape_codec(config.vlm.codec)
+        made = cls(path, codec=codec, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
         if made.codec.kind != config.vlm.output:
             raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {made.codec.kind}")
         return made
@@ -92,37 +108,45 @@ class CodePolicy(Adapted):
         self,
         path: str,
         *,
+        codec: Codec | None = None,
         lora: Lora | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> None:
-        self.codec = read_codec(path)
+        self.codec = read_codec(path) if codec is None else codec
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
-            self.model = pretrained(transformers.AutoModelForCausalLM, path, types=(), reward="policy", dtype=dtype)
+            kind = transformers.AutoConfig.from_pretrained(path).model_type
+            sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            architecture = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+            self.model = pretrained(architecture, path, types=(), reward="policy", dtype=dtype)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path!r} is no causal language model that transformers loads: {error}") from error
         known, codec = self.tokenizer.get_vocab(), self.codec
+        text = self.model.config.get_text_config()
         missing = [token for token in (codec.begin, codec.end, *codec.codes) if token not in known]
         if missing:
-            raise ValueError(f"{path!r}: its tokenizer does not have {missing[0]!r}, which {CODEC} names")
+            raise ValueError(f"{path!r}: its tokenizer does not have {missing[0]!r}, which the codec names")
         self.peft = None
         if lora is None:
-            self.model.requires_grad_(True)
+            for part in (self.model.get_decoder(), self.model.get_output_embeddings()):
+                part.requires_grad_(True)
         else:
             self.peft = with_lora(self.model, lora, seed)
         self.model.to(device).eval()
         self.device = torch.device(device)
-        self.room: int = self.model.config.max_position_embeddings
+        if isinstance(codec.table, ShapeDecoder):
+            codec.table.to(device)
+        self.room: int = text.max_position_embeddings
         self.pad_id = int(self.tokenizer.pad_token_id)
         self.begin_id, self.end_id = known[codec.begin], known[codec.end]
         self.code_ids = torch.tensor([known[token] for token in codec.codes], device=self.device)
         self.longest = codec.steps * (codec.thoughts + codec.length + 2)
         """Tokens of the longest answer."""
-        blocked = torch.full((5, self.model.config.vocab_size), IMPOSSIBLE, device=self.device)
+        blocked = torch.full((5, text.vocab_size), IMPOSSIBLE, device=self.device)
         special = torch.tensor([self.end_id, *self.tokenizer.all_special_ids], device=self.device)
-        blocked[WORD] = 0.0
+        blocked[WORD, : len(self.tokenizer)] = 0.0  # some models have more places than tokens
         blocked[WORD].index_fill_(0, torch.cat([special, self.code_ids]), IMPOSSIBLE)
         blocked[[WORD, BEGIN], self.begin_id] = 0.0
         blocked[CODE, self.code_ids] = 0.0
@@ -130,6 +154,8 @@ class CodePolicy(Adapted):
         blocked[DONE, self.pad_id] = 0.0
         self._blocked = blocked
         """Added to logits at a place of each kind."""
+        self._rows = torch.zeros(text.vocab_size, dtype=torch.long, device=self.device)
+        self._rows[self.code_ids] = torch.arange(len(self.code_ids), device=self.device)
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A prompt's tokens, by the chat template where there is one. ValueError for one with pictures."""
@@ -177,7 +203,7 @@ class CodePolicy(Adapted):
         ids, real = (rows.to(self.device) for rows in left_padded(prompts, self.pad_id))
         whole = torch.cat([ids, tokens[:, :-1]], 1)
         real = torch.cat([real, torch.ones_like(tokens[:, :-1])], 1)
-        found: Tensor = (model or self.model.base_model)(
+        found: Tensor = (model or self.body)(
             input_ids=whole, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False
         ).last_hidden_state[:, -tokens.shape[1] :]
         return found
@@ -243,7 +269,7 @@ class CodePolicy(Adapted):
             kinds = torch.tensor([self._kind(place) for place in places], device=self.device)
             if bool((kinds == DONE).all()):
                 break
-            states = self.model.base_model(
+            states = self.body(
                 input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]
             log_p = self.log_rows(states, kinds, temperature or 1.0)
@@ -265,7 +291,7 @@ class CodePolicy(Adapted):
     @property
     def body(self) -> Any:
         """What has the hidden states, of which MusicRL's value function is a copy."""
-        return self.model.base_model
+        return self.model.get_decoder()
 
     def choices(self, tokens: Tensor) -> Tensor:
         """Which of the tokens of answers int64 [B, T] are codes: bool [B, T]."""
@@ -281,17 +307,18 @@ class CodePolicy(Adapted):
     def things(self, tokens: Tensor) -> Tensor:
         """The codes of answers int64 [B, T], as rows of the codec's table: int64 [B, steps, K]."""
         kinds, _ = self.kinds(tokens)
-        own = tokens[kinds == CODE].view(len(tokens), self.codec.steps, self.codec.length)
-        return (own[..., None] == self.code_ids).int().argmax(-1)
+        return self._rows[tokens[kinds == CODE]].view(len(tokens), self.codec.steps, self.codec.length)
 
     def _made(self, tokens: Tensor) -> dict[str, Any]:
-        things = self.things(tokens).cpu()
+        things, table = self.things(tokens), self.codec.table
+        if isinstance(table, ShapeDecoder):
+            seen = views(table.solid(things.flatten(0, 1)).cpu(), self.codec.palette, fade=FADE)
+            return {"images": seen.view(len(tokens), self.codec.steps, *seen.shape[1:])}
+        things = things.cpu()
         if self.codec.kind == "audio":
-            sounds = list(self.codec.table[things[:, -1]].flatten(1))
+            sounds = list(table[things[:, -1]].flatten(1))
             return {"audio": sounds, "rate": [self.codec.rate] * len(sounds)}
-        assert self.codec.palette is not None
-        shapes = voxels(things.flatten(0, 1), self.codec.table)
-        seen = views(shapes, self.codec.palette)
+        seen = views(voxels(things.flatten(0, 1), table), self.codec.palette)
         return {"images": seen.view(len(tokens), self.codec.steps, *seen.shape[1:])}
 
 
@@ -310,16 +337,20 @@ def voxels(things: Tensor, blocks: Tensor) -> Tensor:
     return cut.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, side * size, side * size, side * size)
 
 
-def views(shapes: Tensor, palette: Tensor, *, scale: int = 2) -> Tensor:
+def views(shapes: Tensor, palette: Tensor | None, *, scale: int = 2, fade: float = 0.0) -> Tensor:
     """Six pictures of shapes [B, G, G, G], from the front, back, left, right, above and below, along parallel lines:
     float32 [B, 6, 3, scale G, scale G] in [0, 1]. Each pixel has the colour of the first voxel that it meets, or entry
-    0, the background."""
-    pictures = []
+    0, the background. fade: how much darker the farthest voxel is than the nearest."""
+    assert palette is not None
+    pictures: list[Tensor] = []
+    light: list[Tensor] = []
     for axis in (1, 3, 2):
         for turned in (shapes, shapes.flip(axis)):
             solid = turned != 0
             first = solid.int().argmax(axis, keepdim=True)
             seen = turned.gather(axis, first).squeeze(axis)
-            pictures.append(seen.transpose(1, 2) if axis == 3 else seen)  # from the side, height stays upright
-    colours = palette[torch.stack(pictures, 1).long()].float() / 255
+            lit = torch.where(seen != 0, 1 - fade * first.squeeze(axis) / shapes.shape[axis], 1.0)
+            for found, part in ((pictures, seen), (light, lit)):
+                found.append(part.transpose(1, 2) if axis == 3 else part)  # from the side, height stays upright
+    colours = palette[torch.stack(pictures, 1).long()].float() / 255 * torch.stack(light, 1)[..., None]
     return colours.movedim(-1, 2).repeat_interleave(scale, -1).repeat_interleave(scale, -2)
