@@ -65,7 +65,7 @@ def alter(rng: np.random.Generator, description: Description) -> Description:
 
 
 def spoil(rng: np.random.Generator, picture: np.ndarray, thing: world.Thing) -> np.ndarray:
-    """The picture with one thing cut, half another, or its outline alone, which is the exact checker's blind spot."""
+    """The picture with one thing cut, half another, or its outline alone."""
     out, own = picture.copy(), glyph(thing.name)
     area = out[thing.y : thing.y + GLYPH, thing.x : thing.x + GLYPH]
     half = (slice(None), slice(GLYPH // 2)) if rng.random() < 0.5 else (slice(GLYPH // 2), slice(None))

@@ -392,7 +392,7 @@ def main() -> None:
     search.add_argument("folder", type=Path)
     search.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     search.add_argument("--rates", nargs="+", default=["1e-3", "3e-3", "6e-3"])
-    search.add_argument("--noises", nargs="*", default=["0.4", "1.0"])
+    search.add_argument("--noises", nargs="*", default=[])
     commands.add_parser("tuned", help="print their table")
     commands.add_parser("overhead", help="time rollouts against their bare model calls")
     report = commands.add_parser("report", help="print the table, write the figure")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from genrl.diffusion.methods.layout import Tree
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
-    from genrl.data.prompts import PromptRows
+    from genrl.data.prompts import Prompt
 
 
 def sum_of_tree(tree: Tree | None, key: str) -> Iterator[Finding]:
@@ -33,15 +33,18 @@ def plain_scores(config: Config, aggregate: str) -> Iterator[Finding]:
             yield (f"rewards.{index}.normalize", "trainer.aggregate"), text
 
 
-def named_rewards(config: Config, train: PromptRows | None, key: str, column: str) -> Iterator[FileFinding]:
-    """Refuse the first prompt whose `column`, set by the trainer's `key`, names none of the rewards trained on."""
+def named_rewards(config: Config, rows: Sequence[Prompt], column: str) -> Iterator[FileFinding]:
+    """Refuse the first prompt whose `column` (trainer.reward_column) names none of the rewards trained on."""
     trained = [label for label, reward in zip(config.reward_labels, config.rewards, strict=True) if reward.weight != 0]
-    for row in () if train is None else train.rows:
+    for row in rows:
         if (label := row.columns.get(column)) in trained:
             continue
         near = get_close_matches(str(label), trained, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         has = f"no column {column!r}" if column not in row.columns else f"{column} {label!r}, which is no reward"
         where = f"{config.prompts.train}:{row.line}"
-        yield ("trainer", key), f"{where} has {has}; {hint}rewards that are trained on: {', '.join(trained)}"
+        yield (
+            ("trainer", "reward_column"),
+            f"{where} has {has}; {hint}rewards that are trained on: {', '.join(trained)}",
+        )
         return

@@ -310,15 +310,15 @@ class CodePolicy(Adapted):
         return self._rows[tokens[kinds == CODE]].view(len(tokens), self.codec.steps, self.codec.length)
 
     def _made(self, tokens: Tensor) -> dict[str, Any]:
-        things, table = self.things(tokens), self.codec.table
-        if isinstance(table, ShapeDecoder):
-            seen = views(table.solid(things.flatten(0, 1)).cpu(), self.codec.palette, fade=FADE)
-            return {"images": seen.view(len(tokens), self.codec.steps, *seen.shape[1:])}
-        things = things.cpu()
-        if self.codec.kind == "audio":
-            sounds = list(table[things[:, -1]].flatten(1))
+        things, table, palette = self.things(tokens), self.codec.table, self.codec.palette
+        if isinstance(table, Tensor) and self.codec.kind == "audio":
+            sounds = list(table[things[:, -1].cpu()].flatten(1))
             return {"audio": sounds, "rate": [self.codec.rate] * len(sounds)}
-        seen = views(voxels(things.flatten(0, 1), table), self.codec.palette)
+        assert palette is not None
+        if isinstance(table, Tensor):
+            seen = views(voxels(things.flatten(0, 1).cpu(), table), palette)
+        else:
+            seen = views(table.solid(things.flatten(0, 1)).cpu(), palette, fade=FADE)
         return {"images": seen.view(len(tokens), self.codec.steps, *seen.shape[1:])}
 
 
@@ -337,11 +337,10 @@ def voxels(things: Tensor, blocks: Tensor) -> Tensor:
     return cut.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, side * size, side * size, side * size)
 
 
-def views(shapes: Tensor, palette: Tensor | None, *, scale: int = 2, fade: float = 0.0) -> Tensor:
+def views(shapes: Tensor, palette: Tensor, *, scale: int = 2, fade: float = 0.0) -> Tensor:
     """Six pictures of shapes [B, G, G, G], from the front, back, left, right, above and below, along parallel lines:
     float32 [B, 6, 3, scale G, scale G] in [0, 1]. Each pixel has the colour of the first voxel that it meets, or entry
     0, the background. fade: how much darker the farthest voxel is than the nearest."""
-    assert palette is not None
     pictures: list[Tensor] = []
     light: list[Tensor] = []
     for axis in (1, 3, 2):

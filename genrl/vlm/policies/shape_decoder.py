@@ -9,6 +9,7 @@ blocks in float16, ours in float32.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +104,8 @@ def _blocks(weights: Weights, part: str) -> list[nn.Module]:
 
 def load_decoder(settings: ShapeCodec) -> ShapeDecoder:
     """Raises ValueError where there is none, or bodies of so many codes are no cubes."""
-    file = find(settings.path, settings.files, "vlm.codec.path")
+    given = Path(settings.path).expanduser()
+    file = find(str(given) if given.exists() else settings.path, settings.files, "vlm.codec.path")
     decoder = ShapeDecoder(read_weights(file), str(file))
     if round((total := settings.length * decoder.cells) ** (1 / 3)) ** 3 != total:
         raise ValueError(f"vlm.codec.length: {settings.length} codes of {decoder.cells} cells are no cube; 1024 are")

@@ -321,7 +321,8 @@ PRESETS: dict[PresetName, Preset] = {
         output="voxels",
         source="AR3D-R1, arXiv 2512.10949",
         notes="each answer thinks and makes a coarse shape, then thinks and makes a fine one; rewards of six rendered "
-        "views (maximum, sum); G = 8; the paper keeps the KL and decouples the clip; share and both constants inferred",
+        "views (maximum, sum); G = 8; the paper keeps the KL and decouples the clip; share inferred, beta "
+        "and the clip from the released training of one step",
     ),
     # --- agents with a critic: advantages come from genrl.objectives.tokens.token_credit, run over episodes
     "vl_dac": Preset(

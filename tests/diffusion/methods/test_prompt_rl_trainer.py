@@ -190,8 +190,11 @@ def test_a_prompt_can_name_its_reward(folder: Path, model: Path) -> None:
     values = {"brightness": torch.arange(3.0).double(), "redness": -torch.arange(3.0).double()}
     assert tagged_rewards(values, ["redness", "brightness", "redness"]).tolist() == [0, 1, -2]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "a", "judge": "rednes"}])))
-    with pytest.raises(ConfigError, match="has judge 'rednes', which is no reward; did you mean 'redness'") as error:
+    wrong = "has judge 'rednes', which is no reward; did you mean 'redness'"
+    with pytest.raises(ConfigError, match=wrong) as error:
         check_files(*load_located(folder / "tiny.yaml"))
+    with pytest.raises(ValueError, match=f"trainer.reward_column: .*{wrong}"):  # where files were not checked
+        train(runs.config(folder, model, output=str(folder / "other"), **changes))
     assert "train.jsonl:5" in str(error.value) and "tiny.yaml" in str(error.value)
 
 

@@ -106,5 +106,5 @@ class PromptRL(Windowed):
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """Whether the language model can be one, and each prompt names a reward."""
         yield from self.rewriter.file_problems(notes)
-        if self.reward_column is not None:
-            yield from named_rewards(config, train, "reward_column", self.reward_column)
+        if self.reward_column is not None and train is not None:
+            yield from named_rewards(config, train.rows, self.reward_column)

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.aggregation import named_rewards
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
@@ -50,6 +51,9 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
     fits.check(run.prompts, config.prompts.train, config.model.path)
     fits.check(run.eval_prompts, config.prompts.eval, config.model.path)
+    if settings.reward_column is not None:  # of a data set, the rows are known only now
+        for _, text in named_rewards(config, run.prompts, settings.reward_column):
+            raise ValueError(f"trainer.reward_column: {text}")
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=run.accelerator.device)
     if not rewriter.see:  # how long pictures are is known when they are read
         for row in (*run.prompts, *run.eval_prompts):
