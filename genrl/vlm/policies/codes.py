@@ -38,6 +38,9 @@ from rewards.models.checkpoints import pretrained
 CODEC = "codec.safetensors"
 FADE = 0.6
 """How much darker than the nearest the farthest voxel of a body is that has no colours."""
+TURNED = (None, 2, 2, None, 1, None)
+"""Axis of each view [B, rows, columns] that is turned round, so that none is a mirror image: who looks from behind has
+the left on the right, who looks from the left has the front there, and seen from above the back is at the top."""
 WORD, BEGIN, CODE, END, DONE = range(5)
 """What a place is for; BEGIN and END are forced."""
 
@@ -350,6 +353,8 @@ def views(shapes: Tensor, palette: Tensor, *, scale: int = 2, fade: float = 0.0)
             seen = turned.gather(axis, first).squeeze(axis)
             lit = torch.where(seen != 0, 1 - fade * first.squeeze(axis) / shapes.shape[axis], 1.0)
             for found, part in ((pictures, seen), (light, lit)):
-                found.append(part.transpose(1, 2) if axis == 3 else part)  # from the side, height stays upright
+                upright = part.transpose(1, 2) if axis == 3 else part  # from the side: height by depth
+                axis_turned = TURNED[len(found)]
+                found.append(upright if axis_turned is None else upright.flip(axis_turned))
     colours = palette[torch.stack(pictures, 1).long()].float() / 255 * torch.stack(light, 1)[..., None]
     return colours.movedim(-1, 2).repeat_interleave(scale, -1).repeat_interleave(scale, -2)

@@ -126,7 +126,7 @@ def test_what_is_farther_is_darker() -> None:
     palette = torch.tensor([[255, 255, 255], [255, 255, 255]], dtype=torch.uint8)
     front, back = views(solid, palette, scale=1, fade=0.4)[0, :2]
     assert front[0, 0, :3].tolist() == pytest.approx([0.9, 0.7, 1.0])  # of three fourths .7, of nothing the background
-    assert back[0, 0, :2].tolist() == pytest.approx([0.8, 1.0])
+    assert back[0, 0, 2:].tolist() == pytest.approx([1.0, 0.8])
 
 
 @pytest.fixture(scope="module")
