@@ -15,11 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-import numpy as np
-
 from benchmarks.vlm_runs import Summary, cpu_seconds, situations
 from genrl.runtime.run import Run, read_metrics
-from genrl.vlm.tasks.captions import text
 
 RESULTS = Path(__file__).parent / "results" / "image_tokens.json"
 SEEDS = (0, 1, 2)
@@ -32,9 +29,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "rule": (RULE,),
     "learned": (f"rewards=[{{name: shapes, weight: 0}}, {CLIP % 1}]",),
     "groups_4": (RULE, "generation.group_size=4", "generation.prompts_per_iteration=16"),
-    "captions_16": (RULE,),
+    "captions_16": (RULE, "task.rows=16"),
 }
-"""Changes by setting. captions_N: only so many captions to train on, instead of new ones in every iteration."""
+"""Changes by setting. captions_16: only so many captions to train on, instead of new ones in every iteration."""
 TITLES = {
     "rule": "trained on the rule, groups of 8, ever new captions",
     "learned": "trained on the learned scorer",
@@ -43,23 +40,9 @@ TITLES = {
 }
 
 
-def changes_of(setting: str, folder: Path) -> list[str]:
-    """Those of SETTINGS, with the files of captions that it needs."""
-    changes = list(SETTINGS[setting])
-    if setting.startswith("captions"):
-        count = int(setting.rpartition("_")[2])
-        for split, number in (("train", count), ("eval", 128)):
-            rng = np.random.default_rng(number)
-            file = folder / f"{split}_{number}.txt"
-            file.write_text("".join(f"{text(rng, split).answer}\n" for _ in range(number)))
-            changes.append(f"task.{split}={file}")
-    return changes
-
-
-def plan(setting: str, folder: Path) -> Iterator[tuple[str, str, list[str]]]:
+def plan(setting: str, folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Both methods, with their configurations and changes."""
-    changes = changes_of(setting, folder)
-    yield from ((method, config, changes) for method, config in METHODS.items())
+    yield from ((method, config, SETTINGS[setting]) for method, config in METHODS.items())
 
 
 def summary(run: Run, setting: str) -> Summary:
