@@ -195,7 +195,10 @@ models, budgets and rewards differ. The **second scorer** has weight 0. **Divers
 of the pixels, from 0 to 1, of two pictures of one prompt: the mean over all pairs of 4 pictures, drawn as in the
 evaluation, of each of the first 24 held-out prompts (PromptRL: as rewritten for each picture). Plainer pictures, which
 `jpeg` rewards, differ less as well. A dash means that it was not measured, a single value that seed 0 was, in a run
-made again whose reward was within 0.002 of the row's. Model calls count every sample of a denoiser's batch, without
+made again. Its reward was that of the row within 0.002, but for Flow-GRPO (0.591 for 0.622), DiffusionNFT (0.634 for
+0.685), CRD (0.663 for 0.637) and DRaFT (0.713 for 0.692): with the same seed these part from the stored runs, DRaFT
+within 20 iterations, the others later. Why was not found; Flow-GRPO's first two iterations by the old commit and by
+this one are the same to the last bit on one machine. Model calls count every sample of a denoiser's batch, without
 evaluation. CPU minutes include evaluation and loading; a dash means that the run was interrupted or made by hand.
 """
 AFTER_TABLE = """
