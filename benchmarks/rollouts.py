@@ -189,13 +189,14 @@ def tuned() -> str:
     ]
     for setting in (name for name in SETTINGS if name in known):
         tried = known[setting]
-        runs = tried[chosen(tried)].values()
+        best = chosen(tried)
+        runs = tried[best].values()
         reward = [run["reward"] for run in runs]
         places = [*rates, *(f"{chosen(by_rate(tried))}{NOISE}{noise}" for noise in noises)]
         cells = [
             NAMES[setting],
             *(f"{tried[at]['0']['reward']:.3f}" if at in tried else "–" for at in places),
-            ", ".join(f"{value:.3f}" for value in reward[1:]),
+            f"{best.replace(NOISE, ', noise ')}: {', '.join(f'{value:.3f}' for value in reward[1:])}",
             f"{mean(reward[1:]):.3f}" if reward[1:] else "–",
             f"{mean(reward):.3f}" + (f" ± {stdev(reward):.3f}" if len(reward) > 1 else ""),
             f"{mean(run['diversity'] for run in runs):.3f}",
