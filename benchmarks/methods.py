@@ -35,7 +35,7 @@ from benchmarks.diversity import measure
 from genrl.config import Config, load
 from genrl.runtime import checkpoint
 from genrl.runtime.curves import chart
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.run import Run, lock, read_metrics, write_atomic
 
 SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
 FIGURE = Path("docs/img/methods.svg")
@@ -229,8 +229,9 @@ def complete(run: Run, command: list[str]) -> None:
     if finished(run):
         return
     resume = checkpoint.latest(run.checkpoints) is not None
-    if not resume:
-        shutil.rmtree(run.folder, ignore_errors=True)
+    if not resume and run.folder.exists():
+        lock(run.folder).release()  # refuses where another process is still at it
+        shutil.rmtree(run.folder)
     cpu_s = run_genrl(["resume", str(run.folder)] if resume else command)
     if not resume:  # else what it had cost before is not known
         write_atomic(cost_of(run), json.dumps({"cpu_s": cpu_s}) + "\n")

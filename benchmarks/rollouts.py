@@ -133,7 +133,7 @@ def train(folder: Path, settings: Sequence[str], seeds: Sequence[int], budget: i
             if not rows or rows[-1]["step"] < config.iterations or not run.lora.exists():
                 resume = checkpoint.latest(run.checkpoints) is not None
                 if not resume and run.folder.exists():
-                    lock(run.folder).close()
+                    lock(run.folder).release()
                     shutil.rmtree(run.folder)  # it was ended before its first checkpoint, and nobody is at it
                 trainer.train(config, run.folder if resume else None)
             if not measured_at(run).exists():
