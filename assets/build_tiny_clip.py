@@ -331,6 +331,11 @@ def measure(folder: Path) -> None:
     print(f"generated: cosine {scores.mean():.3f}, std {scores.std():.3f}, within a prompt {scores.std(1).mean():.3f}")
     print(f"generated: right by the rule {scores.flatten()[np.array(parts['strict']) == 1].mean():.3f}, others "
           f"{scores.flatten()[np.array(parts['strict']) < 1].mean():.3f}")  # fmt: skip
+    print_agreement(rule, scores)
+
+
+def print_agreement(rule: np.ndarray, scores: np.ndarray) -> None:
+    """How a scorer's values agree with a rule's, both [prompts, pictures of each]."""
     within = [np.corrcoef(a, b)[0, 1] for a, b in zip(rule, scores, strict=True) if a.std() > 0]
     print(f"generated: correlation with the rule {np.corrcoef(rule.flatten(), scores.flatten())[0, 1]:.2f}, "
           f"within a prompt {np.mean(within):.2f} (mean of {len(within)})")  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from build_tiny_clip import ASSETS, SEED, WRONG_CAPTIONS, Pictures, save, train
+from build_tiny_clip import ASSETS, SEED, WRONG_CAPTIONS, Pictures, print_agreement, save, train
 from build_tiny_emoji import Muon
 from build_tiny_models import make_tokenizer, tokenise
 from score_tiny_models import sample
@@ -169,10 +169,7 @@ def measure(folder: str) -> None:
     strict = np.array(parts["strict"]) == 1
     print(f"generated: cosine {scores[strict].mean():.3f} where right by the rule ({strict.sum()}), else "
           f"{scores[~strict].mean():.3f}")  # fmt: skip
-    rule, by_prompt = np.array(soft).reshape(48, 8), scores.reshape(48, 8)
-    within = [np.corrcoef(a, b)[0, 1] for a, b in zip(rule, by_prompt, strict=True) if a.std() > 0]
-    print(f"generated: correlation with the rule {np.corrcoef(rule.flatten(), scores)[0, 1]:.2f}, within a prompt "
-          f"{np.mean(within):.2f} (mean of {len(within)})")  # fmt: skip
+    print_agreement(np.array(soft).reshape(48, 8), scores.reshape(48, 8))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import rewards
 from genrl.config.adapter_layers import layer_problems
 from genrl.config.context_rules import context_problems
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
-from genrl.config.estimate import read_components, read_header, side_step
+from genrl.config.estimate import HeaderError, read_components, read_header, side_step
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
 from genrl.config.optimizers import missing_package
@@ -241,16 +241,20 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             yield _Wrong(key, f"no such folder: {folder}{nearest_folder(folder)}")
         elif not folder.exists():
             notes.append(f"{dotted(key)}: {source} is not on this machine; training downloads it")
-        elif config.trainer.refers_to_base and key[-1] == "from" and (other := _no_plain_lora(folder)):
+        elif config.trainer.refers_to_base and key[-1] == "from" and (wrong := _no_plain_lora(folder)):
             text = f"{config.trainer.algorithm} needs the model before it, too, which can be had of a LoRA alone"
-            yield _Wrong(key, f"{text}; {folder} also has {other}: a LoKr or a DoRA")
+            yield _Wrong(key, f"{text}; {folder} {wrong}")
 
 
 def _no_plain_lora(source: Path) -> str | None:
-    """A weight that a LoRA does not have."""
+    """Why an adapter is none."""
     files = [source] if source.is_file() else source.glob("*.safetensors")
-    names = (name for file in files for name, _, _ in read_header(file))
-    return next((name for name in names if re.search(r"lokr_|lora_magnitude_vector|dora_scale", name)), None)
+    try:
+        names = [name for file in files for name, _, _ in read_header(file)]
+    except HeaderError as error:
+        return f"cannot be read: {error}"
+    found = (name for name in names if re.search(r"lokr_|lora_magnitude_vector|dora_scale", name))
+    return next((f"also has {name}: a LoKr or a DoRA" for name in found), None)
 
 
 def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:
