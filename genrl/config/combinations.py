@@ -63,6 +63,7 @@ def refuse_impossible(config: Config) -> None:
     rules = (
         _batches,
         _buckets,
+        _detached,
         _pipeline_args,
         config.trainer.problems,
         _samples,
@@ -103,6 +104,17 @@ def _batches(config: Config) -> Iterator[Finding]:
         text = f"{total} samples in batches of {sampling.batch_size} are {pieces} micro-batches, too few for {updates}"
         text = f"{text} updates; use {pieces} or less, or a smaller batch"
         yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
+
+
+def _detached(config: Config) -> Iterator[Finding]:
+    sampling, at = config.sampling, "sampling.detach_unconditional"
+    if not sampling.detach_unconditional:
+        return
+    if sampling.guidance_scale == 1.0 and "true_cfg_scale" not in sampling.pipeline_args:
+        text = "without guidance there is no unconditional prediction; remove it, or write another scale"
+        yield (at, "sampling.guidance_scale"), text
+    if not getattr(config.trainer, "guidance_in_training", True):
+        yield (at, "trainer.guidance_in_training"), "training is not guided, so there is nothing to detach; remove it"
 
 
 def _buckets(config: Config) -> Iterator[Finding]:

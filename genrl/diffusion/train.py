@@ -28,10 +28,12 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.encoding_store import open_store
+from genrl.diffusion.policy.export import probe_of
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ahead import Ahead
@@ -111,6 +113,8 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if far is not None and run.versions is not None:
         run.ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(run.ahead.close)
+    if config.sampling.detach_unconditional:
+        Unconditional(policy, probe_of(config, prompts[0]))
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)

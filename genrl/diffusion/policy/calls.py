@@ -27,6 +27,8 @@ class PipelineCalls:
 
     _made: Tensor
     """Latents that the last call made."""
+    samples: int
+    """Of the last call."""
     blends: bool
     """Whether the pipeline puts the picture into the states between its steps, where a mask says (inpainting)."""
 
@@ -65,7 +67,7 @@ class PipelineCalls:
         if not self._tells_ends:
             request.on_end = None
         ends = {} if request.on_end is None else {"callback_on_step_end": self._tell_end}
-        self.head.request, self._injected = request, state
+        self.head.request, self._injected, self.samples = request, state, len(batch)
         try:
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
                 output = call(

@@ -97,13 +97,13 @@ class Policy:
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self.model_calls = 0
         """Denoiser evaluations so far, counted per sample: a batch of 8 with doubled guidance counts 16."""
-        self._hooks = [d.register_forward_pre_hook(self._count, with_kwargs=True) for d in self.denoisers.values()]
+        self.hooks = [d.register_forward_pre_hook(self._count, with_kwargs=True) for d in self.denoisers.values()]
         self.untouched: Untouched | None = None
         """How the pipeline was before it became a policy, where that was noted."""
 
     def release(self) -> Pipeline:
         """The pipeline for use without this policy, which ends: with its own scheduler and methods, as trained."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
         if self.untouched is not None:
             self.untouched.put_back(self.pipe)
