@@ -63,7 +63,7 @@ def refuse_impossible(config: Config) -> None:
     rules = (
         _batches,
         _buckets,
-        _detached,
+        _guidance,
         _pipeline_args,
         config.trainer.problems,
         _samples,
@@ -94,8 +94,8 @@ def _batches(config: Config) -> Iterator[Finding]:
     sampling, updates = config.sampling, config.trainer.updates
     total, pieces = sampling.images_per_iteration, sampling.micro_batches
     if sampling.group_size < 2 and not config.trainer.stands_alone:
-        text = "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
-        yield ("sampling.group_size", "trainer.advantage_scale"), text
+        text = "one sample of a prompt has nothing to be compared with; use a group of 2 or more"
+        yield ("sampling.group_size", "trainer.algorithm"), text
     if sampling.batch_size > total:
         sizes = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} = {total} samples"
         text = f"a batch of {sampling.batch_size} is more than {sizes}; use {total} or less"
@@ -106,15 +106,12 @@ def _batches(config: Config) -> Iterator[Finding]:
         yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
 
 
-def _detached(config: Config) -> Iterator[Finding]:
-    sampling, at = config.sampling, "sampling.detach_unconditional"
-    if not sampling.detach_unconditional:
-        return
-    if sampling.guidance_scale == 1.0 and "true_cfg_scale" not in sampling.pipeline_args:
-        text = "without guidance there is no unconditional prediction; remove it, or write another scale"
-        yield (at, "sampling.guidance_scale"), text
-    if not getattr(config.trainer, "guidance_in_training", True):
-        yield (at, "trainer.guidance_in_training"), "training is not guided, so there is nothing to detach; remove it"
+def _guidance(config: Config) -> Iterator[Finding]:
+    sampling = config.sampling
+    unguided = sampling.guidance_scale == 1.0 and "true_cfg_scale" not in sampling.pipeline_args
+    if unguided and getattr(config.trainer, "guidance_in_training", True) == "detached":
+        text = "without guidance there is no unconditional prediction to detach; write true, or another scale"
+        yield ("trainer.guidance_in_training", "sampling.guidance_scale"), text
 
 
 def _buckets(config: Config) -> Iterator[Finding]:
@@ -307,9 +304,10 @@ def _evaluation(config: Config) -> Iterator[Finding]:
     if config.prompts.eval is None:
         text = "evaluation needs held-out prompts; set prompts.eval, or evaluation.every to 0"
         yield ("prompts.eval", "evaluation.every"), text
-    if evaluation.batch_size is not None and evaluation.batch_size > evaluation.num_prompts:
+    pictures = evaluation.num_prompts * evaluation.group_size
+    if evaluation.batch_size is not None and evaluation.batch_size > pictures:
         keys = ("evaluation.batch_size", "evaluation.num_prompts")
-        yield keys, f"a batch of {evaluation.batch_size} of {evaluation.num_prompts} prompts; use the same or less"
+        yield keys, f"a batch of {evaluation.batch_size} of {pictures} pictures; use the same or less"
 
 
 def _monitor(config: Config) -> Iterator[Finding]:

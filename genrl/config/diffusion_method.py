@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from genrl.config.method import Finding, Kind, Method
-from genrl.config.section import Count
+from genrl.config.section import Count, Flag
 from genrl.config.yaml_source import KeyPath
 from genrl.mdp.plan import describe, make_plan
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows
 
 AdvantageScale = Literal["group", "global", "none"]
+GuidanceInTraining = Flag | Literal["detached"]
 
 FileFinding = tuple[KeyPath, str]
 """A key, and what is wrong with the file that it names."""

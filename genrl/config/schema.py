@@ -200,9 +200,6 @@ class Sampling(Section):
     """Denoising steps of a rollout (Flow-GRPO on SD3.5: 10); at a strength below 1 those that are left."""
     guidance_scale: NonNegative | None = None
     """Guidance handed to the pipeline; null = the pipeline's default; 1 = off in most pipelines."""
-    detach_unconditional: Flag = False
-    """No gradient through guidance's unconditional prediction, in any training that is guided: the model's share of it
-    is held fixed (the first of Flow-GRPO's scripts, DGPO's release). Values stay the same (docs/pipelines.md)."""
     height: Count | None = None
     """Height in pixels; null = the pipeline's default."""
     width: Count | None = None

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import rewards
 from genrl.config import Config, Model
 from genrl.config.folders import read_json
 from genrl.data.prompts import Prompt
@@ -23,7 +22,7 @@ from genrl.diffusion.chosen import Chosen, choose, config_of
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments
 from genrl.diffusion.rollout.rollout import batch_inputs, to_bytes
-from genrl.diffusion.rollout.scoring import Scorers, score
+from genrl.diffusion.rollout.scoring import Scorers, check_rows, score
 from genrl.diffusion.sample import load, samples
 from genrl.runtime.compare.media import Media, encode
 from genrl.runtime.compare.page import Page, Pair, check_size
@@ -158,8 +157,7 @@ def compare(
     """
     shown = [row for row in rows for _ in range(per_prompt)]
     for labelled in scorers:
-        for label, reward in labelled.rewards.items():
-            rewards.check_columns(reward, rows[0].columns, name=label)
+        check_rows(labelled.rewards, rows, "prompts")
     seeds = range(seed, seed + len(shown))
     begin(2 * len(shown))
     with TemporaryDirectory(prefix="genrl-compare-") as folder:

@@ -17,7 +17,6 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-import rewards
 from genrl.config import Model
 from genrl.data.picture_rows import SAMPLE_GRID, SAMPLE_LIST, sampled_pictures
 from genrl.data.prompts import Prompt
@@ -30,7 +29,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.rewriter import Rewriter
 from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.policy.untouched import Untouched
-from genrl.diffusion.rollout.scoring import Scorers
+from genrl.diffusion.rollout.scoring import Scorers, check_rows
 from genrl.runtime.devices import default_device
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
@@ -138,8 +137,7 @@ def evaluate_pipeline(
     check_call_arguments(pipe, [*arguments, *inputs, *(name for row in prompts for name in row.size)], section=None)
     if "num_inference_steps" not in arguments:
         arguments = {**arguments, "num_inference_steps": _default_steps(pipe)}
-    for label, scorer in scorers.rewards.items():
-        rewards.check_columns(scorer, prompts[0].columns, name=label)
+    check_rows(scorers.rewards, prompts, "prompts")
     untouched = Untouched(pipe)
     policy = Policy(pipe)
     policy.untouched = untouched

@@ -40,7 +40,7 @@ from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
-from genrl.diffusion.rollout.scoring import Scorers, open_scorers
+from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.kernels.backend import choose
 from genrl.kernels.machine import attention_problem, usable
@@ -54,7 +54,6 @@ from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding
 from genrl.runtime.versions import Versions
 from genrl.runtime.weights import REFERENCE, Weights
-from rewards.calls import inner
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
 FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
@@ -113,7 +112,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if far is not None and run.versions is not None:
         run.ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(run.ahead.close)
-    if config.sampling.detach_unconditional:
+    if getattr(config.trainer, "guidance_in_training", True) == "detached":
         Unconditional(policy, probe_of(config, prompts[0]))
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
@@ -177,13 +176,8 @@ def check_rewards(
             raise ValueError(
                 f"reward {label!r} is trained beside the model, which this algorithm does not do (adv_grpo does)"
             )
-        for rows, source in ((prompts, config.prompts.train), (eval_prompts, config.prompts.eval)):
-            if rows:
-                common = set.intersection(*(set(row.columns) for row in rows))
-                rewards.check_columns(scorer, sorted(common), name=label)
-            for row in rows:
-                rewards.check_row(inner(scorer), row.columns, row=f"{source}:{row.line}: reward {label!r}")
     for rows, source in ((prompts, config.prompts.train), (eval_prompts, config.prompts.eval)):
+        check_rows(scorers.rewards, rows, str(source))
         check_inputs(config.sampling.inputs, rows, str(source))
 
 

@@ -142,8 +142,9 @@ def test_evaluation_does_not_depend_on_the_batch(folder: Path, model: Path) -> N
 def test_a_missing_column_is_refused_before_drawing(folder: Path, model: Path) -> None:
     (folder / "wants.py").write_text("def wants(images, colour):\n    return [0.0] * len(images)\n")
     scorers = plain({"wants": rewards.load(f"{folder}/wants.py:wants")})
-    with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
-        evaluate_pipeline(load(Model(path=str(model)), None), [Prompt("a", {"shape": 1})], scorers, arguments=ARGUMENTS)
+    for rows in ([Prompt("a", {"shape": 1})], [Prompt("a", {"colour": 1}), Prompt("b", {"shape": 1})]):
+        with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
+            evaluate_pipeline(load(Model(path=str(model)), None), rows, scorers, arguments=ARGUMENTS)
 
 
 def test_the_pipeline_has_its_own_number_of_steps(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

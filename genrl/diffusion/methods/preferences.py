@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.diffusion_method import Calls, Guided, Updating
+from genrl.config.diffusion_method import Calls, GuidanceInTraining, Guided, Updating
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Flag
+from genrl.config.section import Count
 from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class DiffusionDPO(Preference):
     (Diffusion-DPO)."""
     timesteps_per_pair: Count = 1
     """Noise levels trained per pair, each sampled separately (Diffusion-DPO: 1)."""
-    guidance_in_training: Flag = False
-    """Train with the guidance of sampling (other trainers: false); if it is an input of the model (FLUX.1-dev), it
-    stays."""
+    guidance_in_training: GuidanceInTraining = False
+    """Train with the guidance of sampling (other trainers: false); detached = without a gradient through its
+    unconditional prediction. If it is an input of the model (FLUX.1-dev), it stays."""
 
     @property
     def uses_reference(self) -> bool:

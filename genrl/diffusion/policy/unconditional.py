@@ -1,4 +1,4 @@
-"""Guidance without a gradient through its unconditional prediction (`sampling.detach_unconditional`):
+"""Guidance without a gradient through its unconditional prediction (`guidance_in_training: detached`):
 
     v = v_u + s (v_c - v_u)    with    dv = s dv_c    instead of    dv = s dv_c + (1 - s) dv_u
 
@@ -45,7 +45,7 @@ class Unconditional:
             with torch.enable_grad():
                 output = policy.calls.leave_at(probe, Request(0, 1), state).model_output
         seen, self._seen = self._seen or [], None
-        name, key = type(policy.pipe).__name__, "sampling.detach_unconditional"
+        name, key = type(policy.pipe).__name__, "trainer.guidance_in_training"
         if len(seen) != 2:
             count = "one prediction" if len(seen) == 1 else f"{len(seen)} predictions"
             raise ValueError(f"{key}: {name} makes {count} per step here, not a conditional and an unconditional one")

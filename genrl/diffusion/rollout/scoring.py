@@ -36,6 +36,17 @@ Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
 Pictures = TypeVar("Pictures")
 
 
+def check_rows(scorers: Mapping[str, rewards.Reward], rows: Sequence[Prompt], source: str) -> None:
+    """Raise ValueError where a reward needs a column that some row lacks, or cannot read its columns in a row."""
+    if not rows:
+        return
+    common = set.intersection(*(set(row.columns) for row in rows))
+    for label, reward in scorers.items():
+        rewards.check_columns(reward, sorted(common), name=label)
+        for row in rows:
+            rewards.check_row(inner(reward), row.columns, row=f"{source}:{row.line}: reward {label!r}")
+
+
 @dataclass(frozen=True)
 class Scored:
     """Scores of N samples by reward label, gathered from all processes and ordered by slot."""

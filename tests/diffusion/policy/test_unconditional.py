@@ -86,16 +86,17 @@ def test_calls_of_their_own_keep_no_graph_and_a_failed_one_leaves_gradients_on()
 def test_without_a_second_prediction(name: str, said: str) -> None:
     policy = Policy((family := FAMILIES[name]()).pipe)
     batch = batch_of(family, **family.unguided)
-    with pytest.raises(ValueError, match=f"sampling.detach_unconditional: .*{said}"):
+    with pytest.raises(ValueError, match=f"trainer.guidance_in_training: .*{said}"):
         Unconditional(policy, batch)
 
 
 def test_a_run(folder: Path, model: Path) -> None:
     """Samples and ratios of the first iteration are those of a run that trains both; the gradient is another."""
     found = []
-    for detached in (False, True):
-        sampling = {"guidance_scale": 3.0, "detach_unconditional": detached}
-        config = runs.config(folder, model, sampling=sampling, iterations=1, output=str(folder / f"run-{detached}"))
+    for guidance in (True, "detached"):
+        trainer = {"algorithm": "flow_grpo", "guidance_in_training": guidance}
+        changes = {"trainer": trainer, "sampling": {"guidance_scale": 3.0}, "output": str(folder / f"run-{guidance}")}
+        config = runs.config(folder, model, **changes, iterations=1)
         found.append(runs.rows(train(config))[-1])
     both, conditional = found
     alike = ("reward/total_mean", "ratio/mean", "ratio/max_abs_dev", "model_calls/sample", "model_calls/train")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, Guided
+from genrl.config.diffusion_method import Calls, GuidanceInTraining, Guided
 from genrl.config.method import Finding, MetricDoc
-from genrl.config.section import Count, Flag, Margin, NonNegative, Positive, Whole
+from genrl.config.section import Count, Margin, NonNegative, Positive, Whole
 from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class DGPO(Matching):
     """Weight of the squared velocity difference from the starting model (DGPO: 0.02, PickScore 1e-3)."""
     reference_guidance: NonNegative | None = None
     """Guidance of the starting model there (DGPO without guidance: 4.5; not FLUX.1-dev); null = that of training."""
-    guidance_in_training: Flag = False
-    """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5); an input of the model stays."""
+    guidance_in_training: GuidanceInTraining = False
+    """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5); detached = without a gradient
+    through its unconditional prediction. An input of the model stays."""
     first_steps: Count = 7
     """Noise levels are those of the first steps of the sampling grid, so many (DGPO: 7 of 10, GenEval 5)."""
     timesteps_per_sample: Count = 4
