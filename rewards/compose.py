@@ -116,7 +116,7 @@ def combine(
 def evaluate(scores: Mapping[str, Tensor], components: Mapping[str, Component]) -> Tensor:
     """The total of held-out samples, float64 [N]: gates and weights, without schedules and normalisation.
 
-    There is one sample per prompt, so there is no group to normalise in; and a curve over a run needs one measure.
+    A curve over a run needs one measure, whatever the samples beside it.
     """
     plain = {k: Component(c.weight, (), "none", c.gate) for k, c in components.items()}
     lengths = {len(values) for values in scores.values()}

@@ -145,6 +145,7 @@ QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}
     [
         ("flow_grpo", True),
         ("diffusion_nft", False),
+        ("prdp", True),
         pytest.param("flow_grpo", False, marks=pytest.mark.slow),
         pytest.param("diffusion_nft", True, marks=pytest.mark.slow),
     ],
@@ -153,7 +154,8 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
     folder: Path, model: Path, algorithm: str, in_training: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """To the bit the run that has the smaller size from that iteration on."""
-    changes = {**QUIET, "trainer": {"algorithm": algorithm}, "sampling": {**SAMPLING, "batch_size": 8}}
+    trainer = {"algorithm": algorithm} | ({"kernel": "flow_sde"} if algorithm == "prdp" else {})
+    changes = {**QUIET, "trainer": trainer, "sampling": {**SAMPLING, "batch_size": 8}}
     wanted = train(runs.config(folder, model, **{**changes, "iterations": 1, "output": str(folder / "by-hand")}))
     with monkeypatch.context() as by_hand:
         by_hand.setattr(diffusion_run, "settle", lambda run: (run.loop.memory.update(batch_size=2), run.resize(2)))

@@ -48,7 +48,8 @@ def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Findin
     found = [*_window(config, settings.kernel, layout.window), *_outside(settings.kernel, layout)]
     if layout.tree is not None:
         found += _tree(config, settings, layout.tree)
-        found += _pruning(config, layout.tree)
+        found += _pruning(config, settings, layout.tree)
+        found += _own_advantages(settings, layout.tree)
         found += _contrast(layout.tree)
     yield from found or _plans(config, settings)
 
@@ -102,10 +103,16 @@ def _outside(kernel: str, layout: Layout) -> Iterator[Finding]:
         yield ("trainer.tail_ratio", "trainer.kernel"), text
 
 
-def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
+def _last_noisy(config: Config, settings: PolicyGradient) -> int:
+    """The last step that can be drawn from: the one before the end, or the end itself, which DDIM draws where a window
+    reaches it."""
     steps, window = config.sampling.num_inference_steps, settings.layout.window
     reaches = settings.kernel == "ddim" and window is not None and window_end(window, steps) == steps
-    last = steps - 1 if reaches else steps - 2
+    return steps - 1 if reaches else steps - 2
+
+
+def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
+    window, last = settings.layout.window, _last_noisy(config, settings)
     if isinstance(tree.at, tuple):
         outside = [step for step in tree.at if step > last]
         if not tree.at:
@@ -158,13 +165,13 @@ def _growth(settings: PolicyGradient, splits: int) -> Iterator[Finding]:
         yield keys, f"{text}; use {1 / level - 1:g} or less"
 
 
-def _pruning(config: Config, tree: Tree) -> Iterator[Finding]:
+def _pruning(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
     prune, at = tree.prune, "trainer.tree.prune"
     if prune is None:
         return
     if not prune.depths and prune.width is None:
         yield (at,), "neither depths nor width is pruned; give one of them, or write null"
-    deepest = config.sampling.num_inference_steps - 1
+    deepest = _last_noisy(config, settings) + 1
     beyond = [depth for depth in prune.depths if depth > deepest]
     if beyond:
         text = f"no trained edge leads to depth {_listed(beyond)}: depths are step + 1, so 1 to {deepest}; use these"
@@ -184,6 +191,16 @@ def _pruning(config: Config, tree: Tree) -> Iterator[Finding]:
     if prune.width is not None and tree.contrast is not None:
         text = "contrast has chosen the leaves already, and width would choose among them; keep one of the two"
         yield (f"{at}.width", "trainer.tree.contrast"), text
+
+
+def _own_advantages(settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
+    """Trees whose edges are not measured by the advantages of the samples."""
+    if getattr(settings, "advantage_scale", "group") == "group":
+        return
+    for key, own in (("contrast", tree.contrast is not None), ("normalise", tree.normalise == "depth")):
+        if own:
+            text = f"{key} has a scale of its own, which takes the place of this one; write group"
+            yield ("trainer.advantage_scale", f"trainer.tree.{key}"), text
 
 
 def _contrast(tree: Tree) -> Iterator[Finding]:

@@ -64,10 +64,10 @@ def too_many_levels(chosen: int, available: int, key: str) -> Iterator[Finding]:
 
 
 def grid_levels(config: Config, chosen: int | None) -> Iterator[Finding]:
-    """Refuse a sampling grid with fewer levels than are trained; chosen: how many, None = all but the last."""
+    """Refuse a sampling grid with fewer levels than are trained; chosen: how many, None = all but one."""
     steps = config.sampling.num_inference_steps
     if chosen is not None:
         yield from too_many_levels(chosen, steps, "sampling.num_inference_steps")
     elif steps < 2:
-        text = "all noise levels but the last are trained, and there is only 1; use 2 or more steps (paper: 10)"
+        text = "all noise levels but one are trained, and there is only 1; use 2 or more steps (paper: 10)"
         yield ("sampling.num_inference_steps", "trainer.algorithm"), text

@@ -1,7 +1,7 @@
 """Optimiser steps of methods whose loss is computed one micro-batch at a time, each at some noise levels or steps.
 
 A method is what it makes of a micro-batch (`prepare`) and its `loss`: see diffusion_nft, awm, dgpo, crd and dpo, which
-noise finished samples, and d3po and spo, which compare recorded steps.
+noise finished samples, d3po and spo, which compare recorded steps, and sft.
 """
 
 from __future__ import annotations

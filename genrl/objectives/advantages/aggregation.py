@@ -1,6 +1,6 @@
 """Several rewards to one, or to one advantage: PaCo-GRPO's log-tame and its alternatives (arXiv 2512.04784).
 
-The weighted sum is `sum w r`; GDPO and MixGRPO's sum of normalised rewards are in `advantages.py`.
+The weighted sum is `sum w r`; GDPO and MixGRPO's sum of normalised rewards are in `groups.py`.
 Shapes: rewards K tensors [N], weights K floats; all are computed in float64 and returned as [N]. NaN means "no score":
 a sample without one of the rewards of weight other than 0 has none. A reward of weight 0 (a monitor) changes nothing.
 """

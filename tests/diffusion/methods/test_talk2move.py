@@ -110,6 +110,24 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: P
         assert chosen == exit_step(found) == run.loop.memory["exit"]["step"] and 1 <= chosen < STEPS
 
 
+def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one at first, later the one before; and nothing is kept, so that it is looked at again."""
+    with runs.opened(config(folder, kontext, trainer=MOVE, **QUIET)) as run:
+        trainer, equal = run.config.trainer, torch.full((2, STEPS, 3), 0.5)
+        equal[:, 0] = torch.nan
+        rewards = iter([equal, equal + torch.rand(2, STEPS, 3), equal])
+        monkeypatch.setattr(talk2move, "evaluate_steps", lambda *_: next(rewards))
+        kernel = choose_kernel(run, trainer, sampling_plan(run.config, trainer, 0))  # type: ignore[arg-type]
+        found = []
+        for every in (None, 1, 1):
+            settings = trainer.model_copy(
+                update={"step_evaluation": trainer.step_evaluation.model_copy(update={"every": every})}
+            )
+            found.append(talk2move.choose_exit(run, settings, kernel, 0))
+        assert found[0] == (STEPS - 1, {"exit/variance": 0.0})
+        assert found[2] == found[1] and found[1][1]["exit/variance"] > 0
+
+
 def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path) -> None:
     """2 x 3 chains of 4 drawn steps, left 4 times with a shortcut of 2, 2, 2 and 1 steps."""
     settings = {**MOVE, "step_evaluation": {"prompts": 2, "samples": 3, "every": 2}}

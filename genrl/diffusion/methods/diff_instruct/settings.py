@@ -83,6 +83,9 @@ class DiffInstruct(Differentiating):
             if not isinstance(scale, int | float) or scale > 1:
                 text = "guidance is learnt from the teacher (trainer.guidance), the generator itself has none; write 1"
                 yield (key, "trainer.algorithm"), text
+        if self.guidance != "none" and config.model.offload.text_encoders == "encode_then_free":
+            text = "the teacher is also asked without a prompt, which is in no file and so not encoded ahead"
+            yield ("model.offload.text_encoders", "trainer.guidance"), f"{text}; write between, or guidance: none"
         if config.model.lora is not None and config.model.lora.frozen:
             text = "the teacher is the model without adapters, and the assistant begins as it"
             yield ("model.lora.frozen", "trainer.algorithm"), f"{text}; name a distilled LoRA by model.lora.from"

@@ -45,7 +45,7 @@ class DiffusionNFT(Matching):
     advantage_clip: Positive = 5.0
     """Largest absolute advantage; it also scales the loss (paper: 5)."""
     timesteps_per_sample: Count | None = None
-    """Noise levels trained per sample, chosen at random from the sampling grid; null = all of them but the last."""
+    """Noise levels trained per sample, chosen at random from the sampling grid; null = all of them but one."""
     old_policy_decay: Literal["none", "ramp", "delayed_ramp"] = "ramp"
     """How slowly the sampling policy follows: at once, min(0.001 n, 0.5), or 0 until step 75, then up."""
     updates_per_iteration: Count = 1

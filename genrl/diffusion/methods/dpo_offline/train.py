@@ -1,4 +1,4 @@
-"""Diffusion-DPO from a preference data set (arXiv 2311.12908): `dpo.py` on pairs of images that are given, not drawn.
+"""Diffusion-DPO from a preference data set (arXiv 2311.12908): as `algorithm: dpo`, on pairs of given images.
 
 A pair is a group of two samples: the image that is preferred, with reward 1, and the other, with reward 0. Rewards of
 the configuration judge the held-out prompts only.

@@ -23,22 +23,17 @@ from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.steps import replayed
 from genrl.diffusion.methods.transitions import (
-    Results,
     actions_of,
     collect,
-    penalised,
     sampler,
     update,
     window_metrics,
 )
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.methods.transitions import clipped_loss as loss
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.runtime.recorded import Recorded
 
 
 def train(run: DiffusionRun, settings: FlowGRPO) -> None:
@@ -65,11 +60,3 @@ def advantages_of(settings: FlowGRPO, rollouts: Rollouts) -> Tensor:
     if not any(weights):  # a schedule may have all of them at 0 for a while
         return torch.zeros_like(rollouts.total)
     return gdpo_advantages([rollouts.parts[label] for label in rollouts.weights], weights, rollouts.group)
-
-
-def loss(settings: FlowGRPO, policy: Policy, given: Recorded) -> Results:
-    """The clipped surrogate of one transition and its divergence from the reference, [B] (eq. 5)."""
-    new = replayed(settings, policy, given)
-    low, high = settings.clip_bounds
-    surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], low, high)
-    return penalised(settings, surrogate, new, given)

@@ -5,7 +5,7 @@ As Flow-GRPO, but for the update. With mu_old the mean of the policy that sample
     log r = s [log p_theta(x') - log p_old(x')] without its quadratic term (RatioNorm)
     L     = clipped surrogate of r, divided by the step in sigma (gradient reweighting)
 
-docs/flow_grpo.md has the equations and curves.
+docs/grpo_guard.md has the equations and curves.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
     sampled = [(i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()]
     old = run.gather(sampled, empty.clone())
     with weights.reference():
-        reference = run.gather(log_probs(run, rollouts), empty.clone())
+        reference = evaluated(run, rollouts, empty)
     rewards = rollouts.total.view(-1, run.config.sampling.group_size)
     for epoch in range(settings.epochs):
-        new = old if epoch == 0 else run.gather(log_probs(run, rollouts), empty.clone())
+        new = old if epoch == 0 else evaluated(run, rollouts, empty)
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
         out, gradient = prdp_gradient(
             now, start, before, rewards,
@@ -74,8 +74,8 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
                 if not weights.in_step and not bool(coefficient.any()):
                     continue
                 recorded = recorded_step(trajectory, i, {"coefficient": coefficient})
-                # The coefficients are of a mean over the pairs of all processes.
-                run.backward(settings, loss(settings, policy, recorded), recorded, divisor=1.0)
+                with run.loop.fitting():  # the coefficients are of a mean over the pairs of all processes
+                    run.backward(settings, loss(settings, policy, recorded), recorded, divisor=1.0)
         meter.add("grad_norm", torch.tensor([run.step()]))
         if out.num_pairs > 0:
             meter.add("loss", out.loss)
@@ -105,10 +105,13 @@ def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
 
 
 @torch.no_grad()
-def log_probs(run: DiffusionRun, rollouts: Rollouts) -> list[tuple[int, list[int], Tensor]]:
-    """(step, slots, log-probabilities [B]) of all recorded steps of this process, under the present weights."""
-    return [
-        (i, micro_batch.slots, run.policy.replay(micro_batch.pieces[0].trajectory, i).log_prob)
-        for micro_batch in rollouts.mine.values()
-        for i in micro_batch.pieces[0].trajectory.log_probs
-    ]
+def evaluated(run: DiffusionRun, rollouts: Rollouts, table: Tensor) -> Tensor:
+    """The log-probabilities of all recorded steps under the present weights, in a copy of `table` [T', N]."""
+    with run.loop.fitting():
+        found = [
+            (i, micro_batch.slots, run.policy.replay(micro_batch.pieces[0].trajectory, i).log_prob)
+            for micro_batch in rollouts.mine.values()
+            for i in micro_batch.pieces[0].trajectory.log_probs
+        ]
+    run.loop.check_stop()
+    return run.gather(found, table.clone())

@@ -63,6 +63,11 @@ def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteratio
     if "exit" not in run.loop.memory or (every is not None and iteration % every == 0):
         rewards = evaluate_steps(run, settings, kernel, iteration)
         step, variance = max(1, exit_step(rewards)), exit_variance(rewards).tolist()
+        if not variance[step] > 0:  # nothing to choose by: as before, or at the end, and looked at again
+            run.process.progress.say("the trial edits of every exit step have equal rewards: the exit step stays")
+            last = len(variance) - 1
+            kept = run.loop.memory.get("exit", {"step": last, "variance": variance})
+            return int(kept["step"]), {"exit/variance": kept["variance"][kept["step"]]}
         run.loop.memory["exit"] = {"step": step, "variance": variance}
         table = ", ".join(f"{k}: {value:.3g}" for k, value in enumerate(variance) if k > 0)
         run.process.progress.say(f"variance of rewards by exit step: {table}; {step} it is")
