@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean, stdev
@@ -24,14 +23,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.vlm_runs import stored
-from genrl.config import load
+from benchmarks.methods import complete
+from benchmarks.vlm_runs import average, cpu_seconds, stored
 from genrl.config.economy import Replay, Selection
-from genrl.diffusion import train as pictures
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.economy import NOTHING, choose, looked_at, noted
 from genrl.runtime.run import Run, read_metrics, write_atomic
-from genrl.vlm import train as answers
 
 RESULTS = Path("benchmarks/results/economy.json")
 OFTEN = ["checkpoint.every=1000", "checkpoint.keep=1", "trackers=[]"]
@@ -50,7 +47,6 @@ TASKS = {
 BY = {"answers": "success", "pictures": "spread"}
 METRIC = {"answers": "eval/accuracy_mean", "pictures": "eval/shapes_mean"}
 SIZE = {"answers": 8, "pictures": 8}
-TRAIN: dict[str, Any] = {"answers": answers.train, "pictures": pictures.train}
 WAYS = {
     "all": lambda task: [],
     "selection": lambda task: [f"economy.selection={{by: {BY[task]}}}"],
@@ -59,19 +55,19 @@ WAYS = {
 }
 
 
-def summary(run: Run, task: str, cpu_s: float) -> dict[str, Any]:
+def summary(run: Run, task: str) -> dict[str, Any]:
     """What the table says of one run: means over iterations, and the curve of the held-out figure."""
     rows = read_metrics(run.metrics)
     trained = [row for row in rows if row["step"]]
 
-    def average(key: str) -> float | None:
+    def over_iterations(key: str) -> float | None:
         known = [row[key] for row in trained if row.get(key) is not None]
         return round(mean(known), 4) if known else None
 
     keys = ("zero_std_ratio", "group_std_mean", "selection/known", "selection/error", "rollout/tokens_mean")
     keys += ("model_calls/sample", "model_calls/train", "timing/train_s")
     curve = [(row["step"], round(row[METRIC[task]], 4)) for row in rows if row.get(METRIC[task]) is not None]
-    return {"curve": curve, "cpu_s": round(cpu_s, 1), **{key: average(key) for key in keys}}
+    return {"curve": curve, "cpu_s": cpu_seconds(run), **{key: over_iterations(key) for key in keys}}
 
 
 def train(folder: Path, tasks: list[str], ways: list[str], seeds: list[int]) -> None:
@@ -81,11 +77,9 @@ def train(folder: Path, tasks: list[str], ways: list[str], seeds: list[int]) -> 
                 run = Run(folder / f"{task}-{way}-{seed}")
                 if run.folder.name in stored(RESULTS):
                     continue
-                file, *changes = TASKS[task]
-                config = load(Path(file), [*changes, *OFTEN, *WAYS[way](task), f"seed={seed}", f"output={run.folder}"])
-                started = time.process_time()
-                TRAIN[task](config)
-                kept = stored(RESULTS) | {run.folder.name: summary(run, task, time.process_time() - started)}
+                changes = [*TASKS[task], *OFTEN, *WAYS[way](task), f"seed={seed}", f"output={run.folder}"]
+                complete(run, ["train", *changes])
+                kept = stored(RESULTS) | {run.folder.name: summary(run, task)}
                 write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
@@ -144,9 +138,9 @@ def report() -> str:
             ends = [run["curve"][-1][1] for run in runs]
             spread = f" ± {stdev(ends):.3f}" if len(ends) > 1 else ""
             curve = mean(value for run in runs for _, value in run["curve"][1:])
-            idle, cpu = mean(run["zero_std_ratio"] for run in runs), mean(run["cpu_s"] for run in runs)
+            idle, cpu = mean(run["zero_std_ratio"] for run in runs), average(runs, "cpu_s")
             cells = [task, f"`{way}`", str(len(runs)), f"{runs[0]['curve'][0][1]:.3f} → {mean(ends):.3f}{spread}"]
-            lines.append(f"| {' | '.join([*cells, f'{curve:.3f}', f'{idle:.2f}', f'{cpu:.0f}'])} |")
+            lines.append(f"| {' | '.join([*cells, f'{curve:.3f}', f'{idle:.2f}', cpu])} |")
     return "\n".join([*lines, "", *simulation(kept)])
 
 

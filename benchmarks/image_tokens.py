@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.vlm_runs import Summary, cpu_seconds, situations
+from benchmarks.vlm_runs import Summary, average, cpu_seconds, situations
 from genrl.runtime.run import Run, read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "image_tokens.json"
@@ -75,9 +75,11 @@ def table(results: dict[str, Summary]) -> str:
             cells = [title, method.upper()]
             for name in ("shapes", "clipscore"):
                 cells += [cell([one[name]["in"][1] for one in found]), cell([one[name]["out"][-1][1] for one in found])]
-            cells.append(f"{mean(one['cpu_s'] for one in found if one['cpu_s'] is not None):.0f}")
+            cells.append(average(found, "cpu_s"))
             lines.append(f"| {' | '.join(cells)} |")
-    first = [one for key, one in results.items() if key.startswith("rule")]
+    first = [one for key, one in results.items() if key.startswith("rule")] or [*results.values()]
+    if not first:
+        return "\n".join(lines)
     before = [
         mean(one[name][place][0] if place == "in" else one[name][place][0][1] for one in first)
         for name in ("shapes", "clipscore")

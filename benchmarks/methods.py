@@ -269,8 +269,12 @@ def diversity_of(run: Run) -> Path:
 
 
 def finished(run: Run) -> bool:
+    """Whether its last row and its last checkpoint are there: a run may have ended between the two."""
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
-    return bool(rows) and rows[-1]["step"] >= load(run.config).iterations
+    if not rows or rows[-1]["step"] < load(run.config).iterations:
+        return False
+    last = checkpoint.latest(run.checkpoints)
+    return last is not None and last.name == f"step-{rows[-1]['step']:06d}"
 
 
 def summary(run: Run, method: Method) -> Summary:
