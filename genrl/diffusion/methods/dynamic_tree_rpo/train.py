@@ -52,7 +52,8 @@ def learn(run: DiffusionRun, settings: DynamicTreeRPO, rollouts: Rollouts, plan:
     """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
     # 3. Estimate.
     meter, tree = Meter(), grow(plan)
-    advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+    scale = settings.advantage_scale
+    advantages = group_advantages(rollouts.total, rollouts.group, scale=scale, eps=1e-8, ddof=1)
     edges = estimate(run, settings, rollouts, plan, advantages, meter)
     actions = actions_of(run, settings, rollouts, edges)
     targets, short = best_targets(run, settings, rollouts, tree, edges), progress_table(tree, rollouts.total)
