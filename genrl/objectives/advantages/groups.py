@@ -58,6 +58,12 @@ def group_advantages(
     return centred if clip is None else centred.clamp(-clip, clip)
 
 
+def informative(rewards: Tensor, group: Tensor) -> Tensor:
+    """Whether a sample can be learnt from, bool [N]: it has a score, and the scores of its group differ."""
+    values, index, scored = _checked(rewards, group)
+    return _informative(values, index, scored)[0]
+
+
 def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
     """Spreads of rewards [N] by group [N], to be logged beside the advantages."""
     values, index, scored = _checked(rewards, group)

@@ -303,3 +303,9 @@ def test_no_spread_is_zero_also_without_an_epsilon(scale: advantages.Scale) -> N
     plain = advantages.group_advantages(rewards, group, scale=scale, eps=0.0)
     assert plain[:3].tolist() == [0.0] * 3 and plain[3] == -plain[4] < 0
     assert advantages.group_advantages(rewards[:3], group[:3], scale=scale, eps=0.0).tolist() == [0.0] * 3
+
+
+def test_a_sample_at_the_mean_of_its_group_is_learnt_from() -> None:
+    rewards, group = torch.tensor([0.0, 0.5, 1.0, NAN, 0.7, 0.7, 0.2]), torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    assert advantages.group_advantages(rewards, group, scale="group")[1] == 0
+    assert advantages.informative(rewards, group).tolist() == [True] * 3 + [False] * 4

@@ -28,6 +28,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
+from genrl.objectives.advantages.groups import informative
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
@@ -62,6 +63,7 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
 
     # 3. Estimate.
     advantages, meter = noising.estimate(settings, rollouts)
+    trained = informative(rollouts.total, rollouts.group)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
@@ -69,6 +71,7 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
         drawn = generator(config.seed, run.iteration, "levels", epoch)  # the same levels for all samples
         sigma = levels(settings, micro_batch.sigmas, drawn)[k].to(clean)
         given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
+        given["trained"] = trained[micro_batch.slots].to(clean.device)
         given["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
         if run.loop.updates > 0:  # until then the old policy is the present one
             given["old"] = under(run, OLD, batch, given["noisy"], sigma)
@@ -108,7 +111,7 @@ def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:
             terms[metric] = kl_velocity(velocity, given[name])
             value = value + weight * terms[metric]
     return terms | {
-        "loss": value * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss": value * given["trained"],  # no score, or a group without spread: no update, by its KL neither
         "loss/policy": surrogate.loss,
         "ratio/mean": surrogate.ratio,
         "ratio/std": surrogate.ratio - 1.0,

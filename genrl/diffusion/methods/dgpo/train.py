@@ -27,6 +27,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import informative
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
 from genrl.objectives.surrogates.policy_losses import kl_velocity
@@ -61,6 +62,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
 
     # 3. Estimate.
     advantages, meter = noising.estimate(settings, rollouts)
+    trained = informative(rollouts.total, rollouts.group)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
@@ -70,6 +72,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
         steps = torch.randperm(settings.first_steps, generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
         given = noised(clean, noising.group_noise(micro_batch, group, epoch, k), sigma)
+        given["trained"] = trained[micro_batch.slots].to(clean.device)
         given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
         given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         if settings.reference == "model" or settings.kl_weight > 0:
@@ -93,7 +96,7 @@ def loss(settings: DGPO, policy: Policy, given: Recorded) -> Tensors:
         terms["kl"] = kl_velocity(velocity, given["reference"])
         value = value + settings.kl_weight * terms["kl"]
     return terms | {
-        "loss": value * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss": value * given["trained"],  # no score, or a group without spread: no update, by its KL neither
         "forward/error": error,
         "dgpo/group_weight": weight,
         "dgpo/clip_frac": dgpo_clipped(error, old_error, advantage, clip=settings.clip_range),

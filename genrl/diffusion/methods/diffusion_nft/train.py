@@ -26,6 +26,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import informative
 from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
 from genrl.objectives.surrogates.policy_losses import kl_velocity
 from genrl.runtime.recorded import Recorded
@@ -61,6 +62,7 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
     advantages, meter = noising.estimate(settings, rollouts)
     reward_weight = nft_reward_weight(advantages, settings.advantage_clip)
     meter.add("nft/reward_weight_mean", reward_weight)
+    trained = informative(rollouts.total, rollouts.group)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
@@ -68,7 +70,7 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
         sigma = levels(micro_batch, epoch)[k].to(clean.device)
         given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma) | {"clean": clean}
         given |= {
-            "advantage": advantages[slots].to(clean.device),
+            "trained": trained[slots].to(clean.device),
             "reward_weight": reward_weight[slots].to(clean.device),
         }
         if not on_policy or run.loop.updates > 0:
@@ -101,4 +103,4 @@ def loss(settings: DiffusionNFT, policy: Policy, given: Recorded) -> Tensors:
         terms["kl"] = kl_velocity(velocity, given["reference"])
         value = value + settings.kl_weight * terms["kl"]
     # No score, or a group without spread: no update, by its KL neither.
-    return terms | {"loss": value * (given["advantage"] != 0), "model_output": velocity}
+    return terms | {"loss": value * given["trained"], "model_output": velocity}
