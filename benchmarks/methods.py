@@ -121,7 +121,8 @@ CLAIMS = (
     Claim(
         title="Does PRDP keep rising on many prompts where DDPO falls?",
         setting="Both train on the agreement of picture and caption (`clipscore`), over all 272 prompts, 192 pictures "
-        "per iteration from 3 steps: PRDP 24 prompts x 8, DDPO 192 prompts x 1 against their history.",
+        "per iteration from 3 steps: PRDP 24 prompts x 8 with a beta of 0.3 (its file: 1), DDPO 192 prompts x 1 "
+        "against their history.",
         finding="PRDP ends higher on both seeds and rises at every evaluation of seed 0, where DDPO goes up and down "
         "(.553, .546, .550, .566 at 10, 20, 30, 40). But DDPO does not fall, and the difference of .011 is "
         "less than the standard error of .016 for 96 prompts. On compressibility, above, PRDP ends lower in kB "

@@ -199,7 +199,7 @@ def tuned() -> str:
             f"{best.replace(NOISE, ', noise ')}: {', '.join(f'{value:.3f}' for value in reward[1:])}",
             f"{mean(reward[1:]):.3f}" if reward[1:] else "–",
             f"{mean(reward):.3f}" + (f" ± {stdev(reward):.3f}" if len(reward) > 1 else ""),
-            f"{mean(run['diversity'] for run in runs):.3f}",
+            f"{mean(diversity):.3f}" if (diversity := [r["diversity"] for r in runs if "diversity" in r]) else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
