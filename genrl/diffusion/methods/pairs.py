@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.dpo.settings import DPO
-from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,
@@ -17,6 +15,7 @@ from genrl.diffusion.methods.noising import (
     noised_by,
     under,
 )
+from genrl.diffusion.methods.preferences import DiffusionDPO
 from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
@@ -32,7 +31,7 @@ from genrl.runtime.recorded import Recorded
 REFRESHED = "refreshed_reference"
 
 
-def train_on(run: DiffusionRun, settings: DPO | OfflineDPO, samples: Callable[[], Rollouts]) -> None:
+def train_on(run: DiffusionRun, settings: DiffusionDPO, samples: Callable[[], Rollouts]) -> None:
     """Train on the best and the worst sample of each group of what `samples` gives in each iteration."""
     for _ in run.iterations():
         refresh_reference(run, settings.reference_every)
@@ -56,7 +55,7 @@ def refresh_reference(run: DiffusionRun, every: int | None) -> None:
         run.weights.snapshot(REFRESHED)
 
 
-def learn(run: DiffusionRun, settings: DPO | OfflineDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: DiffusionDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
     """Step 3 of the algorithm; returns the iteration's metrics. sign: +1 for a winner, -1 for its loser, [N]."""
     policy = run.policy
     reference = REFERENCE if settings.reference_every is None else REFRESHED
@@ -105,7 +104,7 @@ def pair_rows(sign: Tensor, group: Tensor) -> Tensor:
     return torch.stack([win[group[win].argsort()], lose[group[lose].argsort()]], dim=1)
 
 
-def loss(settings: DPO | OfflineDPO, policy: Policy, given: Recorded) -> Tensors:
+def loss(settings: DiffusionDPO, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each pair, [P], and metrics. target, reference: winners, then their losers, [2 P, ...]."""
     output = policy.velocity(given.batch, given["noisy"], given["sigma"])
     errors = matching_error(output, given["target"]).chunk(2)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from genrl.config.diffusion_method import Calls, GuidanceInTraining, Guided, Updating
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count
+from genrl.config.section import Count, Positive
 from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class DiffusionDPO(Preference):
     metrics: ClassVar[Mapping[str, MetricDoc]] = FORWARD_ERROR
     not_in_float16: ClassVar[str] = "the gradient grows with beta"
 
+    beta: Positive
+    """Sharpness of the preference."""
     reference_every: Count | None = None
     """The trained model becomes the reference every so many optimiser steps (Flow-GRPO's online DPO: 40); null = never
     (Diffusion-DPO)."""

@@ -53,11 +53,6 @@ def train(run: DiffusionRun, settings: SPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     config, policy = run.config, run.policy
     sampling = config.sampling
-    if run.weights.in_step and sampling.images_per_iteration % sampling.batch_size:
-        raise ValueError(
-            f"distributed.fsdp: {sampling.images_per_iteration} chains in micro-batches of {sampling.batch_size} leave "
-            "a smaller one, which calls the model less often than the others; change sampling.batch_size"
-        )
     for _ in run.iterations():
         plan = settings.plan(sampling, last=last_step_is_drawn(policy))
         kernel = choose_kernel(run, settings, plan)
