@@ -56,7 +56,8 @@ def train(
 def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> None:
     """Continue an interrupted run from its newest complete checkpoint.
 
-    Example: `genrl resume runs/quickstart iterations=200`
+    Example: `genrl resume runs/quickstart`. With `iterations=200` the run is made longer; a learning rate that falls
+    (`optimizer.schedule`) is then that of the longer run, and jumps up where the shorter one had ended.
     """
     _train(run_config(run), overrides, run, nproc)
 
