@@ -147,7 +147,8 @@ def page() -> str:
         HEAD.strip(),
         "## Pipelines",
         "Flow-matching model `assets/tiny-t2i`, reward `shapes`: the rule for what a picture shows, from 0 to 1. The "
-        "unit is a forward pass for one sample; a model call in training counts as three, its price with all weights (with LoRA it is nearer two).",
+        "unit is a forward pass for one sample; a model call in training counts as three, its price with all weights "
+        "(with LoRA it is nearer two).",
         rows(of_pipelines(SHAPES), SHAPES_COST, "thousand forward-equivalents", held_out("reward")),
         "Noise-predicting model `assets/tiny-sd`, reward `jpeg`: minus the size of the file in kB.",
         rows(of_pipelines(JPEG), JPEG_COST, "thousand forward-equivalents", held_out("reward")),
