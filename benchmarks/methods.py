@@ -230,6 +230,8 @@ def complete(run: Run, command: list[str]) -> None:
     if finished(run):
         return
     resume = checkpoint.latest(run.checkpoints) is not None
+    if not resume and whole(run):
+        raise SystemExit(f"{run.folder} has all its rows and no checkpoint any more: store it by `add`, or remove it")
     if not resume and run.folder.exists():
         lock(run.folder).release()  # refuses where another process is still at it
         shutil.rmtree(run.folder)
@@ -271,11 +273,14 @@ def diversity_of(run: Run) -> Path:
 
 def finished(run: Run) -> bool:
     """Whether its last row and its last checkpoint are there: a run may have ended between the two."""
-    rows = read_metrics(run.metrics) if run.metrics.exists() else []
-    if not rows or rows[-1]["step"] < load(run.config).iterations:
-        return False
     last = checkpoint.latest(run.checkpoints)
-    return last is not None and last.name == f"step-{rows[-1]['step']:06d}"
+    return whole(run) and last is not None and last.name == f"step-{load(run.config).iterations:06d}"
+
+
+def whole(run: Run) -> bool:
+    """Whether the row of every iteration is there."""
+    rows = read_metrics(run.metrics) if run.metrics.exists() else []
+    return bool(rows) and rows[-1]["step"] >= load(run.config).iterations
 
 
 def summary(run: Run, method: Method) -> Summary:

@@ -112,8 +112,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if far is not None and run.versions is not None:
         run.ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(run.ahead.close)
-    if getattr(config.trainer, "guidance_in_training", True) == "detached":
-        Unconditional(policy, probe_of(config, prompts[0]))
+    detach_where_asked(config, policy, prompts[0])
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)
@@ -264,7 +263,14 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
     policy = open_policy(config, device)
     use_kernels(policy, config.kernels)
     weights = trainable_weights(config, policy)
+    detach_where_asked(config, policy, _read(config, config.prompts.train, 1)[0])
     return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
+
+
+def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prompt) -> None:
+    """No gradient through guidance's unconditional prediction, where the method asks for that."""
+    if getattr(config.trainer, "guidance_in_training", True) == "detached":
+        Unconditional(policy, probe_of(config, prompt))
 
 
 def _all_placed(config: Config) -> bool:

@@ -59,10 +59,28 @@ def test_every_embedded_file_is_there() -> None:
 @pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 @pytest.mark.parametrize("name", EVERY)
 def test_a_planted_nan_is_replayed_exactly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_of(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_guidance_is_detached_in_the_replay_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_of(
+        "flow_grpo.yaml",
+        tmp_path,
+        monkeypatch,
+        {"sampling.guidance_scale": 3, "trainer.guidance_in_training": "detached"},
+    )
+
+
+def replay_of(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: brief_runs.Overrides | None = None
+) -> None:
+    """Plant a NaN in a brief run of this file, with changes, and replay it."""
     monkeypatch.chdir(ROOT)
     file = ROOT / "configs" / name
     tree = brief_runs.load(file)
-    small = brief_runs.overrides(tree, 2) | smaller(tree)
+    small = brief_runs.overrides(tree, 2) | smaller(tree) | (changes or {})
     if "evaluation.monitor.patience" not in small:  # which watches evaluations
         small["evaluation.every"] = 0
     config = load(file, [*(f"{key}={value}" for key, value in small.items()), f"output={tmp_path}", "trackers=[]"])

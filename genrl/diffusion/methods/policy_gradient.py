@@ -87,7 +87,7 @@ class PolicyGradient(Stochastic, Updating):
     x_prediction (of the predicted data), k2 (half the squared log-ratio)."""
     guidance_in_training: GuidanceInTraining = True
     """Use classifier-free guidance in training as in sampling; detached = without a gradient through its unconditional
-    prediction (the first of Flow-GRPO's scripts). An input of the model (FLUX.1-dev) always stays."""
+    prediction (an early script of Flow-GRPO). An input of the model (FLUX.1-dev) always stays."""
     keep_graph: Flag = False
     """Keep the activations of the trained steps from sampling and backpropagate through them, instead of running these
     steps again: the same gradient, for one update per iteration and if they fit into memory together."""

@@ -8,6 +8,7 @@ is which is found by their factors, of which that of v_c is larger: |s| > |1 - s
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ class Unconditional:
         self._seen: list[Tensor] | None = []
         """Predictions of the step in which they are found, in order; then None."""
         self._halves = False
-        self._step: tuple[Request, int] | None = None
+        self._step: tuple[weakref.ref[Request], int] | None = None
         self._calls = 0
         """Of this step so far."""
         for denoiser in policy.denoisers.values():
@@ -59,10 +60,9 @@ class Unconditional:
         """A call of its own gets no graph, which saves its memory too."""
         if self._seen is not None or self._halves or not torch.is_grad_enabled():
             return
-        head = self._policy.head
-        step = (head.request, head.next_index)
-        if self._step is None or self._step[0] is not step[0] or self._step[1] != step[1]:
-            self._step, self._calls = step, 0
+        request, index = self._policy.head.request, self._policy.head.next_index
+        if self._step is None or self._step[0]() is not request or self._step[1] != index:
+            self._step, self._calls = (weakref.ref(request), index), 0  # a request may hold on to a graph
         self._calls += 1
         if self._calls == 2:
             torch.set_grad_enabled(False)

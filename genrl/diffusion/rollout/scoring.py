@@ -28,7 +28,7 @@ from genrl.diffusion.rollout.ray_rewards import FarReward, RewardPool, opened_fo
 from rewards.background import Background
 from rewards.calls import inner
 from rewards.compose import Component, Gate
-from rewards.contract import Movable
+from rewards.contract import ChecksRows, Movable
 from rewards.service.isolation import Isolated
 from rewards.service.remote import Remote
 
@@ -40,11 +40,17 @@ def check_rows(scorers: Mapping[str, rewards.Reward], rows: Sequence[Prompt], so
     """Raise ValueError where a reward needs a column that some row lacks, or cannot read its columns in a row."""
     if not rows:
         return
-    common = set.intersection(*(set(row.columns) for row in rows))
+    known = sorted(set().union(*(row.columns for row in rows)))
     for label, reward in scorers.items():
-        rewards.check_columns(reward, sorted(common), name=label)
+        rewards.check_columns(reward, known, name=label)
+        asked, itself = set(rewards.needs(reward).columns), inner(reward)
         for row in rows:
-            rewards.check_row(inner(reward), row.columns, row=f"{source}:{row.line}: reward {label!r}")
+            if lacking := asked - row.columns.keys():
+                text = f"reward {label!r} asks for the column {min(lacking)!r}, which this row lacks"
+                raise ValueError(f"{source}:{row.line}: {text}")
+        if isinstance(itself, ChecksRows):
+            for row in rows:
+                rewards.check_row(itself, row.columns, row=f"{source}:{row.line}: reward {label!r}")
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteratio
     if "exit" not in run.loop.memory or (every is not None and iteration % every == 0):
         rewards = evaluate_steps(run, settings, kernel, iteration)
         step, variance = max(1, exit_step(rewards)), exit_variance(rewards).tolist()
-        if not variance[step] > 0:  # nothing to choose by: as before, or at the end, and looked at again
-            run.process.progress.say("the trial edits of every exit step have equal rewards: the exit step stays")
+        if not variance[step] > 0:  # nothing to choose by: as before, or at the end; looked at again, at the same cost
+            run.process.progress.say("trial edits have equal rewards, or none, at every exit step: it stays as it is")
             last = len(variance) - 1
             kept = run.loop.memory.get("exit", {"step": last, "variance": variance})
             return int(kept["step"]), {"exit/variance": kept["variance"][kept["step"]]}
