@@ -58,6 +58,7 @@ from benchmarks.common import parser, save
 from genrl.config import Config, ConfigError, check_files, dump, load, load_located
 from genrl.config.estimate import read_components
 from genrl.config.memory_estimate import memory
+from genrl.data import prompts as prompt_files
 from genrl.runtime.frame import train
 from tests.diffusion import editing_families, further_families, image_families, video_families
 from tests.diffusion import tiny_parts as parts
@@ -537,8 +538,22 @@ def rehearse(
     rows = (output / "metrics.jsonl").read_text().splitlines()
     found["resumed"] = {"seconds": time.perf_counter() - started, "updates": json.loads(rows[-1])["updates"]}
     if config.model.lora is not None:
-        last_line("-m", "genrl", "sample", str(output), "--prompt", "a red cube", "--out", str(output / "drawn"))
+        last_line("-m", "genrl", "sample", str(output), *to_draw(config, output), "--out", str(output / "drawn"))
     return found
+
+
+def to_draw(config: Config, output: Path) -> list[str]:
+    """What `genrl sample` is to draw: a prompt, or where the pipeline is given pictures a held-out row with its own."""
+    if not config.sampling.inputs:
+        return ["--prompt", "a red cube"]
+    row, folder = prompt_files.load(str(config.prompts.eval))[0], output.with_suffix(".row")
+    folder.mkdir()
+    pictures = {column: Path(row.columns[column]) for column in config.sampling.inputs.values()}
+    for picture in pictures.values():
+        shutil.copy(picture, folder)
+    line = {"prompt": row.text} | {column: picture.name for column, picture in pictures.items()}
+    (folder / "row.jsonl").write_text(json.dumps(line))
+    return ["--prompts", str(folder / "row.jsonl")]
 
 
 def main() -> None:
