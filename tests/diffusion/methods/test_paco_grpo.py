@@ -105,7 +105,7 @@ def test_two_and_two_iterations_are_four(folder: Path, model: Path) -> None:
 
 
 def test_groups_are_not_of_one(folder: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="one sample has nothing to be compared with"):
+    with pytest.raises(ConfigError, match="one sample of a prompt has nothing to be compared with"):
         config(folder, model, sampling={"group_size": 1})
 
 
