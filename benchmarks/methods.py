@@ -187,20 +187,29 @@ CLAIMS = (
 HEAD = """
 # Every method on the embedded models
 
-This page lists what every method reaches on the embedded models. Each row is an unchanged configuration of this
-repository, run to its end on one thread of a shared CPU with three seeds (two where two are listed): mean ± sample
-standard deviation, and each seed. **Held-out** are the prompts of the evaluation, on which no run trains: 96 of shapes
-(Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each from fixed noise, so a single figure has a
-standard error of about 0.03. A method is compared with itself before training. The rows are not a ranking, since
-models, budgets and rewards differ. The **second scorer** has weight 0. **Diversity** is the root mean square difference
-of the pixels, from 0 to 1, of two pictures of one prompt: the mean over all pairs of 4 pictures, drawn as in the
-evaluation, of each of the first 24 held-out prompts (PromptRL: as rewritten for each picture). Plainer pictures, which
-`jpeg` rewards, differ less as well. A dash means that it was not measured, a single value that seed 0 was, in a run
-made again. Its reward was that of the row within 0.002, but for Flow-GRPO (0.591 for 0.622), DiffusionNFT (0.634 for
-0.685), CRD (0.663 for 0.637) and DRaFT (0.713 for 0.692): with the same seed these part from the stored runs, DRaFT
-within 20 iterations, the others later. Why was not found; Flow-GRPO's first two iterations by the old commit and by
-this one are the same to the last bit on one machine. Model calls count every sample of a denoiser's batch, without
-evaluation. CPU minutes include evaluation and loading; a dash means that the run was interrupted or made by hand.
+This page lists what every method reaches on the embedded models, the tiny ones of this repository. Each row is an
+unchanged configuration, run to its end on one thread of a shared CPU with three seeds: mean ± sample standard
+deviation, and each seed. (Rows of the questions below have the changes named there, some of them two seeds.) The rows
+are not a ranking, since models, budgets and rewards differ: a method is compared with itself before training.
+
+- **Held-out** are the prompts of the evaluation, on which no run trains: 96 of shapes (Talk2Move 64 instructions,
+  PaCo-GRPO 24 prompts x 4), one picture each from fixed noise, so a single figure has a standard error of about 0.03.
+- The **second scorer** has weight 0.
+- **Diversity** is the root mean square difference of the pixels, from 0 to 1, of two pictures of one prompt: the mean
+  over all pairs of 4 pictures, drawn as in the evaluation, of each of the first 24 held-out prompts (PromptRL: as
+  rewritten for each picture). Plainer pictures, which `jpeg` rewards, differ less as well. A single value is that of
+  seed 0, except for Flow-GRPO, which has two.
+- **Model calls** count every sample of a denoiser's batch, without evaluation. **CPU minutes** include evaluation and
+  loading; a dash means that the run was interrupted or made by hand.
+
+**Runs made again.** But for B2-DiffuRL's, diversity was measured in runs that were made again with the seeds of the
+row, on another machine. Thirteen rows came out the same within 0.003. These did not: Flow-GRPO (seed 0: 0.591 for
+0.622), GRPO-Guard (0.600 for 0.587), DiffusionNFT (0.634 for 0.685), CRD (0.663 for 0.637), DRaFT (0.713 for 0.692),
+and Diff-Instruct*, whose row is that of the second making, all three seeds (before: 0.744 ± 0.009; its CPU minutes are
+of the first). The code is not the cause: the commits that made the rows of DRaFT and Diff-Instruct* and the present one
+give the same first 20 and 25 iterations on one machine, to the last digit, and these differ from the rows. Rounding is
+enough: two threads instead of one move DRaFT's `shapes` after 20 iterations from 0.510 to 0.524. So a seed repeats a
+run on one machine with one number of threads; on another, take it for one more seed.
 """
 AFTER_TABLE = """
 ![held-out reward of each method over thousand forward-equivalents](img/methods.svg)
