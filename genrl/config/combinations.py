@@ -110,7 +110,7 @@ def _guidance(config: Config) -> Iterator[Finding]:
     sampling = config.sampling
     other = {"true_cfg_scale", "negative_prompt"} & sampling.pipeline_args.keys()  # Qwen-Image guides by these
     unguided = sampling.guidance_scale == 1.0 and not other
-    if unguided and getattr(config.trainer, "guidance_in_training", True) == "detached":
+    if unguided and config.trainer.detaches_unconditional:
         text = "without guidance there is no unconditional prediction to detach; write true, or another scale"
         yield ("trainer.guidance_in_training", "sampling.guidance_scale"), text
 

@@ -130,6 +130,11 @@ class DiffusionMethod(Method):
         return self.grows_trees
 
     @property
+    def detaches_unconditional(self) -> bool:
+        """Whether training has no gradient through guidance's unconditional prediction."""
+        return getattr(self, "guidance_in_training", None) == "detached"
+
+    @property
     def other_guidance(self) -> tuple[float, ...]:
         """Scales of guidance, beside that of sampling, under which training evaluates the model."""
         return ()

@@ -53,7 +53,7 @@ def _compiled(config: Config) -> Iterator[Finding]:
         yield ("kernels.compile", key), text
     if mode != "cuda_graphs":
         return
-    if getattr(trainer, "guidance_in_training", True) == "detached":
+    if trainer.detaches_unconditional:
         text = "an unconditional call without gradients would write over the graph of the one before; write true"
         yield ("kernels.compile", "trainer.guidance_in_training"), text
     if not trainer.one_call_at_a_time:

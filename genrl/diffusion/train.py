@@ -269,7 +269,7 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
 
 def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prompt) -> None:
     """No gradient through guidance's unconditional prediction, where the method asks for that."""
-    if getattr(config.trainer, "guidance_in_training", True) == "detached":
+    if config.trainer.detaches_unconditional:
         Unconditional(policy, probe_of(config, prompt))
 
 
