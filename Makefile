@@ -9,14 +9,15 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test lint docs docs-serve docker-check vllm bench gpu drills clean
+.PHONY: demo demo-vla test test-all lint docs docs-serve docker-check vllm bench gpu drills clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into $(VENV), train the embedded model (about 9 minutes, 8 of training);"
 	@echo "             shorter: make demo ARGS=iterations=2"
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
-	@echo "make test    install into $(VENV), run linters, types and all tests"
+	@echo "make test    install into $(VENV), run linters, types and the tests of every promise (ten minutes)"
+	@echo "make test-all the slow tests, which make test leaves out (half an hour); slowest: ARGS='--durations 30'"
 	@echo "make lint    linters, types and import rules only"
 	@echo "make docs    the documentation as a site, into site/; make docs-serve shows it while you write"
 	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
@@ -53,8 +54,14 @@ lint: $(VENV)/genrl-dev
 docker-check: $(VENV)/genrl-dev
 	$(BIN)/hadolint Dockerfile
 
+# A file's tests stay in one process, so that what they share (a cluster, a trained run) is made once.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: lint
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/genrl-dev
+	$(PYTEST) -m slow $(ARGS)
 
 $(VENV)/genrl-docs: $(VENV)/genrl
 	@echo "installing what the site needs into $(VENV)"

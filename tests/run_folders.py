@@ -148,6 +148,7 @@ def _child(target: Callable[..., None], arguments: tuple[Any, ...], log: str, en
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", closefd=False)
     os.environ.update(environment | {"CUDA_VISIBLE_DEVICES": ""})
+    os.fsync = os.fstat  # as `no_waiting_for_the_disk` in tests/conftest.py, for the whole child
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     target(*arguments)
