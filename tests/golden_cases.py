@@ -52,6 +52,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float("inf") if worst != worst else worst
 
 
+def through(std: Tensor, tolerance: float = 2e-6) -> float:
+    """An error of the mean, as a log-density sees it: divided by the std. The released float32 arithmetic, redone in
+    float64, is off by as much."""
+    return tolerance / std[std > 0].min().clamp(max=1.0).item() if bool((std > 0).any()) else tolerance
+
+
 def check_all(
     data: Mapping[str, np.ndarray],
     check: Callable[[Case], dict[str, tuple[float, float]]],
@@ -109,5 +115,7 @@ class Arrays:
         """First groups of the names that match, each once."""
         yield from dict.fromkeys(m[1] for name in self.data.files if (m := re.fullmatch(pattern, name)))
 
-    def all_used(self) -> None:
-        assert self.used == set(self.data.files), sorted(set(self.data.files) - self.used)
+    def all_used(self, but: str = "", among: str = ".*") -> None:
+        """Every array whose name matches `among` and not `but`."""
+        wanted = {name for name in self.data.files if re.fullmatch(among, name) and not re.fullmatch(but, name)}
+        assert self.used == wanted, sorted(self.used ^ wanted)

@@ -34,24 +34,6 @@ def flow_sde_chain(noisy: Tensor, sigmas: Tensor, level: float, seed: int, field
     return chains.sample_chain(transition, drawn[:, 0], drawn[:, 1:])
 
 
-@pytest.mark.parametrize("selection", ["random_per_env", "random_per_batch", "last"])
-def test_replaying_the_drawn_step_gives_ratio_one(selection) -> None:
-    """Recorded at rollout for each row's own step, replayed in one call with a step per row: equal bit for bit."""
-    sigmas, level = schedules.linspace_grid(5), 0.8
-    noisy = chains.noisy_steps(selection, 16, 5, generator=noise.generator(1))
-    assert (noisy.sum(1) == 1).all()
-    chain = flow_sde_chain(noisy, sigmas, level, seed=2)
-    index = noisy.int().argmax(1)
-    rows = torch.arange(16)
-    recorded = chains.element_log_prob(chain.states[rows, index + 1], chain.means[rows, index], chain.stds[rows, index])
-    x, at = chain.states[rows, index], (sigmas[index], sigmas[index + 1])
-    step = kernels.flow_sde(x, velocity(x, at[0]), *at, noise_level=level, sigma_max=sigmas[1])
-    replayed = chains.element_log_prob(chain.states[rows, index + 1], step.mean, step.std)
-    assert torch.equal(recorded, replayed)
-    quiet = chain.stds[:, :, 0, 0] == 0
-    assert torch.equal(quiet, ~noisy)
-
-
 def transition_of(kind: str):
     """(step k or one step per row, x) -> Transition: the same rule for sampling and for replay."""
     sigmas, grid = schedules.linspace_grid(4), ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 4)
@@ -95,31 +77,6 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
         for c in (recorded, replayed)
     )
     assert torch.equal(old, new)
-
-
-def test_without_noise_a_chain_is_the_euler_ode() -> None:
-    sigmas = schedules.linspace_grid(4)
-    chain = flow_sde_chain(torch.zeros(3, 4, dtype=torch.bool), sigmas, 1.0, seed=3)
-    x = chain.states[:, 0]
-    for k in range(4):
-        x = x + (sigmas[k + 1] - sigmas[k]) * velocity(x, sigmas[k])
-    torch.testing.assert_close(chain.states[:, -1], x)
-
-
-def test_a_policy_in_reversed_time_is_the_same_policy() -> None:
-    """GR00T's and ReinFlow's x_{tau + d} = x + d v(x, tau) from noise at 0."""
-
-    def forward(x: Tensor, time: Tensor) -> Tensor:
-        return torch.sin(x) + time.reshape(-1, 1, 1)
-
-    sigmas = schedules.linspace_grid(4)
-    chain = flow_sde_chain(
-        torch.zeros(2, 4, dtype=torch.bool), sigmas, 0.0, seed=4, field=chains.noise_at_zero(forward)
-    )
-    theirs = chain.states[:, 0]
-    for k in range(4):
-        theirs = theirs + 0.25 * forward(theirs, torch.tensor([k / 4]))
-    torch.testing.assert_close(chain.states[:, -1], theirs)
 
 
 def test_joint_log_prob_of_a_linear_chain_is_its_multivariate_normal() -> None:
@@ -171,19 +128,6 @@ def test_gradients_reach_the_learned_std_and_not_the_action() -> None:
     assert torch.autograd.grad(density.sum(), x, allow_unused=True)[0] is None
 
 
-def test_the_clip_of_learned_noise_bounds_the_mean_only() -> None:
-    x = torch.full((1, 1, 1), 3.0)
-    step = chains.learned_noise(x, torch.zeros_like(x), 0.5, 0.25, std=torch.ones_like(x), clip=1.0)
-    assert step.mean.item() == 1.0 and step.std.item() == 1.0
-
-
-def test_clipped_noise_and_last_state() -> None:
-    start, drawn = torch.zeros(1, 1, 1), torch.full((1, 2, 1, 1), 9.0)
-    still = lambda k, x: Transition(x, torch.ones(1, 1, 1))  # noqa: E731
-    chain = chains.sample_chain(still, start, drawn, noise_clip=3.0, last_clip=1.0)
-    assert chain.states.flatten().tolist() == [0.0, 3.0, 1.0]
-
-
 @given(
     st.integers(1, 8),
     st.integers(1, 6),
@@ -207,11 +151,6 @@ def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
     assert (noisy.float().mean(0) - 0.25).abs().max() < 0.03
 
 
-def test_annealing_is_linear_and_stops() -> None:
-    levels = [chains.annealed(0.7, 0.3, 400, at) for at in (0, 200, 400, 4000)]
-    assert levels == pytest.approx([0.7, 0.5, 0.3, 0.3])
-
-
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
 def test_levels_agree(batch: int, actions: int, width: int) -> None:
     elements = noise.keyed_noise((batch, actions + 2, width + 3), 10)
@@ -223,11 +162,6 @@ def test_levels_agree(batch: int, actions: int, width: int) -> None:
         chains.aggregate(kept, "chunk", "mean") * actions * width, chains.aggregate(kept, "chunk", "sum")
     )
     torch.testing.assert_close(chains.aggregate(kept, "chunk", "sum"), gaussian.reduce_elements(kept, "sum"))
-
-
-def test_entropy_is_that_of_the_normal() -> None:
-    std = torch.tensor([0.1, 1.0, 3.0])
-    torch.testing.assert_close(chains.entropy(std), Normal(torch.zeros(3), std).entropy())
 
 
 @pytest.mark.parametrize(

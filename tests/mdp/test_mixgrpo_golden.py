@@ -1,4 +1,4 @@
-"""MixGRPO as released: windows, compressed tails, transitions and sums of advantages (golden tree_mixgrpo)."""
+"""MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo and samplers_windows)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from genrl.mdp import gaussian, kernels, schedules
 from genrl.mdp.plan import compress_tail, make_plan
 from genrl.mdp.windows import moving_window
-from tests.golden_cases import Arrays
+from tests.golden_cases import Arrays, cases
 from tests.reference.advantages import aggregated_advantages
 from tests.reference.grids import shifted_grid
 from tests.reference.released_windows import mixgrpo_window, released_points
@@ -110,3 +110,29 @@ def test_windows_tails_and_advantages(golden) -> None:
     for limit in a.tags(r"adv_clipped(\d+)"):
         a.check(f"adv_clipped{limit}", total.clamp(-int(limit), int(limit)).view(rewards.shape[:2]))
     assert a.used == {name for name in a.data.files if not re.match(STEPS, name)}
+
+
+def test_windows_of_whole_runs(golden) -> None:
+    """Left out: draws of Flow-GRPO-Fast, Adv-GRPO and Flow-Factory, whose windows nothing here has."""
+    kinds = [case for case in cases(golden("samplers_windows")) if case.params["kind"] == "mixgrpo_window"]
+    assert kinds
+    for case in kinds:
+        p = case.params
+        windows = [
+            mixgrpo_window(
+                p["group_size"],
+                p["max_timesteps"],
+                iteration=iteration,
+                strategy=p["sample_strategy"],
+                every=p["iters_per_group"],
+                stride=p.get("prog_overlap_step", 1) if p.get("prog_overlap", True) else None,
+                wrap=p.get("roll_back", True),
+                longest=p.get("max_iters_per_group"),
+                shortest=p.get("min_iters_per_group"),
+                rate=p.get("exp_decay_k", 0.1),
+                threshold=p.get("exp_decay_thre_timestep", 13),
+            )
+            for iteration in range(len(case["start"]))
+        ]
+        assert [window.start for window in windows] == case["start"].tolist(), case.id
+        assert [len(window) for window in windows] == case["size"].tolist(), case.id

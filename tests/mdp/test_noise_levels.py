@@ -68,17 +68,6 @@ def test_the_logit_normal_has_its_median_and_the_shift_moves_it() -> None:
         assert draws.min() >= 0.01 and draws.max() < 1.0
 
 
-def test_stratification_lowers_the_variance_of_a_mean() -> None:
-    source = torch.Generator().manual_seed(1)
-    spread = {
-        stratified: torch.stack(
-            [noise_levels.logit_normal_draws(6, source, stratified=stratified).mean() for _ in range(2000)]
-        ).std()
-        for stratified in (True, False)
-    }
-    assert spread[True] < spread[False] / 3
-
-
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
     steps = noise_levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan
-from genrl.mdp.tree import Tree, correlated_noise, edge_noise, from_parents, grow
+from genrl.mdp.tree import Tree, edge_noise, from_parents, grow
 from tests.mdp.test_plan import plans
 
 KEY = (5, 2)  # run seed, iteration
@@ -156,14 +156,6 @@ def test_who_goes_on_in_a_caterpillar_depends_on_the_key_alone() -> None:
     place = (chosen - 3) % 4
     counts = torch.bincount(place[::4], minlength=4)  # 300 x 9 choices of one in four
     assert counts.sum() == 2700 and (counts - 675).abs().max() < 5 * 22.5
-
-
-def test_correlated_siblings_are_standard_normal_and_as_alike_as_told() -> None:
-    draws = torch.randn(3, 200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for spread in (0.5, 1.0, 4.0):
-        pair = torch.stack([correlated_noise(draws[0], own, spread) for own in draws[1:]])
-        assert (pair.std(dim=1) - 1).abs().max() < 0.01 and pair.mean(dim=1).abs().max() < 0.01
-        assert abs(float(torch.corrcoef(pair)[0, 1]) - 1 / (1 + spread**2)) < 0.01
 
 
 def test_correlated_siblings_share_the_part_of_their_parent() -> None:

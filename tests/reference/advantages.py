@@ -36,21 +36,6 @@ def aggregated_advantages(
     return result
 
 
-def group_ranks(rewards: Tensor, group: Tensor, *, ties_by_position: bool = False) -> Tensor:
-    """Rank of each score in its group, 0 (worst) to 1 (best): PaCo-RL's rank GRPO normalises these.
-
-    Equal scores share their mean rank. ties_by_position ranks them in order of appearance, as the released code does.
-    """
-    result = torch.zeros(len(group), dtype=torch.float64)
-    for slot in group.unique():
-        members = (group == slot).nonzero()[:, 0]
-        scores = rewards[members]
-        below, equal = (scores[None] < scores[:, None]).sum(1), scores[None] == scores[:, None]
-        before = equal.tril(-1).sum(1) if ties_by_position else (equal.sum(1) - 1) / 2
-        result[members] = (below + before).double() / (len(members) - 1)
-    return result
-
-
 def sum_of_advantages(rewards: Sequence[Tensor], weights: Sequence[float], group: Tensor, *, scale: Scale) -> Tensor:
     """`sum_k w_k A_k`, each reward normalised by itself (`max(std, 1e-6)`): PaCo-RL's weighted advantage sum."""
     parts = (group_advantages(reward, group, scale=scale, eps=1e-6, eps_mode="floor") for reward in rewards)

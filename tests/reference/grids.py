@@ -46,11 +46,14 @@ def unipc_flow_grid(steps: int, factor: float = 3.0, *, train_timesteps: int = 1
     return _closed(sigmas)
 
 
-def model_timesteps(sigmas: Tensor, *, integer: bool = False, train_timesteps: int = 1000) -> Tensor:
-    """Time fed to the denoiser for each value but the final 0: float `1000 sigma`, or truncated (int64) as UniPC,
-    DanceGRPO and MixGRPO do, which lies up to .001 away from the sigma of the step."""
-    times = sigmas[:-1] * train_timesteps
-    return times.to(torch.int64) if integer else times
+def is_truncated(sigmas: Tensor, times: Tensor, *, train_timesteps: int = 1000) -> bool:
+    """Are these the times fed to the denoiser by UniPC, DanceGRPO and MixGRPO: `1000 sigma` truncated, without the 0?
+
+    They lie up to .001 away from the sigma of the step. Next to a whole number, float32 falls on either side of it.
+    """
+    exact, whole = sigmas[:-1].double() * train_timesteps, times.double().round()
+    near = ((exact - 1e-3).floor() <= whole) & (whole <= (exact + 1e-3).floor())
+    return times.shape == exact.shape and bool(near.all() and (times - whole).abs().max() < 1e-3)
 
 
 def _steps(steps: int) -> int:

@@ -44,7 +44,7 @@ def test_branchgrpo_transitions(golden) -> None:
         a.check(f"{tag}_x0", kernels.ode(x, v, sigmas[at], 0.0).mean, **loose)
         # Released: children of one state get several times the noise, but are scored without it.
         noise = a.given(f"{tag}_split_noise")
-        mean, std = step.mean[:1].expand_as(noise), step.std[:1].expand(len(noise), 1, 1)
+        mean, std = (part[:1].expand(len(noise), *part.shape[1:]) for part in step)
         for scale in map(int, a.tags(rf"{tag}_split_next_scale(\d+)")):
             child = gaussian.sample(mean, scale * std, noise)
             a.check(f"{tag}_split_next_scale{scale}", child, **loose)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from genrl.objectives.advantages.gae import (
     normalise_advantages,
 )
 from tests.golden_cases import Case, check_all, error
-from tests.reference.dppo import new_return_scale, scale_rewards
 from tests.reference.pi_rl import fold_bootstrap
 
 Errors = dict[str, tuple[float, float]]
@@ -160,8 +159,7 @@ def test_reference(golden) -> None:
 
 
 def test_dppo(golden) -> None:
-    """Its GAE takes no note of time limits; its rewards are scaled over two calls, the second with
-    twice the rewards."""
+    """Its GAE takes no note of time limits. Left out: how it scales rewards."""
 
     def check(case: Case) -> Errors:
         options, values = case.params, case["values"]
@@ -169,15 +167,9 @@ def test_dppo(golden) -> None:
         ended = case["terminated"].bool()
         never = torch.zeros_like(ended)
         ours = gae(case["rewards"], ended, never, values, following, discount=options["gamma"], lam=options["lam"])
-        first = torch.cat([torch.ones_like(ended[:1]), (ended | case["truncated"].bool())[:-1]])
-        how = {"gamma": options["scaler_gamma"], "clip": options["cliprew"]}
-        once, scale = scale_rewards(case["rewards"], first, new_return_scale(ended.shape[1]), **how)
-        twice, _ = scale_rewards(2.0 * case["rewards"], first, scale, **how)
         return {
             "advantages": (error(ours.advantages, case["advantages"]), 1e-10),
             "returns": (error(ours.returns, case["returns"]), 1e-10),
-            "scaled": (error(once, case["scaled_rewards_call1"]), 1e-10),
-            "scaled again": (error(twice, case["scaled_rewards_call2"]), 1e-10),
         }
 
     check_all(golden("vla_dppo"), check, lambda case: "terminated" not in case)  # a loss: test_actor_critic
@@ -230,7 +222,6 @@ def estimate(r: dict[str, Tensor], gamma: float, lam: float, mode: str) -> Estim
     return chunk_gae(*(r[name] for name in names), gamma=gamma, lam=lam, mode=mode)
 
 
-@settings(max_examples=40)
 @given(rollouts(), st.floats(0.1, 1.0), st.sampled_from(["chunk", "smdp"]))
 def test_at_lambda_one_the_return_is_the_discounted_sum(r, gamma: float, mode: str) -> None:
     returns = estimate(r, gamma, 1.0, mode).returns
@@ -239,7 +230,6 @@ def test_at_lambda_one_the_return_is_the_discounted_sum(r, gamma: float, mode: s
         assert returns[t, b].item() == pytest.approx(written_out(r, t, b, gamma, mode), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=40)
 @given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
 def test_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
     valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
@@ -249,35 +239,6 @@ def test_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> Non
         changed[name][~valid] = 1e6
     after = estimate(changed, gamma, lam, "smdp").advantages
     assert torch.equal(before[valid], after[valid])
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0))
-def test_at_lambda_zero_it_is_the_one_step_error(r, gamma: float) -> None:
-    out = estimate(r, gamma, 0.0, "chunk")
-    paid = chunk_rewards(r["rewards"], r["n_executed"], gamma=gamma, mode="chunk").reward
-    expected = paid + gamma * torch.where(r["terminated"], 0.0, r["next_values"]) - r["values"]
-    torch.testing.assert_close(out.advantages, expected)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_with_one_action_per_decision_chunks_are_steps(r, gamma: float, lam: float) -> None:
-    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
-    flags = r["terminated"], r["truncated"]
-    values = r["values"], r["next_values"]
-    step = gae(r["rewards"][..., 0], *flags, *values, discount=gamma, lam=lam)
-    for mode in ("chunk", "smdp"):
-        torch.testing.assert_close(estimate(r, gamma, lam, mode).advantages, step.advantages)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_with_one_action_per_decision_both_levels_are_equal(r, gamma: float, lam: float) -> None:
-    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
-    expected = estimate(r, gamma, lam, "chunk")
-    for ours, theirs in zip(by_action(r, r["values"][..., None], gamma, lam), expected, strict=True):
-        torch.testing.assert_close(ours[..., 0], theirs, rtol=1e-12, atol=1e-12)
 
 
 def by_action(r: dict[str, Tensor], values: Tensor, gamma: float, lam: float) -> Estimate:
@@ -291,16 +252,6 @@ def values_of_actions(r: dict[str, Tensor]) -> Tensor:
     return torch.cat([r["values"][..., None], later[..., 1:]], -1)
 
 
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0))
-def test_at_lambda_one_the_first_actions_return_is_the_chunks(r, gamma: float) -> None:
-    """Exactly discounted: the values of later actions cancel."""
-    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
-    ours, theirs = by_action(r, values_of_actions(r), gamma, 1.0), estimate(r, gamma, 1.0, "smdp")
-    torch.testing.assert_close(ours.returns[..., 0][valid], theirs.returns[valid])
-
-
-@settings(max_examples=40)
 @given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
 def test_executed_actions_one_by_one_are_plain_gae(r, gamma: float, lam: float) -> None:
     """Each environment's executed actions as rows of their own, without the others, column by column."""
@@ -325,7 +276,6 @@ def test_executed_actions_one_by_one_are_plain_gae(r, gamma: float, lam: float) 
     assert not found.advantages[~there].any() and not found.returns[~there].any()
 
 
-@settings(max_examples=40)
 @given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
 def test_actions_of_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
     valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
@@ -370,17 +320,6 @@ def test_what_came_after_the_end_of_a_chunk_does_not_count() -> None:
         chunk_rewards(rewards, torch.tensor([[4]]), gamma=0.5, mode="smdp")
     with pytest.raises(ValueError, match="mode must be"):
         chunk_rewards(rewards, torch.tensor([[3]]), gamma=0.5, mode="steps")  # type: ignore[arg-type]
-
-
-@given(st.lists(st.floats(-100, 100), min_size=3, max_size=12), st.floats(-5, 5), st.floats(0.5, 3))
-def test_normalised_advantages_ignore_shift_and_scale(values: list[float], shift: float, scale: float) -> None:
-    a = torch.tensor(values, dtype=torch.float64)
-    valid = torch.arange(len(values)) != 0
-    if a[1:].std() < 1e-3:
-        return
-    ours = normalise_advantages(a, valid, eps=0.0)
-    torch.testing.assert_close(ours, normalise_advantages(scale * a + shift, valid, eps=0.0), rtol=1e-6, atol=1e-6)
-    assert ours[valid].mean().abs() < 1e-9 and ours[valid].std().item() == pytest.approx(1.0)
 
 
 def test_normalising_refuses_what_it_cannot() -> None:

@@ -101,23 +101,6 @@ def pictures(seed: int, size: int = 6) -> dict[str, Tensor]:
     return {name: noise.keyed_noise((size, 3, 2), seed, name).double() for name in names}
 
 
-@given(st.integers(0, 99), st.floats(0.05, 1.0), st.sampled_from(list(WEIGHTINGS.values())))
-def test_awm_on_policy_is_matching_weighted_by_the_advantage(seed: int, sigma: float, weighting: str) -> None:
-    """The ratio is 1, and a good sample's velocity error falls, a bad one's rises."""
-    s = pictures(seed)
-    target = s["noise"] - s["clean"]
-    advantage = torch.tensor([1.0, -1.0, 0.5, -0.2, 0.0, 2.0], dtype=torch.float64)
-    velocity = s["velocity"].clone().requires_grad_()
-    log_prob = forward_process.awm_log_prob(velocity, target, sigma, weighting)
-    assert (log_prob <= 0).all()
-    out = policy_losses.clipped_surrogate(log_prob, log_prob, advantage, 1.0, 1.0)
-    assert (out.ratio == 1).all()
-    out.loss.sum().backward()
-    assert velocity.grad is not None
-    downhill = (-velocity.grad * (target - s["velocity"])).flatten(1).sum(1)
-    assert torch.equal(downhill.sign(), advantage.sign())
-
-
 @given(st.floats(-20, 20), st.floats(0.5, 9), st.floats(0.1, 3))
 def test_awm_rescales_where_flow_factory_clamps(advantage: float, clip: float, maximum: float) -> None:
     got = forward_process.awm_advantage(torch.tensor(advantage, dtype=torch.float64), clip=clip, maximum=maximum)
@@ -151,7 +134,7 @@ def test_golden_dgpo(golden) -> None:
             for field, value in (("loss", loss), ("grad_v", gradient)):
                 key = f"out_{peer}_{field}_{found[1]}"
                 compared.add(key)
-                close(value, arrays[key], key, 2e-5 if beta >= 1000 else 1e-5)  # float32 errors times beta
+                close(value, arrays[key], key, max(1e-5, 2e-8 * beta))  # float32 errors times beta
     assert compared == {name for name in arrays if name.startswith("out_")}
 
 
@@ -172,21 +155,6 @@ def test_dgpo_descends_the_groups_preference_loss(seed: int, beta: float) -> Non
         preference = preference - torch.nn.functional.logsigmoid(-score)
     want = torch.autograd.grad(preference, error)[0]
     assert torch.allclose(beta / 4 * got, want, rtol=1e-9, atol=1e-12)
-
-
-@given(st.integers(0, 99))
-def test_dgpo_does_not_see_what_a_group_shares(seed: int) -> None:
-    """Advantages that sum to 0 remove from S_g what all errors of the group have in common (the log-partition)."""
-    error, ref = (noise.keyed_noise((6,), seed, name).double().abs() for name in ("error", "ref"))
-    advantage = torch.tensor([1.0, -1.0, 0.5, 1.5, -2.5, 0.5], dtype=torch.float64)
-    group = torch.tensor([0, 0, 1, 1, 1, 1])
-    shift = torch.tensor([0.7, 0.7, -0.2, -0.2, -0.2, -0.2], dtype=torch.float64)
-    plain = forward_process.dgpo_group_weight(error, ref, advantage, group, beta=3.0)
-    shifted = forward_process.dgpo_group_weight(error + shift, ref, advantage, group, beta=3.0)
-    assert torch.allclose(plain, shifted, rtol=1e-9)
-    order = torch.tensor([5, 0, 3, 1, 4, 2])
-    moved = forward_process.dgpo_group_weight(error[order], ref[order], advantage[order], group[order] + 9, beta=3.0)
-    assert torch.allclose(plain[order], moved, rtol=1e-12)
 
 
 def test_dgpo_starts_at_half_weight_and_only_lets_go_of_what_went_far() -> None:
@@ -273,41 +241,6 @@ DECAYS = {  # Flow-Factory's numbered schedules: start step, start value, slope,
 }
 
 GROUP = torch.tensor([0, 0, 0, 7, 7, 7, 7])
-TEMPERATURES = st.one_of(st.none(), st.floats(0.05, 5.0))
-
-
-def rewards_of(seed: int) -> tuple[Tensor, Tensor]:
-    implicit = noise.keyed_noise((7,), seed, "implicit").double()
-    return implicit, noise.keyed_noise((7,), seed, "target").double().sigmoid()
-
-
-@given(st.integers(0, 99), TEMPERATURES, st.floats(-5, 5), st.floats(-5, 5))
-def test_crd_does_not_see_a_constant_of_the_prompt(
-    seed: int, temperature: float | None, one: float, other: float
-) -> None:
-    """The premise of the method; the released centring over the batch sees it."""
-    implicit, target = rewards_of(seed)
-    shift = torch.where(GROUP == 0, one, other).double()
-
-    def loss(r: Tensor, group: Tensor) -> Tensor:
-        centres = forward_process.group_centres(r, target, group, temperature=temperature)
-        return forward_process.crd_loss(r, target, centres, beta=0.7)
-
-    assert torch.allclose(loss(implicit, GROUP), loss(implicit + shift, GROUP), rtol=1e-8, atol=1e-8)
-    if abs(one - other) > 0.1:
-        everyone = torch.zeros(7).long()
-        assert not torch.allclose(loss(implicit, everyone), loss(implicit + shift, everyone))
-
-
-@given(st.integers(0, 99), TEMPERATURES, st.floats(0.1, 5))
-def test_crd_is_zero_at_the_solution(seed: int, temperature: float | None, beta: float) -> None:
-    """r_theta = a / beta + a constant of the prompt."""
-    _, target = rewards_of(seed)
-    implicit = (target / beta + torch.where(GROUP == 0, 0.3, -2.0)).requires_grad_()
-    centres = forward_process.group_centres(implicit, target, GROUP, temperature=temperature)
-    loss = forward_process.crd_loss(implicit, target, centres, beta=beta)
-    loss.sum().backward()
-    assert loss.abs().max() < 1e-20 and implicit.grad is not None and implicit.grad.abs().max() < 1e-9
 
 
 def test_crd_centres_come_from_the_groups_best_and_worst() -> None:
@@ -319,20 +252,6 @@ def test_crd_centres_come_from_the_groups_best_and_worst() -> None:
     assert torch.allclose(mean.target, torch.where(GROUP == 0, 0.5, 0.3).double())
     two = forward_process.group_centres(10 * target, target, GROUP, temperature=1e9)
     assert all(torch.allclose(centre.target, mean.target, atol=1e-6) for centre in two)
-
-
-def test_the_implicit_reward_is_zero_on_policy_and_rises_towards_the_sample() -> None:
-    s = pictures(3)
-    target = s["noise"] - s["clean"]
-    for adaptive in (True, False):
-        velocity = s["old"].clone().requires_grad_()
-        reward = forward_process.implicit_reward(velocity, s["old"], target, adaptive=adaptive)
-        assert (reward == 0).all()
-        reward.sum().backward()
-        assert velocity.grad is not None
-        assert ((velocity.grad * (target - s["old"])).flatten(1).sum(1) > 0).all()
-        perfect = forward_process.implicit_reward(target.clone(), s["old"], target, adaptive=adaptive)
-        assert (perfect > 0).all() and perfect.isfinite().all()
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 1.0))
@@ -366,13 +285,6 @@ def test_gradients_flow_through_the_new_policy_only() -> None:
     total.sum().backward()
     assert s["velocity"].grad is not None and weight.grad is None
     assert all(s[name].grad is None for name in ("clean", "noise", "old", "ref"))
-
-
-def test_half_precision_is_computed_in_float32() -> None:
-    s = {name: value.bfloat16() for name, value in pictures(5).items()}
-    low = forward_process.matching_error(s["velocity"], s["noise"])
-    assert low.dtype == torch.float32
-    assert torch.equal(low, forward_process.matching_error(s["velocity"].float(), s["noise"].float()))
 
 
 def test_wrong_settings_are_refused() -> None:

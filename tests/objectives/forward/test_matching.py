@@ -47,7 +47,7 @@ def test_golden_losses_and_gradients(golden) -> None:
     names = [name for name in arrays if name.startswith("out_")]
     assert names
     for name in names:
-        _, field, beta, mode = re.fullmatch(r"out_(\w+?)_(loss|unweighted|grad_v)_beta(\w+?p\d+)_?(\w*)", name).groups()
+        _, field, beta, mode = re.fullmatch(r"out_(\w+?)_(loss|unweighted|grad_v)_beta([\dp]+)_?(\w*)", name).groups()
         policy = losses(float(beta.replace("p", ".")), mode or "all")
         kl = [policy_losses.kl_velocity(velocity[k], arrays["in_v_ref"][k]).mean() for k in range(len(sigmas))]
         total = policy + float(arrays["in_kl_beta"]) * torch.stack(kl)
@@ -109,19 +109,6 @@ def test_on_policy_the_gradient_is_signed_regression(seed: int, beta: float, sig
     assert velocity.grad is not None and torch.allclose(velocity.grad, want, rtol=1e-9, atol=1e-12)
 
 
-def test_a_good_sample_attracts_and_a_bad_one_repels() -> None:
-    s, sigma = sample(0), 0.6
-    noisy = (1 - sigma) * s["clean"] + sigma * s["noise"]
-    target = s["noise"] - s["clean"]
-    for weight, sign in ((1.0, 1), (0.0, -1)):
-        velocity = s["old"].clone().requires_grad_()
-        weights = torch.full((4,), weight, dtype=torch.float64)
-        matching.diffusion_nft_loss(velocity, s["old"], noisy, s["clean"], sigma, weights, beta=1.0).sum().backward()
-        assert velocity.grad is not None
-        towards = (-velocity.grad * (target - s["old"])).flatten(1).sum(1)
-        assert (sign * towards > 0).all()
-
-
 def test_sigma_may_differ_per_sample() -> None:
     s = sample(1)
     sigmas = torch.tensor([0.9, 0.5, 0.3, 0.1], dtype=torch.float64)
@@ -143,15 +130,6 @@ def test_gradient_flows_through_the_new_velocity_only() -> None:
     matching.diffusion_nft_loss(velocity, old, noisy, clean, 0.5, weight, beta=1.0).sum().backward()
     assert velocity.grad is not None
     assert all(leaf.grad is None for leaf in (clean, noisy, old, weight))
-
-
-def test_half_precision_is_computed_in_float32() -> None:
-    s = {name: value.bfloat16() for name, value in sample(3).items()}
-    weight = torch.full((4,), 0.7)
-    low = matching.diffusion_nft_loss(s["velocity"], s["old"], s["noise"], s["clean"], 0.5, weight, beta=1.0)
-    f = {name: value.float() for name, value in s.items()}
-    same = matching.diffusion_nft_loss(f["velocity"], f["old"], f["noise"], f["clean"], 0.5, weight, beta=1.0)
-    assert low.dtype == torch.float32 and torch.equal(low, same)
 
 
 def test_a_perfect_prediction_is_not_divided_by_zero() -> None:

@@ -97,72 +97,12 @@ def test_it_is_the_definition(seed: int, beta: float, clip: float, convention: t
     assert output.loss.item() == pytest.approx(total / count, rel=1e-9)
 
 
-def test_it_converges_to_the_kl_regularised_optimum() -> None:
-    """One step x ~ N(theta, s^2) with the reward x: the optimum under beta KL is N(s^2 / beta, s^2), in closed form."""
-    std, beta = 0.5, 0.4
-    theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([theta], lr=0.03)
-    for update in range(60):
-        taken = theta.detach() + std * noise.keyed_noise((4, 6, 1), "optimum", update).double()
-
-        def log_prob(mean: Tensor | float, x: Tensor = taken) -> Tensor:
-            return -((x - mean) ** 2) / (2 * std**2)
-
-        new = log_prob(theta)
-        output = prdp_loss(new, log_prob(0.0), new.detach(), taken[..., 0], beta=beta, clip=0.5)
-        optimizer.zero_grad()
-        output.loss.backward()
-        optimizer.step()
-    assert theta.item() == pytest.approx(std**2 / beta, rel=1e-3) and output.loss < 1e-5
-
-
-@given(st.integers(0, 99))
-def test_a_shared_prefix_cancels(seed: int) -> None:
-    """Two leaves of a tree that share their first steps: those have no part in the loss and no gradient in total."""
-    new, ref, old, rewards = sample(seed, (1, 2, 3))
-    for values in (new, ref, old):
-        values[:, 1, 0] = values[:, 0, 0]
-    whole, gradient = prdp_gradient(new, ref, old, rewards, beta=0.5, clip=0.05)
-    suffix, rest = prdp_gradient(new[..., 1:], ref[..., 1:], old[..., 1:], rewards, beta=0.5, clip=0.05)
-    assert whole.loss.item() == pytest.approx(suffix.loss.item(), rel=1e-9)
-    assert gradient[0, :, 0].sum().abs() < 1e-12 and torch.allclose(gradient[..., 1:], rest, atol=1e-12)
-
-
-@given(st.integers(0, 99), st.floats(-9, 9))
-def test_only_differences_of_rewards_and_only_the_order_of_no_pair_matter(seed: int, offset: float) -> None:
-    new, ref, old, rewards = sample(seed)
-    options = {"beta": 0.3, "clip": 0.05}
-    plain = prdp_loss(new, ref, old, rewards, **options).loss
-    shifted = prdp_loss(new, ref, old, rewards + offset, **options).loss
-    order = torch.tensor([2, 0, 3, 1])
-    moved = prdp_loss(new[:, order], ref[:, order], old[:, order], rewards[:, order], **options).loss
-    assert torch.allclose(plain, shifted, rtol=1e-9) and torch.allclose(plain, moved, rtol=1e-9)
-
-
 def test_on_policy_nothing_is_clipped_and_the_gradient_is_that_of_the_regression() -> None:
     new, ref, _, rewards = sample(0)
     output, gradient = prdp_gradient(new, ref, new, rewards, beta=0.5, clip=1e-6)
     free, same = prdp_gradient(new, ref, new, rewards, beta=0.5, clip=1e9)
     assert output.clipped == 0.0 and torch.equal(output.loss, free.loss) and torch.allclose(gradient, same)
     assert gradient.sum(dim=1).abs().max() < 1e-12  # what raises one sample lowers the others
-
-
-def test_gathering_the_gradient_by_coefficients_is_the_gradient_of_the_loss() -> None:
-    """As a trainer does it: per step and sample, weights known beforehand."""
-    new, ref, old, rewards = sample(1)
-    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-
-    def policy() -> Tensor:
-        return new + torch.sin(theta) * (1.0 + new)
-
-    direct = torch.autograd.grad(prdp_loss(policy(), ref, old, rewards, beta=0.5, clip=0.1).loss, theta)[0]
-    _, coefficients = prdp_gradient(policy(), ref, old, rewards, beta=0.5, clip=0.1)
-    gathered = torch.zeros(3, dtype=torch.float64)
-    for k in range(3):
-        for a in range(4):
-            share = (coefficients[:, a, k] * policy()[:, a, k]).sum()
-            gathered += torch.autograd.grad(share, theta)[0]
-    assert torch.allclose(direct, gathered, rtol=1e-9)
 
 
 def test_missing_scores_and_ties_make_no_pair() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.objectives.surrogates import feasibility, iql
@@ -41,7 +41,6 @@ def test_fisor(golden) -> None:
     check_all(golden("vla_reference"), check, lambda case: case.fn != "fisor")  # GAE: test_gae
 
 
-@settings(max_examples=20)
 @given(st.floats(0.05, 0.95), st.lists(st.floats(-3, 3), min_size=1, max_size=20))
 def test_the_expectile_solves_its_own_balance(expectile: float, values: list[float]) -> None:
     """The minimiser m has expectile * E(q - m)+ = (1 - expectile) * E(m - q)+; found by bisection on the gradient."""

