@@ -6,23 +6,22 @@ import pytest
 import torch
 
 from genrl.mdp import early_exit, schedules
+from tests.golden_cases import Arrays
 from tests.reference.grids import shifted_grid
 
 NAN = float("nan")
 
 
 def test_golden_exit_step_and_calls(golden) -> None:
-    data = golden("talk2move_rewards")
-    rewards = torch.from_numpy(data["exit_rewards_prompt_step_sample"])
-    variance = early_exit.exit_variance(rewards)
-    assert torch.allclose(variance, torch.from_numpy(data["exit_variance_per_step"]), rtol=1e-9, atol=1e-12)
-    assert early_exit.exit_step(rewards) == int(data["exit_step"])
-    for length, exit_step, shortcut, calls in data["active_T_K_shortcut_nfe"].tolist():
+    a = Arrays(golden("talk2move_rewards"))
+    rewards = a.given("exit_rewards_prompt_step_sample")
+    a.check("exit_variance_per_step", early_exit.exit_variance(rewards))
+    a.check("exit_step", early_exit.exit_step(rewards))
+    for length, exit_step, shortcut, calls in a.given("active_T_K_shortcut_nfe").tolist():
         assert exit_step + shortcut == calls
         grid = schedules.linspace_grid(length)
         assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
-    ours = {"exit_rewards_prompt_step_sample", "exit_variance_per_step", "exit_step", "active_T_K_shortcut_nfe"}
-    assert ours == {name for name in data.files if name.startswith(("exit_", "active_"))}
+    a.all_used("(exit|active)_.*")
 
 
 def test_the_variance_is_within_prompts() -> None:

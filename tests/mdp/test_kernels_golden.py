@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from genrl.mdp import gaussian, kernels
 from genrl.mdp.kernels import Transition
-from tests.golden_cases import Case, cases, check_all, error, through
+from tests.golden_cases import Arrays, Case, cases, check_all, error, through
 from tests.reference.cps import cps_log_prob
 
 Errors = dict[str, tuple[float, float]]
@@ -215,29 +214,24 @@ def test_free_running_trajectories(golden) -> None:
 
 def test_trainers_sde_step(golden) -> None:
     """The kernels once more, as the trainers' files hold them: states to 1e-5, densities to 3e-4."""
-    data = golden("trainers_sde_step")
-    arrays = {name: torch.from_numpy(data[name]) for name in data.files}
-    x, v, noise = (arrays[f"in_{name}"] for name in ("x", "v", "noise"))
-    flow, dance = arrays["in_sigmas"], arrays["in_dance_sigmas"]
+    a = Arrays(golden("trainers_sde_step"))
+    x, v, noise, flow, dance = (a.given(f"in_{name}") for name in ("x", "v", "noise", "sigmas", "dance_sigmas"))
     flow_sde = partial(kernels.flow_sde, sigma_max=flow[1])
     kinds = {
-        "sde": (flow, flow_sde, "in_noise_level_sde", full_density),
-        "ff_flow_sde": (flow, flow_sde, "in_ff_noise_level_flow_sde", full_density),
-        "cps": (flow, kernels.flow_cps, "in_noise_level_cps", cps_density),
-        "ff_cps": (flow, kernels.flow_cps, "in_ff_noise_level_cps", cps_density),
-        "ff_dance_sde": (flow, kernels.dance_sde, "in_ff_noise_level_dance_sde", full_density),
-        "dance": (dance, kernels.dance_sde, "in_dance_eta", full_density),
+        "sde": (flow, flow_sde, "noise_level_sde", full_density),
+        "ff_flow_sde": (flow, flow_sde, "ff_noise_level_flow_sde", full_density),
+        "cps": (flow, kernels.flow_cps, "noise_level_cps", cps_density),
+        "ff_cps": (flow, kernels.flow_cps, "ff_noise_level_cps", cps_density),
+        "ff_dance_sde": (flow, kernels.dance_sde, "ff_noise_level_dance_sde", full_density),
+        "dance": (dance, kernels.dance_sde, "dance_eta", full_density),
     }
-    compared = set()
     for prefix, (sigmas, kernel, level, density) in kinds.items():
-        for row, i in enumerate(arrays["in_step_index"].tolist()):
-            step = partial(kernel, sigma=sigmas[i], sigma_next=sigmas[i + 1], noise_level=float(arrays[level]))
+        for row, i in enumerate(a.given("in_step_index").tolist()):
+            step = partial(kernel, sigma=sigmas[i], sigma_next=sigmas[i + 1], noise_level=a.number(f"in_{level}"))
             now, perturbed = step(x[row], v[row]), step(x[row], v[row] + 0.05 * x[row])
-            chosen = now.mean + now.std * noise[row]
-            taken = arrays[f"out_{prefix}_next"][row]
-            delta = sigmas[i] - sigmas[i + 1]
+            taken, delta = a.given(f"out_{prefix}_next")[row], sigmas[i] - sigmas[i + 1]
             ours = {
-                "next": (chosen, 1e-5),
+                "next": (now.mean + now.std * noise[row], 1e-5),
                 "mean": (now.mean, 1e-5),
                 "logprob": (density(taken, now), 3e-4),
                 "logprob_perturbed_v": (density(taken, perturbed), 3e-4),
@@ -246,11 +240,9 @@ def test_trainers_sde_step(golden) -> None:
                 "pred_x0": (kernels.ode(x[row], v[row], sigmas[i], 0.0).mean, 1e-5),
             }
             for name, (value, tolerance) in ours.items():
-                if f"out_{prefix}_{name}" in arrays:
-                    compared.add(f"out_{prefix}_{name}")
-                    assert error(value, arrays[f"out_{prefix}_{name}"][row]) <= tolerance, (prefix, name, i)
-    # left out: which steps Flow-Factory draws
-    assert compared == {name for name in arrays if re.match("out_(?!ff_sde_steps)", name)}
+                if f"out_{prefix}_{name}" in a:
+                    assert error(value, a.given(f"out_{prefix}_{name}")[row]) <= tolerance, (prefix, name, i)
+    a.all_used("out_.*", but="out_ff_sde_steps.*")  # which steps Flow-Factory draws
 
 
 def test_ode_and_flow_ddim(golden) -> None:

@@ -1,7 +1,7 @@
 """Do the samplers keep the data distribution? Against velocities known in closed form.
 
 Gaussian data: every kernel is then affine in the state, so the variance of every marginal is propagated exactly,
-without sampling. Mixture data: Monte Carlo. Flow-CPS is expected to fail: its bias is measured and asserted to exist.
+without sampling. Flow-CPS keeps a bias however fine the grid.
 """
 
 from __future__ import annotations
@@ -19,31 +19,12 @@ from tests.reference.grids import shifted_grid
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Transition]  # x, v, sigma, sigma', the grid's second value
 
 
-def flow_sde(level: float) -> Kernel:
-    return lambda x, v, s, t, second: kernels.flow_sde(x, v, s, t, noise_level=level, sigma_max=second)
-
-
-def dance_sde(eta: float) -> Kernel:
-    return lambda x, v, s, t, second: kernels.dance_sde(x, v, s, t, noise_level=eta)
-
-
-def last_step_ode(kernel: Kernel) -> Kernel:
-    def step(x: Tensor, v: Tensor, s: Tensor, t: Tensor, second: Tensor) -> Transition:
-        noisy, plain = kernel(x, v, s, t, second), kernels.ode(x, v, s, t)
-        last = (t == 0).reshape(-1, *[1] * (x.dim() - 1))
-        return Transition(torch.where(last, plain.mean, noisy.mean), torch.where(last, 0.0, noisy.std))
-
-    return step
-
-
 KERNELS: dict[str, Kernel] = {
     "ode": lambda x, v, s, t, second: kernels.ode(x, v, s, t),
-    "flow_sde .7": flow_sde(0.7),
-    "flow_sde 1": flow_sde(1.0),
-    "dance_sde .3, last step ODE": last_step_ode(dance_sde(0.3)),
-    "dance_sde .7": dance_sde(0.7),
+    "flow_sde .7": lambda x, v, s, t, second: kernels.flow_sde(x, v, s, t, noise_level=0.7, sigma_max=second),
+    "flow_sde 1": lambda x, v, s, t, second: kernels.flow_sde(x, v, s, t, noise_level=1.0, sigma_max=second),
+    "dance_sde .7": lambda x, v, s, t, second: kernels.dance_sde(x, v, s, t, noise_level=0.7),
     "flow_ddim 1": lambda x, v, s, t, second: kernels.flow_ddim(x, v, s, t, noise_level=1.0),
-    "flow_cps .5": lambda x, v, s, t, second: kernels.flow_cps(x, v, s, t, noise_level=0.5),
     "flow_cps .8": lambda x, v, s, t, second: kernels.flow_cps(x, v, s, t, noise_level=0.8),
 }
 
@@ -71,7 +52,6 @@ TABLE = {
     "ode": (-0.261, -0.071, -0.029, -0.0073),
     "flow_sde .7": (-0.151, -0.041, -0.015, -0.0027),
     "flow_sde 1": (-0.093, -0.031, -0.013, -0.0032),
-    "dance_sde .3, last step ODE": (None, -0.064, None, None),
     "dance_sde .7": (-0.107, -0.034, -0.014, -0.0036),
     "flow_ddim 1": (-0.340, -0.138, -0.066, -0.019),
     "flow_cps .8": (-0.371, -0.258, -0.226, -0.205),
@@ -81,19 +61,13 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_the_final_std_is_the_one_of_the_table(name: str) -> None:
     for steps, want in zip((10, 40, 100, 400), TABLE[name], strict=True):
-        if want is not None:
-            digits = len(str(want).split(".")[1])
-            got = std_errors(KERNELS[name], steps)[-1].item()
-            assert got == pytest.approx(want, abs=0.5 * 10**-digits + 1e-9), f"N = {steps}"
+        digits = len(str(want).split(".")[1])
+        got = std_errors(KERNELS[name], steps)[-1].item()
+        assert got == pytest.approx(want, abs=0.5 * 10**-digits + 1e-9), f"N = {steps}"
 
 
 def test_cps_and_ddim_are_exact_for_a_single_point() -> None:
     """Invariant 15: with data of std 0 every marginal has std sigma exactly; the SDEs exceed it."""
-    for name in ("flow_cps .5", "flow_cps .8", "flow_ddim 1", "ode"):
+    for name in ("flow_cps .8", "flow_ddim 1", "ode"):
         assert std_errors(KERNELS[name], 10, data_std=0.0).abs().max() < 1e-12, name
     assert std_errors(KERNELS["dance_sde .7"], 10, data_std=0.0).abs().max() > 1e-2
-
-
-# Mixture -------------------------------------------------------------------------------------------------------------
-
-WEIGHTS, MEANS, STDS = (torch.tensor(v, dtype=torch.float64) for v in ([0.3, 0.7], [-1.0, 0.8], [0.3, 0.2]))

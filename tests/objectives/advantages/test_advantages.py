@@ -3,67 +3,49 @@
 from __future__ import annotations
 
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from genrl.objectives.advantages import groups as advantages
-from tests.reference.advantages import best_of_group
+from tests.golden_cases import Arrays
 
 NAN = float("nan")
 
 
 def test_golden_columns(golden) -> None:
-    """Every column of the file but two kinds."""
-    data = golden("trainers_stat_tracking")
-    columns = {name: torch.from_numpy(np.array(data[name])).double() for name in data.files}
-    group, reward = torch.from_numpy(data["in_group_id"]), columns["in_reward"]
-    parts = [reward, columns["in_reward_b"], columns["in_reward_c"]]
-    weights = columns["in_weights"].tolist()
+    """Left out: what nothing here has, PaCo-RL's ranks, MixGRPO's trimmed sums, Flow-GRPO's raw and best rewards."""
+    a = Arrays(golden("trainers_stat_tracking"), double=True)
+    group, reward, weights = a.given("in_group_id"), a.given("in_reward"), a.given("in_weights").tolist()
+    parts = [reward, a.given("in_reward_b"), a.given("in_reward_c")]
     weighted = sum(w * part for w, part in zip(weights, parts, strict=True))
-    order = torch.from_numpy(data["in_contiguous_order"])
-    everyone = torch.zeros_like(group)
     statistics = advantages.group_statistics(reward, group)
-
-    floor = {"eps": 1e-6, "eps_mode": "floor"}
-    sample = {"scale": "group", "eps": 1e-8, "ddof": 1}
-    ours: dict[str, tuple[Tensor, float]] = {
-        "out_flow_grpo_zero_std_ratio": (torch.tensor(statistics.zero_std_ratio, dtype=torch.float64), 1e-9),
-        "out_flow_grpo_reward_std_mean": (torch.tensor(statistics.mean_std), 1e-6),
-        "out_dancegrpo_group": (advantages.group_advantages(reward, group, **sample)[order], 1e-3),
-        "out_dancegrpo_global": (advantages.group_advantages(reward, everyone, **sample)[order], 1e-3),
-    }
+    a.near("out_flow_grpo_zero_std_ratio", torch.tensor(statistics.zero_std_ratio), 1e-6)
+    a.near("out_flow_grpo_reward_std_mean", torch.tensor(statistics.mean_std), 1e-6)
+    order = a.given("in_contiguous_order")
+    for name, slots in (("out_dancegrpo_group", group), ("out_dancegrpo_global", torch.zeros_like(group))):
+        ours = advantages.group_advantages(reward, slots, scale="group", eps=1e-8, ddof=1)[order]
+        a.check(name, ours, rtol=1e-3, atol=1e-4)
+    pairs = advantages.best_and_worst(reward, group, pair_in_ties=True)
     for scale in ("group", "global"):
         plain = advantages.group_advantages(reward, group, scale=scale)
-        summed = advantages.group_advantages(weighted, group, scale=scale, **floor)
-        ours[f"out_diffusionnft_{scale}"] = plain, 1e-9
-        ours[f"out_paco_grpo_{scale}"] = summed, 1e-9
-        for peer in ("flow_grpo", "adv_grpo"):
-            ours[f"out_{peer}_grpo_{scale}"] = plain, 1e-9
-            ours[f"out_{peer}_rwr_{scale}"] = reward, 1e-9
-            ours[f"out_{peer}_sft_{scale}"] = best_of_group(reward, group), 1e-9
-            pairs = advantages.best_and_worst(reward, group, pair_in_ties=True)
-            ours[f"out_{peer}_dpo_{scale}"] = pairs, 1e-9
-        ours |= {name: (summed, 1e-4) for name in columns if name.startswith(f"out_flow_factory_sum_{scale}")}
-    decoupled = advantages.gdpo_advantages(parts, weights, group)
-    ours |= {name: (decoupled, 1e-4) for name in columns if name.startswith("out_flow_factory_gdpo")}
-
-    for name, (value, tolerance) in ours.items():
-        want = columns[name] if columns[name].dim() < 2 else columns[name][:, 0]
-        assert value.shape == want.shape, name
-        # float32 peers: 1e-3 of the value, or 1e-4
-        unit = want.abs().clamp(min=0.1 if tolerance == 1e-3 else 1.0)
-        assert ((value - want).abs() <= tolerance * unit).all(), name
-        if columns[name].dim() == 2:  # the same reward repeated over the timesteps
-            assert torch.equal(columns[name], want[:, None].expand_as(columns[name])), name
-
-    # left out: PaCo-RL's ranks, whose ties depend on the processor, and MixGRPO's trimmed sums, which nothing here has
-    assert ours.keys() == {name for name in columns if re.match("out_(?!paco_rank|mixgrpo)", name)}
+        summed = advantages.group_advantages(weighted, group, scale=scale, eps=1e-6, eps_mode="floor")
+        ours = {
+            rf"out_diffusionnft_{scale}": (plain, 1e-9),
+            rf"out_(flow|adv)_grpo_grpo_{scale}": (plain, 1e-9),
+            rf"out_(flow|adv)_grpo_dpo_{scale}": (pairs, 1e-9),
+            rf"out_paco_grpo_{scale}": (summed, 1e-9),
+            rf"out_flow_factory_sum_{scale}_.*": (summed, 1e-4),
+            r"out_flow_factory_gdpo_.*": (advantages.gdpo_advantages(parts, weights, group), 1e-4),
+        }
+        for pattern, (value, tolerance) in ours.items():
+            for found in a.matches(pattern):
+                want = a.given(found[0])  # of several timesteps: the same reward at each
+                a.near(found[0], value if want.dim() < 2 else value[:, None].expand_as(want), tolerance)
+    a.all_used("out_.*", but="out_(paco_rank_grpo|mixgrpo|(flow|adv)_grpo_(rwr|sft)).*")
 
 
 # What holds for any rewards ------------------------------------------------------------------------------------------

@@ -14,26 +14,6 @@ from genrl.objectives.surrogates import iql
 numbers = st.lists(st.floats(-5, 5), min_size=1, max_size=20)
 
 
-@given(st.floats(0.05, 0.95), numbers)
-def test_an_expectile_lies_between_worst_and_best_and_rises(expectile: float, values: list[float]) -> None:
-    q = torch.tensor(values, dtype=torch.float64)
-
-    def minimiser(level: float) -> float:
-        m = q.mean()
-        for _ in range(200):  # the fixed point of m = sum w q / sum w, w = |level - 1[q < m]|
-            w = torch.where(q < m, 1.0 - level, level)
-            m = (w * q).sum() / w.sum()
-        return float(m)
-
-    found = minimiser(expectile)
-    assert q.min() - 1e-9 <= found <= q.max() + 1e-9
-    m = torch.tensor(found, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(iql.expectile_loss(q - m, expectile).mean(), m)
-    assert abs(float(slope)) < 1e-6
-    assert minimiser(min(expectile + 0.04, 0.99)) >= found - 1e-9
-    torch.testing.assert_close(iql.expectile_loss(q - found, 0.5), 0.5 * (q - found) ** 2)
-
-
 def test_targets() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 2.0], requires_grad=True)
     target = iql.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))

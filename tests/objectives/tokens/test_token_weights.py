@@ -1,4 +1,4 @@
-"""Token weights: which tokens they keep (golden arrays: test_token_golden)."""
+"""Token weights: which tokens they keep (golden arrays: test_surrogate_golden)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.objectives.tokens import token_weights as tw
-from genrl.objectives.tokens.token_regularisers import kl_k3_clamped
 
 
 def drawn(seed: int, rows: int = 4, length: int = 6) -> tuple[Tensor, Tensor]:
@@ -43,42 +42,6 @@ def test_an_exact_share_is_not_rounded_up() -> None:
     assert int(tw.top_of_row(torch.arange(100.0)[None], torch.ones(1, 100), share=0.07).sum()) == 7
     assert tw.top_of_row(torch.ones(1, 4), torch.ones(1, 4), share=0.5).tolist() == [[1.0, 1.0, 0.0, 0.0]]
     assert tw.top_entropy(torch.ones(1, 2), torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
-
-
-@given(st.integers(0, 99))
-def test_dependency_is_zero_where_the_picture_changes_nothing_and_bounded(seed: int) -> None:
-    old, mask = drawn(seed)
-    assert bool((tw.visual_dependency(old, old, mask) == 0).all())
-    dependency = tw.visual_dependency(old, old + 50 * torch.randn_like(old), mask)
-    assert bool((dependency >= 0).all()) and bool((dependency <= 10).all())
-    assert torch.equal(dependency, torch.where(mask, dependency, 0.0))
-    assert kl_k3_clamped(torch.zeros(()), torch.tensor(-1.0)) == pytest.approx(math.exp(-1))
-
-
-def test_a_group_that_agrees_has_no_divergence_and_one_of_two_ways_has() -> None:
-    same = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
-    mask, group = torch.ones(2, 1), torch.zeros(2).long()
-    assert tw.group_divergence(same[:, None], mask, group).tolist() == [[0.0]]
-    p = torch.tensor([[0.9, 0.1], [0.1, 0.9]], dtype=torch.float64)
-    half = 0.5 * math.log(9)  # M - l is +-half for both rows and both words
-    wanted = (math.exp(half) - half - 1) + (math.exp(-half) + half - 1)
-    assert tw.group_divergence(p.log()[:, None], mask, group).item() == pytest.approx(wanted)
-    # a padded position is the uniform distribution, whatever stands there
-    masked = tw.group_divergence(torch.full((2, 1, 2), torch.nan), torch.zeros(2, 1), group)
-    assert masked.tolist() == [[0.0]]
-
-
-@given(st.integers(0, 99), st.floats(1.0, 3.0))
-def test_divergence_weights_reach_from_one_to_alpha(seed: int, alpha: float) -> None:
-    values, mask = drawn(seed)
-    mask[0], mask[2] = True, True
-    group = torch.tensor([3, 3, 8, 8])
-    weights = tw.divergence_weights(values[[0, 2]].abs(), mask, group, alpha=alpha)
-    assert bool((weights[mask] >= 1).all()) and bool((weights <= alpha + 1e-12).all())
-    assert bool((weights[~mask] == 0).all())
-    both = mask[0] & mask[1]
-    assert torch.equal(weights[0][both], weights[1][both])
-    assert torch.allclose(weights[0].max(), torch.tensor(alpha).double())
 
 
 @given(st.integers(0, 99))
