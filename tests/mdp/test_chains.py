@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
 
-from genrl.mdp import chains, ddpm, gaussian, kernels, noise, schedules
+from genrl.mdp import chains, ddpm, kernels, noise, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Transition
 
@@ -79,30 +78,6 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
     assert torch.equal(old, new)
 
 
-def test_joint_log_prob_of_a_linear_chain_is_its_multivariate_normal() -> None:
-    """x0 ~ N(0, 1), x_{k+1} = a_k x_k + s_k xi: the states are jointly Gaussian with a known precision."""
-    stds, slopes = [0.3, 0.2, 0.1], []
-    sigmas, steps = schedules.linspace_grid(3).double(), 3
-    rows = torch.zeros(4, 4, dtype=torch.float64)
-    rows[0, 0] = 1.0
-    for k in range(steps):
-        slopes.append(1.0 - 0.5 * float(sigmas[k] - sigmas[k + 1]))
-        rows[k + 1, k + 1], rows[k + 1, k] = 1.0 / stds[k], -slopes[k] / stds[k]
-    drawn = torch.randn(5, steps + 1, 1, 1, generator=noise.generator(5), dtype=torch.float64)
-    chain = chains.sample_chain(
-        lambda k, x: chains.learned_noise(x, 0.5 * x, sigmas[k], sigmas[k + 1], std=torch.full_like(x, stds[k])),
-        drawn[:, 0],
-        drawn[:, 1:],
-    )
-    joint = MultivariateNormal(torch.zeros(4, dtype=torch.float64), precision_matrix=rows.T @ rows)
-    total = chains.chain_log_prob(chain, initial=True, reduction="sum")[:, 0, 0]
-    torch.testing.assert_close(total, joint.log_prob(chain.states[..., 0, 0]), rtol=1e-9, atol=1e-9)
-    mean = chains.chain_log_prob(chain, initial=True, reduction="mean")[:, 0, 0]
-    torch.testing.assert_close(mean * (steps + 1), total)
-    without = chains.chain_log_prob(chain, initial=False, reduction="sum")[:, 0, 0]
-    torch.testing.assert_close(total - without, Normal(0.0, 1.0).log_prob(chain.states[:, 0, 0, 0]))
-
-
 def test_a_chain_with_a_deterministic_step_has_no_joint_density() -> None:
     chain = flow_sde_chain(chains.noisy_steps("last", 2, 3), schedules.linspace_grid(3), 1.0, seed=6)
     with pytest.raises(ValueError, match="not an action"):
@@ -149,19 +124,6 @@ def test_steps_that_are_drawn(batch: int, steps: int, selection, data) -> None:
 def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
     noisy = chains.noisy_steps("random_per_env", 4000, 4, generator=noise.generator(9))
     assert (noisy.float().mean(0) - 0.25).abs().max() < 0.03
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
-def test_levels_agree(batch: int, actions: int, width: int) -> None:
-    elements = noise.keyed_noise((batch, actions + 2, width + 3), 10)
-    kept = chains.executed(elements, actions, width)
-    assert kept.shape == (batch, actions, width)
-    action = chains.aggregate(kept, "action", "sum")
-    torch.testing.assert_close(action.sum(1), chains.aggregate(kept, "chunk", "sum"))
-    torch.testing.assert_close(
-        chains.aggregate(kept, "chunk", "mean") * actions * width, chains.aggregate(kept, "chunk", "sum")
-    )
-    torch.testing.assert_close(chains.aggregate(kept, "chunk", "sum"), gaussian.reduce_elements(kept, "sum"))
 
 
 @pytest.mark.parametrize(

@@ -125,16 +125,6 @@ def exact(x: Tensor, sigma: float, sigma_next: float) -> Tensor:
     return (1 - sigma_next) * 0.7 + (x - (1 - sigma) * 0.7) * std(sigma_next) / std(sigma)
 
 
-def test_second_order_converges_as_the_square_of_the_step() -> None:
-    x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
-    errors = []
-    for steps in (20, 40, 80):
-        sigmas = torch.linspace(0.95, 0.05, steps + 1, dtype=torch.float64)
-        errors.append(float((solve(gaussian_velocity, x, sigmas) - exact(x, 0.95, 0.05)).abs().max()))
-    orders = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
-    assert all(1.7 < order < 2.4 for order in orders), (errors, orders)
-
-
 def test_an_earlier_prediction_raises_the_order_of_the_first_step() -> None:
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
     sigmas = torch.tensor([0.6, 0.5], dtype=torch.float64)

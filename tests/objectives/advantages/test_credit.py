@@ -86,23 +86,17 @@ def test_deterministic_edges_weigh_nothing() -> None:
 def test_prompts_in_rows_are_treated_apart() -> None:
     tree = grow(make_plan(3, noise=dict.fromkeys(range(3), 0.7), splits={0: 2, 2: 3}))
     values, logs = numbers(2 * 5 * 6, 0).view(2, 5, 6), numbers(2 * 5 * tree.num_nodes, 1).view(2, 5, -1)
-    together = [
-        credit.mean_of_leaves(tree.parent, values),
-        credit.path_softmax(tree.parent, values, logs),
-        credit.level_softmax(tree.parent, values, logs),
-        credit.normalise_per_depth(logs, tree.depth).advantages,
-    ]
-    for row in range(2):
-        for column in range(5):
-            v, ell = values[row, column], logs[row, column]
-            alone = [
-                credit.mean_of_leaves(tree.parent, v),
-                credit.path_softmax(tree.parent, v, ell),
-                credit.level_softmax(tree.parent, v, ell),
-                credit.normalise_per_depth(ell, tree.depth).advantages,
-            ]
-            for many, one in zip(together, alone, strict=True):
-                assert torch.allclose(many[row, column], one, atol=1e-12)
+
+    def estimates(values: Tensor, logs: Tensor) -> list[Tensor]:
+        return [
+            credit.mean_of_leaves(tree.parent, values),
+            credit.path_softmax(tree.parent, values, logs),
+            credit.level_softmax(tree.parent, values, logs),
+            credit.normalise_per_depth(logs, tree.depth).advantages,
+        ]
+
+    for many, one in zip(estimates(values, logs), estimates(values[1, 3], logs[1, 3]), strict=True):
+        assert torch.allclose(many[1, 3], one, atol=1e-12)
 
 
 # Normalisation per depth.

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.mdp.noise import generator
 from genrl.objectives.advantages import episodes
 from genrl.objectives.advantages.gae import (
-    Estimate,
     action_gae,
     chunk_gae,
     chunk_rewards,
@@ -162,68 +158,6 @@ def test_dppo(golden) -> None:
         }
 
     check_all(golden("vla_dppo"), check, lambda case: "terminated" not in case)  # a loss: test_actor_critic
-
-
-@st.composite
-def rollouts(draw) -> dict[str, Tensor]:
-    """Rows of a next-step auto-reset environment: after a done comes a row that only resets, with garbage in it."""
-    rows, batch, size, seed = (draw(st.integers(1, high)) for high in (8, 3, 4, 10_000))
-    rng = generator(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
-    ended = torch.rand(rows, batch, generator=rng) < 0.35
-    carried = torch.rand(batch, generator=rng) < 0.3
-    for t in range(rows):  # a reset row is no end
-        ended[t] &= ~(ended[t - 1] if t else carried)
-    terminated = ended & (torch.rand(rows, batch, generator=rng) < 0.5)
-    values = normal(rows, batch)
-    following = torch.cat([values[1:], normal(1, batch)])  # the next row's, but an end has its own last observation
-    return {
-        "rewards": normal(rows, batch, size),
-        "n_executed": torch.randint(1, size + 1, (rows, batch), generator=rng),
-        "terminated": terminated,
-        "truncated": ended & ~terminated,
-        "values": values,
-        "next_values": torch.where(ended, normal(rows, batch), following),
-        "carried": carried,
-    }
-
-
-def by_action(r: dict[str, Tensor], values: Tensor, gamma: float, lam: float) -> Estimate:
-    rest = (r[name] for name in ("n_executed", "terminated", "truncated"))
-    return action_gae(r["rewards"], *rest, values, r["next_values"], gamma=gamma, lam=lam)
-
-
-def values_of_actions(r: dict[str, Tensor]) -> Tensor:
-    """That of the observation, and others for the later actions."""
-    later = torch.randn(r["rewards"].shape, generator=generator(len(r["values"])), dtype=torch.float64)
-    return torch.cat([r["values"][..., None], later[..., 1:]], -1)
-
-
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_executed_actions_one_by_one_are_plain_gae(r, gamma: float, lam: float) -> None:
-    """Each environment's executed actions as rows of their own, without the others, column by column."""
-    values, found = values_of_actions(r), by_action(r, values_of_actions(r), gamma, lam)
-    for b in range(r["values"].shape[1]):
-        rows: list[list[float]] = []
-        places = []
-        for t in range(len(r["values"])):
-            count = int(r["n_executed"][t, b])
-            for j in range(count):
-                last = j == count - 1
-                after = r["next_values"][t, b] if last else values[t, b, j + 1]
-                flags = [float(last and r[name][t, b]) for name in ("terminated", "truncated")]
-                rows.append([float(r["rewards"][t, b, j]), *flags, float(values[t, b, j]), float(after)])
-                places.append((t, j))
-        reward, terminated, truncated, value, after = torch.tensor(rows, dtype=torch.float64).T[..., None]
-        plain = gae(reward, terminated > 0, truncated > 0, value, after, discount=gamma, lam=lam)
-        for k, (t, j) in enumerate(places):
-            assert found.advantages[t, b, j].item() == pytest.approx(plain.advantages[k, 0].item(), rel=1e-9, abs=1e-9)
-            assert found.returns[t, b, j].item() == pytest.approx(plain.returns[k, 0].item(), rel=1e-9, abs=1e-9)
-    there = executed_mask(r["n_executed"], r["rewards"].shape[-1])
-    assert not found.advantages[~there].any() and not found.returns[~there].any()
 
 
 def test_a_chunk_that_is_cut_short_is_bootstrapped_from_its_final_observation() -> None:
