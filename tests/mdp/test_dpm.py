@@ -153,3 +153,13 @@ def test_what_cannot_be_is_refused() -> None:
             dpm_solver(x, x, sigma, sigma_next)
     with pytest.raises(ValueError, match="history of 2"):
         dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
+
+
+def test_second_order_converges_as_the_square_of_the_step() -> None:
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
+    errors = []
+    for steps in (20, 40, 80):
+        sigmas = torch.linspace(0.95, 0.05, steps + 1, dtype=torch.float64)
+        errors.append(float((solve(gaussian_velocity, x, sigmas) - exact(x, 0.95, 0.05)).abs().max()))
+    orders = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
+    assert all(1.7 < order < 2.4 for order in orders), (errors, orders)

@@ -47,6 +47,7 @@ def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None
     draws = noise_levels.uniform_draws(count, torch.Generator().manual_seed(seed))
     assert draws.sort().values.mul(count).long().tolist() == list(range(count))
     normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
+    assert normal.min() >= 0.01 and normal.max() < 1.0
     quantiles = torch.special.ndtr(normal.logit())
     inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
     parts = (quantiles.sort().values * count + 1e-3).floor()

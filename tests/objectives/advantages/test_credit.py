@@ -175,3 +175,13 @@ def test_scores_are_against_the_history_of_their_own_prompt() -> None:
         credit.PromptHistory(stages=-1)
     alone = credit.PromptHistory(stages=0)
     assert torch.equal(alone.normalise(again, ["a", "a"]), alone.normalise(again, ["a", "a"]))
+
+
+def test_a_depth_is_normalised_from_four_nodes_on() -> None:
+    for nodes, skipped in ((3, True), (4, False)):
+        tree = from_parents([-1, *[0] * nodes, *range(1, nodes + 1)])
+        values = credit.mean_of_leaves(tree.parent, numbers(nodes, 0))
+        found = credit.normalise_per_depth(values, tree.depth)
+        assert (1 in found.skipped) == skipped
+        last = found.advantages[-nodes:]  # the leaves' depth always is
+        assert abs(last.mean()) < 1e-6 and abs(last.std() - 1) < 1e-4

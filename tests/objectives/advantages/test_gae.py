@@ -1,7 +1,6 @@
 """Chunk and step GAE against the golden arrays and against sums written out.
 
-Covered: all of vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE and
-reward-scaling cases of vla_dppo.
+Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE of vla_dppo.
 """
 
 from __future__ import annotations

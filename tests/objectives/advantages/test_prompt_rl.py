@@ -62,3 +62,11 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         prompt_rl.joint_rewards(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="same prompts"):
         prompt_rl.joint_rewards(torch.zeros(2, 3), torch.zeros(1, 2))
+
+
+def test_retained_prompts_get_the_mean_format_score() -> None:
+    generation, formats = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0]])
+    total = prompt_rl.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
+    assert total.tolist() == [[2.0, 4.5, 6.25]]
+    alone = prompt_rl.joint_rewards(generation, torch.zeros(1, 0), generation_weight=2.0, format_weight=0.5)
+    assert alone.tolist() == [[2.0, 4.0, 6.0]]

@@ -103,3 +103,8 @@ def test_wrong_settings_are_refused() -> None:
         matching.nft_reward_weight(torch.ones(1), mode="positive")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none, ramp or delayed_ramp"):
         matching.nft_old_policy_decay(1, "linear")  # type: ignore[arg-type]
+
+
+def test_the_weight_is_the_clipped_advantage_between_0_and_1() -> None:
+    weight = matching.nft_reward_weight(torch.tensor([-9.0, -2.5, 0.0, 2.5, 9.0]))
+    assert weight.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]

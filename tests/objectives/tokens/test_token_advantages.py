@@ -131,3 +131,16 @@ def test_one_factor_per_row() -> None:
     assert ta.scaled(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 2.0]), mask).tolist() == [0.5, 4.0]
     by_token = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
     assert ta.scaled(by_token, torch.tensor([0.5, 2.0]), mask).tolist() == [[0.5, 1.0], [6.0, 0.0]]
+
+
+def test_an_all_wrong_group_is_pushed_away() -> None:
+    """NGRPO's point: mean 1/4, sample std 1/2 of (0, 0, 0, 1)."""
+    advantage = ta.with_virtual_reward(torch.zeros(3), torch.zeros(3, dtype=torch.long), eps=0.0)
+    assert torch.allclose(advantage, torch.full((3,), -0.5).double())
+
+
+def test_the_coarse_step_answers_for_the_fine_one() -> None:
+    high, low, group = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0]), torch.zeros(2).long()
+    output = ta.hierarchical_advantages(high, low, group)
+    assert torch.allclose(output.high, output.low) and bool(output.high[1] > 0)
+    assert ta.hierarchical_advantages(high, low, group, share=0.0).high.tolist() == [0.0, 0.0]

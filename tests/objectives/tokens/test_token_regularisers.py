@@ -64,3 +64,12 @@ def test_perception_pulls_away_from_the_degraded_answer_and_ignores_rows_without
     assert torch.allclose(
         tr.perception_loss(log_prob[:1], degraded[:1], mask[:1], gamma=1.0, eta=0.5, rows=4), alone / 4
     )
+
+
+def test_the_value_is_clipped_around_the_old_one() -> None:
+    value = torch.tensor([0.05, 0.5, -0.5], requires_grad=True)
+    loss = tr.clipped_value_loss(value, torch.zeros(3), torch.full((3,), 1.0))
+    loss.sum().backward()
+    assert torch.allclose(loss, torch.tensor([0.95**2, 0.9**2, 1.5**2]))
+    # past the clip and nearer to the target: no gradient; past it and farther: all of it
+    assert torch.allclose(value.grad, torch.tensor([-1.9, 0.0, -3.0]))

@@ -204,3 +204,22 @@ def test_kl_cov_holds_back_the_chosen_tokens_alone() -> None:
     assert output.loss.detach().numpy()[0] == pytest.approx(wanted)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)
     assert gradient.numpy()[0] == pytest.approx(-2.0 * ratio + 0.5 * np.array([1.0, -1.0, 0.0]))
+
+
+@given(st.floats(0.01, 0.99))
+def test_dynamic_bounds_are_wider_for_rare_tokens(probability: float) -> None:
+    q = torch.tensor([probability, probability / 2], dtype=torch.float64)
+    low, high = ts.dynamic_clip_bounds(q.log())
+    assert high[1] >= high[0] > 1 and low[1] <= low[0] < 1
+    assert bool((low >= 0.5).all()) and bool((high <= 10).all())
+    # the bound solves |rho - 1| rho q = width: the change of probability is bounded, not the ratio
+    free = high < 10
+    assert torch.allclose(((high - 1) * high * q)[free], torch.tensor(0.2).double())
+
+
+def test_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
+    new, old, mask = row(math.log(20), math.log(0.1), 0.0)
+    output = ts.cispo_surrogate(new, old, torch.tensor([2.0]), mask)
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    assert torch.allclose(gradient, -2 * torch.tensor([[5.0, 0.1, 1.0]]).double())
+    assert output.clipped.tolist() == [[True, False, False]]
