@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from genrl.objectives import decay
 from genrl.objectives.forward import matching
@@ -38,22 +36,6 @@ def test_golden_decays(golden) -> None:
     for found in a.matches(r"out_ff_piecewise_(\d+)_(.*)_(.*)"):
         check(found[0], decay.ramp, slope=number(found[2]), maximum=number(found[3]), start_step=int(found[1]))
     a.all_used("out_.*", but="out_(ff_(discrete|logit_normal|uniform)|nft|flow_grpo).*")
-
-
-@given(st.integers(0, 3000), st.floats(0, 1), st.floats(0, 0.01), st.integers(0, 200))
-def test_a_ramp_waits_rises_and_stops(step: int, top: float, slope: float, start: int) -> None:
-    low = top / 2
-    got = decay.ramp(step, slope=slope, maximum=top, start_step=start, start_value=low)
-    assert low <= got <= top
-    assert step > start or got == low
-    assert got <= decay.ramp(step + 1, slope=slope, maximum=top, start_step=start, start_value=low)
-
-
-def test_the_schedules_of_nft_are_ramps() -> None:
-    for n in range(0, 1000, 7):
-        assert matching.nft_old_policy_decay(n, "ramp") == decay.ramp(n, slope=0.001, maximum=0.5)
-        want = decay.ramp(n, start_step=75, slope=0.0075, maximum=0.999)
-        assert matching.nft_old_policy_decay(n, "delayed_ramp") == want
 
 
 def test_a_cosine_meets_its_ends() -> None:

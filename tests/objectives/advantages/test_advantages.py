@@ -93,19 +93,18 @@ def test_order_and_names_of_groups_do_not_matter(rewards: list[float], data: st.
     assert torch.allclose(ours[order], moved, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("value", [0.1, -0.1, 0.9, 1e6 + 0.1, 22.0])
+@pytest.mark.parametrize("value", [0.1, 0.9, 1e6 + 0.1])
 @pytest.mark.parametrize("scale", ["group", "global", "none"])
-def test_equal_rewards_give_exactly_zero(value: float, scale: str) -> None:
-    """Their mean need not be exact in floating point; the advantage is exactly zero all the same."""
-    for eps_mode in ("add", "floor"):
-        ours = advantages.group_advantages(
-            torch.full((7,), value, dtype=torch.float64),
-            torch.zeros(7).long(),
-            scale=scale,
-            eps=1e-8,
-            eps_mode=eps_mode,
-        )
-        assert (ours == 0).all()
+def test_equal_rewards_give_exactly_zero(value: float, scale: advantages.Scale) -> None:
+    """Their mean need not be exact in floating point; the advantage is exactly zero all the same, without an epsilon
+    too, alone and beside a group that differs."""
+    rewards = torch.tensor([*[value] * 7, NAN, 0.0, 1.0], dtype=torch.float64)
+    group = torch.tensor([*[0] * 8, 1, 1])
+    for options in ({"eps": 0.0}, {"eps": 1e-8, "eps_mode": "floor"}):
+        for count in (8, 10):
+            ours = advantages.group_advantages(rewards[:count], group[:count], scale=scale, **options)
+            assert (ours[:8] == 0).all()
+        assert ours[8] == -ours[9] < 0
 
 
 def test_a_small_spread_on_a_large_mean_keeps_its_digits() -> None:
@@ -175,14 +174,6 @@ def test_wrong_input_is_refused() -> None:
         advantages.gdpo_advantages([torch.zeros(2)], [1.0, 2.0], group)
     with pytest.raises(ValueError, match="all reward weights are 0"):
         advantages.gdpo_advantages([torch.zeros(2)], [0.0], group)
-
-
-@pytest.mark.parametrize("scale", ["group", "global", "none"])
-def test_no_spread_is_zero_also_without_an_epsilon(scale: advantages.Scale) -> None:
-    rewards, group = torch.tensor([0.1, 0.1, NAN, 0.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
-    plain = advantages.group_advantages(rewards, group, scale=scale, eps=0.0)
-    assert plain[:3].tolist() == [0.0] * 3 and plain[3] == -plain[4] < 0
-    assert advantages.group_advantages(rewards[:3], group[:3], scale=scale, eps=0.0).tolist() == [0.0] * 3
 
 
 def test_a_sample_at_the_mean_of_its_group_is_learnt_from() -> None:
