@@ -1,4 +1,4 @@
-"""Chains of action chunks: analytic densities, replay, which steps are drawn, levels of a log-probability."""
+"""Chains of action chunks: replay, which steps are drawn, a learned std."""
 
 from __future__ import annotations
 

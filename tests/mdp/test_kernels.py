@@ -1,4 +1,4 @@
-"""What holds for the kernels at any state, velocity and time (invariants of the samplers' specification)."""
+"""What holds for the kernels at any state, velocity and time (their numbers: test_kernels_golden)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_level_zero_is_the_euler_step(kernel, step: tuple[float, float], seed: i
 @pytest.mark.parametrize("steps", [4, 10, 50])
 @pytest.mark.parametrize("level", [0.3, 0.7, 1.0])
 def test_the_first_std_is_the_noise_level_and_none_explodes(start: float, steps: int, level: float) -> None:
-    """Invariant 4. A clamp that asked for sigma == 1 gives 91 here on a grid that starts at 1 - 1e-6."""
+    """A clamp that asked for sigma == 1 gives 91 here on a grid that starts at 1 - 1e-6."""
     sigmas = shifted_grid(steps, 3.0).double()
     second = sigmas[1].item()
     sigmas[0] = start
@@ -77,7 +77,7 @@ def test_the_first_std_is_the_noise_level_and_none_explodes(start: float, steps:
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 @BY_NAME
 def test_a_replayed_step_has_ratio_one_bit_for_bit(kernel, storage: torch.dtype) -> None:
-    """Invariant 10: the next state is rounded to its storage type before it is scored."""
+    """The next state is rounded to its storage type before it is scored."""
     sigmas = shifted_grid(10, 3.0)
     x, v = noise.keyed_noise((3, 4, 8, 8), "x").to(storage), noise.keyed_noise((3, 4, 8, 8), "v")
     step = kernel(x, v, sigmas[4], sigmas[5], 0.7)

@@ -1,4 +1,4 @@
-"""PRDP: golden pairwise_prdp, the spec's worked example, and properties."""
+"""PRDP: golden pairwise_prdp, a worked example, and properties."""
 
 from __future__ import annotations
 
