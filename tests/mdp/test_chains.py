@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributions import MultivariateNormal, Normal
 
 from genrl.mdp import chains, ddpm, kernels, noise, schedules
 from genrl.mdp.chains import Chain
@@ -142,3 +143,27 @@ def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
 def test_what_cannot_be_is_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_joint_log_prob_of_a_linear_chain_is_its_multivariate_normal() -> None:
+    """x0 ~ N(0, 1), x_{k+1} = a_k x_k + s_k xi: the states are jointly Gaussian with a known precision."""
+    stds, slopes = [0.3, 0.2, 0.1], []
+    sigmas, steps = schedules.linspace_grid(3).double(), 3
+    rows = torch.zeros(4, 4, dtype=torch.float64)
+    rows[0, 0] = 1.0
+    for k in range(steps):
+        slopes.append(1.0 - 0.5 * float(sigmas[k] - sigmas[k + 1]))
+        rows[k + 1, k + 1], rows[k + 1, k] = 1.0 / stds[k], -slopes[k] / stds[k]
+    drawn = torch.randn(5, steps + 1, 1, 1, generator=noise.generator(5), dtype=torch.float64)
+    chain = chains.sample_chain(
+        lambda k, x: chains.learned_noise(x, 0.5 * x, sigmas[k], sigmas[k + 1], std=torch.full_like(x, stds[k])),
+        drawn[:, 0],
+        drawn[:, 1:],
+    )
+    joint = MultivariateNormal(torch.zeros(4, dtype=torch.float64), precision_matrix=rows.T @ rows)
+    total = chains.chain_log_prob(chain, initial=True, reduction="sum")[:, 0, 0]
+    torch.testing.assert_close(total, joint.log_prob(chain.states[..., 0, 0]), rtol=1e-9, atol=1e-9)
+    mean = chains.chain_log_prob(chain, initial=True, reduction="mean")[:, 0, 0]
+    torch.testing.assert_close(mean * (steps + 1), total)
+    without = chains.chain_log_prob(chain, initial=False, reduction="sum")[:, 0, 0]
+    torch.testing.assert_close(total - without, Normal(0.0, 1.0).log_prob(chain.states[:, 0, 0, 0]))
