@@ -52,6 +52,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float("inf") if worst != worst else worst
 
 
+def through(std: Tensor, tolerance: float = 2e-6) -> float:
+    """An error of the mean, as a log-density sees it: divided by the std. The released float32 arithmetic, redone in
+    float64, is off by as much."""
+    return tolerance / std[std > 0].min().clamp(max=1.0).item() if bool((std > 0).any()) else tolerance
+
+
 def check_all(
     data: Mapping[str, np.ndarray],
     check: Callable[[Case], dict[str, tuple[float, float]]],
@@ -82,15 +88,19 @@ def check_all(
 class Arrays:
     """The arrays of one file without a manifest, and which of them have been used."""
 
-    def __init__(self, data: np.lib.npyio.NpzFile) -> None:
-        self.data, self.used = data, set[str]()
+    def __init__(self, data: np.lib.npyio.NpzFile, *, double: bool = False) -> None:
+        self.data, self.used, self.double = data, set[str](), double
 
     def __contains__(self, name: str) -> bool:
         return name in self.data
 
     def given(self, name: str) -> Tensor:
         self.used.add(name)
-        return torch.from_numpy(np.array(self.data[name]))
+        value = torch.from_numpy(np.array(self.data[name]))
+        return value.double() if self.double and value.is_floating_point() else value
+
+    def number(self, name: str) -> float:
+        return float(self.given(name))
 
     def text(self, name: str) -> str:
         self.used.add(name)
@@ -105,9 +115,20 @@ class Arrays:
             return
         torch.testing.assert_close(value.double(), want.double(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
+    def near(self, name: str, got: Tensor, tolerance: float = 1e-5) -> None:
+        """In units of max(1, |value|); gradients, small numbers, in units of their largest."""
+        want = self.given(name)
+        self.check(name, got, 0.0 if "grad" in name else tolerance,
+                   tolerance * (float(want.abs().max()) if "grad" in name else 1.0))  # fmt: skip
+
     def tags(self, pattern: str) -> Iterator[str]:
         """First groups of the names that match, each once."""
         yield from dict.fromkeys(m[1] for name in self.data.files if (m := re.fullmatch(pattern, name)))
 
-    def all_used(self) -> None:
-        assert self.used == set(self.data.files), sorted(set(self.data.files) - self.used)
+    def matches(self, pattern: str) -> Iterator[re.Match[str]]:
+        return (found for name in self.data.files if (found := re.fullmatch(pattern, name)))
+
+    def all_used(self, among: str = ".*", *, but: str = "") -> None:
+        """Every array whose name matches `among` and not `but` has been."""
+        wanted = {found[0] for found in self.matches(among) if not re.fullmatch(but, found[0])}
+        assert wanted and wanted <= self.used, sorted(wanted - self.used)

@@ -1,4 +1,4 @@
-"""Chains of action chunks: analytic densities, replay, which steps are drawn, levels of a log-probability."""
+"""Chains of action chunks: replay, which steps are drawn, a learned std."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from genrl.mdp import chains, ddpm, gaussian, kernels, noise, schedules
+from genrl.mdp import chains, ddpm, kernels, noise, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Transition
 
@@ -32,24 +32,6 @@ def flow_sde_chain(noisy: Tensor, sigmas: Tensor, level: float, seed: int, field
         )
 
     return chains.sample_chain(transition, drawn[:, 0], drawn[:, 1:])
-
-
-@pytest.mark.parametrize("selection", ["random_per_env", "random_per_batch", "last"])
-def test_replaying_the_drawn_step_gives_ratio_one(selection) -> None:
-    """Recorded at rollout for each row's own step, replayed in one call with a step per row: equal bit for bit."""
-    sigmas, level = schedules.linspace_grid(5), 0.8
-    noisy = chains.noisy_steps(selection, 16, 5, generator=noise.generator(1))
-    assert (noisy.sum(1) == 1).all()
-    chain = flow_sde_chain(noisy, sigmas, level, seed=2)
-    index = noisy.int().argmax(1)
-    rows = torch.arange(16)
-    recorded = chains.element_log_prob(chain.states[rows, index + 1], chain.means[rows, index], chain.stds[rows, index])
-    x, at = chain.states[rows, index], (sigmas[index], sigmas[index + 1])
-    step = kernels.flow_sde(x, velocity(x, at[0]), *at, noise_level=level, sigma_max=sigmas[1])
-    replayed = chains.element_log_prob(chain.states[rows, index + 1], step.mean, step.std)
-    assert torch.equal(recorded, replayed)
-    quiet = chain.stds[:, :, 0, 0] == 0
-    assert torch.equal(quiet, ~noisy)
 
 
 def transition_of(kind: str):
@@ -97,55 +79,6 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
     assert torch.equal(old, new)
 
 
-def test_without_noise_a_chain_is_the_euler_ode() -> None:
-    sigmas = schedules.linspace_grid(4)
-    chain = flow_sde_chain(torch.zeros(3, 4, dtype=torch.bool), sigmas, 1.0, seed=3)
-    x = chain.states[:, 0]
-    for k in range(4):
-        x = x + (sigmas[k + 1] - sigmas[k]) * velocity(x, sigmas[k])
-    torch.testing.assert_close(chain.states[:, -1], x)
-
-
-def test_a_policy_in_reversed_time_is_the_same_policy() -> None:
-    """GR00T's and ReinFlow's x_{tau + d} = x + d v(x, tau) from noise at 0."""
-
-    def forward(x: Tensor, time: Tensor) -> Tensor:
-        return torch.sin(x) + time.reshape(-1, 1, 1)
-
-    sigmas = schedules.linspace_grid(4)
-    chain = flow_sde_chain(
-        torch.zeros(2, 4, dtype=torch.bool), sigmas, 0.0, seed=4, field=chains.noise_at_zero(forward)
-    )
-    theirs = chain.states[:, 0]
-    for k in range(4):
-        theirs = theirs + 0.25 * forward(theirs, torch.tensor([k / 4]))
-    torch.testing.assert_close(chain.states[:, -1], theirs)
-
-
-def test_joint_log_prob_of_a_linear_chain_is_its_multivariate_normal() -> None:
-    """x0 ~ N(0, 1), x_{k+1} = a_k x_k + s_k xi: the states are jointly Gaussian with a known precision."""
-    stds, slopes = [0.3, 0.2, 0.1], []
-    sigmas, steps = schedules.linspace_grid(3).double(), 3
-    rows = torch.zeros(4, 4, dtype=torch.float64)
-    rows[0, 0] = 1.0
-    for k in range(steps):
-        slopes.append(1.0 - 0.5 * float(sigmas[k] - sigmas[k + 1]))
-        rows[k + 1, k + 1], rows[k + 1, k] = 1.0 / stds[k], -slopes[k] / stds[k]
-    drawn = torch.randn(5, steps + 1, 1, 1, generator=noise.generator(5), dtype=torch.float64)
-    chain = chains.sample_chain(
-        lambda k, x: chains.learned_noise(x, 0.5 * x, sigmas[k], sigmas[k + 1], std=torch.full_like(x, stds[k])),
-        drawn[:, 0],
-        drawn[:, 1:],
-    )
-    joint = MultivariateNormal(torch.zeros(4, dtype=torch.float64), precision_matrix=rows.T @ rows)
-    total = chains.chain_log_prob(chain, initial=True, reduction="sum")[:, 0, 0]
-    torch.testing.assert_close(total, joint.log_prob(chain.states[..., 0, 0]), rtol=1e-9, atol=1e-9)
-    mean = chains.chain_log_prob(chain, initial=True, reduction="mean")[:, 0, 0]
-    torch.testing.assert_close(mean * (steps + 1), total)
-    without = chains.chain_log_prob(chain, initial=False, reduction="sum")[:, 0, 0]
-    torch.testing.assert_close(total - without, Normal(0.0, 1.0).log_prob(chain.states[:, 0, 0, 0]))
-
-
 def test_a_chain_with_a_deterministic_step_has_no_joint_density() -> None:
     chain = flow_sde_chain(chains.noisy_steps("last", 2, 3), schedules.linspace_grid(3), 1.0, seed=6)
     with pytest.raises(ValueError, match="not an action"):
@@ -171,19 +104,6 @@ def test_gradients_reach_the_learned_std_and_not_the_action() -> None:
     assert torch.autograd.grad(density.sum(), x, allow_unused=True)[0] is None
 
 
-def test_the_clip_of_learned_noise_bounds_the_mean_only() -> None:
-    x = torch.full((1, 1, 1), 3.0)
-    step = chains.learned_noise(x, torch.zeros_like(x), 0.5, 0.25, std=torch.ones_like(x), clip=1.0)
-    assert step.mean.item() == 1.0 and step.std.item() == 1.0
-
-
-def test_clipped_noise_and_last_state() -> None:
-    start, drawn = torch.zeros(1, 1, 1), torch.full((1, 2, 1, 1), 9.0)
-    still = lambda k, x: Transition(x, torch.ones(1, 1, 1))  # noqa: E731
-    chain = chains.sample_chain(still, start, drawn, noise_clip=3.0, last_clip=1.0)
-    assert chain.states.flatten().tolist() == [0.0, 3.0, 1.0]
-
-
 @given(
     st.integers(1, 8),
     st.integers(1, 6),
@@ -207,29 +127,6 @@ def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
     assert (noisy.float().mean(0) - 0.25).abs().max() < 0.03
 
 
-def test_annealing_is_linear_and_stops() -> None:
-    levels = [chains.annealed(0.7, 0.3, 400, at) for at in (0, 200, 400, 4000)]
-    assert levels == pytest.approx([0.7, 0.5, 0.3, 0.3])
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
-def test_levels_agree(batch: int, actions: int, width: int) -> None:
-    elements = noise.keyed_noise((batch, actions + 2, width + 3), 10)
-    kept = chains.executed(elements, actions, width)
-    assert kept.shape == (batch, actions, width)
-    action = chains.aggregate(kept, "action", "sum")
-    torch.testing.assert_close(action.sum(1), chains.aggregate(kept, "chunk", "sum"))
-    torch.testing.assert_close(
-        chains.aggregate(kept, "chunk", "mean") * actions * width, chains.aggregate(kept, "chunk", "sum")
-    )
-    torch.testing.assert_close(chains.aggregate(kept, "chunk", "sum"), gaussian.reduce_elements(kept, "sum"))
-
-
-def test_entropy_is_that_of_the_normal() -> None:
-    std = torch.tensor([0.1, 1.0, 3.0])
-    torch.testing.assert_close(chains.entropy(std), Normal(torch.zeros(3), std).entropy())
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -246,3 +143,27 @@ def test_entropy_is_that_of_the_normal() -> None:
 def test_what_cannot_be_is_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_joint_log_prob_of_a_linear_chain_is_its_multivariate_normal() -> None:
+    """x0 ~ N(0, 1), x_{k+1} = a_k x_k + s_k xi: the states are jointly Gaussian with a known precision."""
+    stds, slopes = [0.3, 0.2, 0.1], []
+    sigmas, steps = schedules.linspace_grid(3).double(), 3
+    rows = torch.zeros(4, 4, dtype=torch.float64)
+    rows[0, 0] = 1.0
+    for k in range(steps):
+        slopes.append(1.0 - 0.5 * float(sigmas[k] - sigmas[k + 1]))
+        rows[k + 1, k + 1], rows[k + 1, k] = 1.0 / stds[k], -slopes[k] / stds[k]
+    drawn = torch.randn(5, steps + 1, 1, 1, generator=noise.generator(5), dtype=torch.float64)
+    chain = chains.sample_chain(
+        lambda k, x: chains.learned_noise(x, 0.5 * x, sigmas[k], sigmas[k + 1], std=torch.full_like(x, stds[k])),
+        drawn[:, 0],
+        drawn[:, 1:],
+    )
+    joint = MultivariateNormal(torch.zeros(4, dtype=torch.float64), precision_matrix=rows.T @ rows)
+    total = chains.chain_log_prob(chain, initial=True, reduction="sum")[:, 0, 0]
+    torch.testing.assert_close(total, joint.log_prob(chain.states[..., 0, 0]), rtol=1e-9, atol=1e-9)
+    mean = chains.chain_log_prob(chain, initial=True, reduction="mean")[:, 0, 0]
+    torch.testing.assert_close(mean * (steps + 1), total)
+    without = chains.chain_log_prob(chain, initial=False, reduction="sum")[:, 0, 0]
+    torch.testing.assert_close(total - without, Normal(0.0, 1.0).log_prob(chain.states[:, 0, 0, 0]))

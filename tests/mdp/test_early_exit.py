@@ -5,24 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.mdp import early_exit, kernels, noise, schedules
+from genrl.mdp import early_exit, schedules
+from tests.golden_cases import Arrays
 from tests.reference.grids import shifted_grid
 
 NAN = float("nan")
 
 
 def test_golden_exit_step_and_calls(golden) -> None:
-    data = golden("talk2move_rewards")
-    rewards = torch.from_numpy(data["exit_rewards_prompt_step_sample"])
-    variance = early_exit.exit_variance(rewards)
-    assert torch.allclose(variance, torch.from_numpy(data["exit_variance_per_step"]), rtol=1e-9, atol=1e-12)
-    assert early_exit.exit_step(rewards) == int(data["exit_step"])
-    for length, exit_step, shortcut, calls in data["active_T_K_shortcut_nfe"].tolist():
+    a = Arrays(golden("talk2move_rewards"))
+    rewards = a.given("exit_rewards_prompt_step_sample")
+    a.check("exit_variance_per_step", early_exit.exit_variance(rewards))
+    a.check("exit_step", early_exit.exit_step(rewards))
+    for length, exit_step, shortcut, calls in a.given("active_T_K_shortcut_nfe").tolist():
         assert exit_step + shortcut == calls
         grid = schedules.linspace_grid(length)
         assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
-    ours = {"exit_rewards_prompt_step_sample", "exit_variance_per_step", "exit_step", "active_T_K_shortcut_nfe"}
-    assert ours == {name for name in data.files if name.startswith(("exit_", "active_"))}
+    a.all_used("(exit|active)_.*")
 
 
 def test_the_variance_is_within_prompts() -> None:
@@ -42,16 +41,6 @@ def test_the_shortcut_goes_evenly_to_no_noise() -> None:
     grid = shifted_grid(10, 3.0)
     path = early_exit.shortcut_sigmas(grid, 4, 2)
     assert path[0] == grid[4] and path[-1] == 0 and torch.allclose(path.diff(), -grid[4] / 2)
-
-
-def test_a_shortcut_of_a_straight_path_is_exact() -> None:
-    """Where the velocity is the right one everywhere, two steps end in the data."""
-    clean, source = noise.keyed_noise((2, 3), "clean"), noise.keyed_noise((2, 3), "source")
-    path = early_exit.shortcut_sigmas(schedules.linspace_grid(10), 4, 2)
-    state = (1 - path[0]) * clean + path[0] * source
-    for sigma, sigma_next in zip(path[:-1], path[1:], strict=True):
-        state = kernels.ode(state, source - clean, sigma, sigma_next).mean
-    assert torch.allclose(state, clean, atol=1e-6)
 
 
 def test_impossible_exits_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""MixGRPO as released: windows, compressed tails, transitions and sums of advantages (golden tree_mixgrpo)."""
+"""MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo and samplers_windows)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from genrl.mdp import gaussian, kernels, schedules
 from genrl.mdp.plan import compress_tail, make_plan
 from genrl.mdp.windows import moving_window
-from tests.golden_cases import Arrays
-from tests.reference.advantages import aggregated_advantages
+from genrl.objectives.advantages.groups import group_advantages
+from tests.golden_cases import Arrays, cases
 from tests.reference.grids import shifted_grid
 from tests.reference.released_windows import mixgrpo_window, released_points
 
@@ -28,9 +28,9 @@ def check_flash(a: Arrays, tag: str) -> None:
     a.check(f"{tag}_reaches_zero", int(points > 1))
     if points > 1:
         tail = schedules.compressed_tail(grid, last, points - 1, factor=shift)
-        a.check(f"{tag}_sigmas", torch.cat([grid[:last], tail]), rtol=0, atol=2e-7)
+        a.check(f"{tag}_sigmas", torch.cat([grid[:last], tail]), rtol=0, atol=5e-7)
     else:
-        a.check(f"{tag}_sigmas", grid[: last + 1], rtol=0, atol=2e-7)
+        a.check(f"{tag}_sigmas", grid[: last + 1], rtol=0, atol=5e-7)
         with pytest.raises(ValueError, match="tail of 0 steps"):
             schedules.compressed_tail(grid, last, 0, factor=shift)
     if int(a.given(f"{tag}_nfe_paper")) == -1:
@@ -74,7 +74,7 @@ def test_transitions(golden) -> None:
         a.check(f"{tag}_given_logp_full", full, rtol=1e-9, atol=5e-8)
         peak = gaussian.log_prob(step.mean, step.mean, step.std)
         a.check(f"{tag}_given_logp_no_const", full - peak, rtol=1e-9, atol=5e-8)
-    assert a.used == {name for name in a.data.files if re.match(STEPS, name)}
+    a.all_used(f"{STEPS}.*")
 
 
 def test_windows_tails_and_advantages(golden) -> None:
@@ -104,9 +104,37 @@ def test_windows_tails_and_advantages(golden) -> None:
 
     rewards, weights = a.given("adv_rewards"), a.given("adv_weights").tolist()
     groups = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
-    columns = [rewards[..., k].flatten() for k in range(len(weights))]
-    total = aggregated_advantages(columns, weights, groups) * sum(weights)  # ours is the weighted mean
-    a.check("adv_sum_of_normalised", total.view(rewards.shape[:2]))
+    parts = [
+        group_advantages(column.flatten(), groups, scale="group", eps=1e-8, ddof=1) for column in rewards.unbind(-1)
+    ]
+    total = sum(w * part for w, part in zip(weights, parts, strict=True)).view(rewards.shape[:2])
+    a.check("adv_sum_of_normalised", total)
     for limit in a.tags(r"adv_clipped(\d+)"):
-        a.check(f"adv_clipped{limit}", total.clamp(-int(limit), int(limit)).view(rewards.shape[:2]))
-    assert a.used == {name for name in a.data.files if not re.match(STEPS, name)}
+        a.check(f"adv_clipped{limit}", total.clamp(-int(limit), int(limit)))
+    a.all_used(but=f"{STEPS}.*")
+
+
+def test_windows_of_whole_runs(golden) -> None:
+    """Left out: draws of Flow-GRPO-Fast, Adv-GRPO and Flow-Factory, whose windows nothing here has."""
+    kinds = [case for case in cases(golden("samplers_windows")) if case.params["kind"] == "mixgrpo_window"]
+    assert kinds
+    for case in kinds:
+        p = case.params
+        windows = [
+            mixgrpo_window(
+                p["group_size"],
+                p["max_timesteps"],
+                iteration=iteration,
+                strategy=p["sample_strategy"],
+                every=p["iters_per_group"],
+                stride=p.get("prog_overlap_step", 1) if p.get("prog_overlap", True) else None,
+                wrap=p.get("roll_back", True),
+                longest=p.get("max_iters_per_group"),
+                shortest=p.get("min_iters_per_group"),
+                rate=p.get("exp_decay_k", 0.1),
+                threshold=p.get("exp_decay_thre_timestep", 13),
+            )
+            for iteration in range(len(case["start"]))
+        ]
+        assert [window.start for window in windows] == case["start"].tolist(), case.id
+        assert [len(window) for window in windows] == case["size"].tolist(), case.id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -11,40 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.mdp import noise_levels
+from tests.golden_cases import Arrays
 
 
 def test_golden_times(golden) -> None:
     """Flow-Factory draws positions on the way from noise (t = 1000) to data, in a range of .9 of it."""
-    data = golden("trainers_schedules")
-    grid = torch.from_numpy(data["in_scheduler_timesteps"])
-    compared = set()
+    a = Arrays(golden("trainers_schedules"))
+    grid, seed = a.given("in_scheduler_timesteps"), int(a.given("in_generator_seed"))
 
     def source() -> torch.Generator:
-        return torch.Generator().manual_seed(int(data["in_generator_seed"]))
+        return torch.Generator().manual_seed(seed)
 
     def check(name: str, times: torch.Tensor) -> None:
-        compared.add(name)
-        want = torch.from_numpy(data[name])
-        assert times.shape == want.shape and (times - want).abs().max() <= 1e-5 * want.abs().max(), name
+        a.check(name, times, 0.0, 1e-5 * float(a.given(name).abs().max()))
 
     for kind, stratified in (("stratified", True), ("iid", False)):
-        count = len(data[f"out_ff_logit_normal_{kind}"])
+        count = len(a.given(f"out_ff_logit_normal_{kind}"))
         draws = noise_levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
         check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
-    way = 0.9 * noise_levels.uniform_draws(len(data["out_ff_uniform"]), source())
+    way = 0.9 * noise_levels.uniform_draws(len(a.given("out_ff_uniform")), source())
     check("out_ff_uniform", 1000 * (1 - 3 * way / (1 + 2 * way)))
-    for name in data.files:
-        if found := re.fullmatch(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)", name):
-            lowest = 1000 * (1 - float(found[2].replace("p", ".")))
-            last = int((grid >= lowest - 1e-3).nonzero().max())
-            count = len(data[name])
-            if found[1] == "_with_init":  # the first step always, the others from the rest
-                steps = noise_levels.stratified_steps(count - 1, 1, last, source())
-                check(name, torch.cat([grid[:1], grid[steps]]))
-            else:
-                check(name, grid[noise_levels.stratified_steps(count, int(found[1] == "_wo_init"), last, source())])
-    times = {name for name in data.files if re.match("out_ff_(discrete|logit_normal|uniform)", name)}
-    assert times and compared == times
+    for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
+        lowest = 1000 * (1 - float(found[2].replace("p", ".")))
+        last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
+        if found[1] == "_with_init":  # the first step always, the others from the rest
+            steps = noise_levels.stratified_steps(count - 1, 1, last, source())
+            check(found[0], torch.cat([grid[:1], grid[steps]]))
+        else:
+            first = int(found[1] == "_wo_init")
+            check(found[0], grid[noise_levels.stratified_steps(count, first, last, source())])
+    a.all_used("out_ff_(discrete|logit_normal|uniform).*")
 
 
 @given(st.integers(1, 20), st.integers(0, 999))
@@ -52,31 +47,11 @@ def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None
     draws = noise_levels.uniform_draws(count, torch.Generator().manual_seed(seed))
     assert draws.sort().values.mul(count).long().tolist() == list(range(count))
     normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
+    assert normal.min() >= 0.01 and normal.max() < 1.0
     quantiles = torch.special.ndtr(normal.logit())
     inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
     parts = (quantiles.sort().values * count + 1e-3).floor()
     assert ((parts - torch.arange(count)).abs()[inside.sort().values] <= 1).all()
-
-
-def test_the_logit_normal_has_its_median_and_the_shift_moves_it() -> None:
-    source = torch.Generator().manual_seed(0)
-    for factor in (1.0, 3.0):
-        draws = noise_levels.logit_normal_draws(100_000, source, factor=factor, stratified=False)
-        assert draws.median().item() == pytest.approx(factor / (1 + factor), abs=0.005)
-        logit = (draws / (factor - (factor - 1) * draws)).logit()
-        assert logit.std().item() == pytest.approx(1.0, abs=0.01)
-        assert draws.min() >= 0.01 and draws.max() < 1.0
-
-
-def test_stratification_lowers_the_variance_of_a_mean() -> None:
-    source = torch.Generator().manual_seed(1)
-    spread = {
-        stratified: torch.stack(
-            [noise_levels.logit_normal_draws(6, source, stratified=stratified).mean() for _ in range(2000)]
-        ).std()
-        for stratified in (True, False)
-    }
-    assert spread[True] < spread[False] / 3
 
 
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))

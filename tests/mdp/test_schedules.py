@@ -1,7 +1,8 @@
-"""Grids and windows: what holds for any of them."""
+"""Grids and windows: golden samplers_schedules, and what holds for any of them."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -10,7 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.mdp import schedules, windows
-from tests.reference.grids import shifted_grid
+from tests.golden_cases import Case, check_all, error
+from tests.reference.grids import is_truncated, shifted_grid
+
+ROUNDING = 5e-7
+"""Of a few operations in float32."""
+
+
+def test_golden_grids(golden) -> None:
+    """Left out: those that diffusers' schedulers make on a way of their own, and MixGRPO-Flash's (test_dpm)."""
+
+    def check(case: Case) -> dict[str, tuple[float, float]]:
+        kind, steps = case.params["kind"], case.params["N"]
+        if kind == "pi_rl":
+            return {"sigmas": (error(schedules.linspace_grid(steps), case["timesteps"]), ROUNDING)}
+        factor = case.params["shift"]
+        if kind.startswith("dynamic"):
+            factor = float(case["mu"]) if kind == "dynamic_linear" else math.exp(case["mu"])
+        sigmas = shifted_grid(steps, factor)
+        result = {"sigmas": (error(sigmas, case["sigmas"]), ROUNDING)}
+        if "sigmas_f64" in case:
+            result["sigmas_f64"] = error(sigmas, case["sigmas_f64"]), ROUNDING
+        if "timesteps" in case:
+            result["timesteps"] = error(sigmas[:-1], case["timesteps"] / 1000), ROUNDING
+        else:
+            result["timesteps"] = float(not is_truncated(sigmas, case["model_timesteps_int"])), 0.0
+        return result
+
+    kinds = ("pi_rl", "static_custom_sigmas", "linspace_N+1_shift", "dynamic_exponential", "dynamic_linear")
+    check_all(golden("samplers_schedules"), check, lambda case: case.params["kind"] not in kinds)
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.1, 20.0), st.floats(0.1, 20.0))
@@ -33,12 +62,6 @@ def test_every_window_position_is_visited_about_equally() -> None:
     counts = torch.bincount(torch.tensor(starts), minlength=6)
     assert counts[0] == 0 and counts[6:].sum() == 0
     assert (counts[1:6] - 400).abs().max() < 5 * 18  # five standard deviations of a binomial(2000, 1/5)
-
-
-@pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5), (2, 4, 5), (1, -1, 5)])
-def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        schedules.window_steps(size, low, high, seed=0, iteration=0)
 
 
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
@@ -67,9 +90,12 @@ def test_a_compressed_tail_begins_where_it_is_told_and_ends_at_0(factor: float |
             schedules.compressed_tail(grid, start, wrong, factor=factor)
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5)])
-def test_a_window_that_does_not_fit_is_refused_by_every_schedule(size: int, low: int, high: int) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        windows.moving_window(size, low, high, iteration=0, hold=lambda start: 3)
-    with pytest.raises(ValueError, match="does not fit"):
-        schedules.geometric_window(size, low, high, ratio=0.5, seed=0, iteration=0)
+@pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5), (2, 4, 5), (1, -1, 5)])
+def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -> None:
+    for schedule in (
+        partial(schedules.window_steps, seed=0),
+        partial(schedules.geometric_window, ratio=0.5, seed=0),
+        partial(windows.moving_window, hold=lambda start: 3),
+    ):
+        with pytest.raises(ValueError, match="does not fit"):
+            schedule(size, low, high, iteration=0)

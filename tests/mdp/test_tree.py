@@ -10,44 +10,11 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan
-from genrl.mdp.tree import Tree, correlated_noise, edge_noise, from_parents, grow
+from genrl.mdp.tree import Tree, edge_noise, from_parents, grow
 from tests.mdp.test_plan import plans
 
 KEY = (5, 2)  # run seed, iteration
 SHAPE = (3,)
-
-
-def slots_below(tree: Tree, node: int) -> range:
-    """Slots of the leaves below the edge into `node`."""
-    first = int(tree.first_leaf[node])
-    return range(first, first + int(tree.num_leaves[node]))
-
-
-@given(plans())
-def test_the_arrays_agree_with_each_other_and_with_the_plan(plan: SamplingPlan) -> None:
-    tree = grow(plan, *KEY)
-    assert tree.num_nodes == sum(plan.nodes) and tree.steps == plan.steps
-    assert [len(tree.level(depth)) for depth in range(plan.steps + 1)] == list(plan.nodes)
-    spans: dict[int, set[int]] = {}
-    for node in reversed(range(tree.num_nodes)):
-        children = tree.children(node)
-        assert (tree.parent == node).nonzero()[:, 0].tolist() == list(children)
-        assert all(tree.depth[child] == tree.depth[node] + 1 for child in children)
-        own = set(slots_below(tree, node))
-        if children:
-            assert own == set().union(*(spans[child] for child in children))
-            assert tree.first_leaf[children[0]] == tree.first_leaf[node]
-        else:
-            assert len(own) == 1
-        spans[node] = own
-    assert sorted(slot for root in tree.level(0) for slot in spans[root]) == list(range(tree.num_slots))
-    assert sorted(tree.first_leaf[tree.leaves].tolist()) == list(range(len(tree.leaves)))
-    if not plan.continue_one:
-        assert len(tree.leaves) == plan.leaves and tree.first_leaf[tree.leaves].tolist() == list(range(plan.leaves))
-    for node in tree.leaves.tolist():
-        path = tree.path(node)
-        assert tree.parent[path[0]] == -1 and path[-1] == node and len(path) == tree.depth[node] + 1
-        assert all(tree.first_leaf[node] in slots_below(tree, step) for step in path)
 
 
 @given(plans())
@@ -113,15 +80,6 @@ def test_branching_1_is_independent_rollouts_bit_for_bit(roots: int, steps: int)
         assert all(torch.equal(states[node], state) for node, state in zip(tree.path(leaf), want, strict=True))
 
 
-@given(st.integers(1, 5), st.integers(1, 5))
-def test_a_split_at_step_0_is_independent_rollouts_from_one_noise_bit_for_bit(group: int, steps: int) -> None:
-    tree = grow(make_plan(steps, noise=dict.fromkeys(range(steps), 0.7), splits={0: group}))
-    shared = (*KEY, "group", 0)
-    states = run(tree, initial=shared)
-    for slot, leaf in enumerate(tree.leaves.tolist()):
-        assert torch.equal(states[leaf], independent(slot, steps, initial=shared)[-1])
-
-
 @given(plans())
 def test_the_first_leaf_is_rollout_0_and_every_leaf_can_be_made_alone(plan: SamplingPlan) -> None:
     tree = grow(plan, *KEY)
@@ -156,14 +114,6 @@ def test_who_goes_on_in_a_caterpillar_depends_on_the_key_alone() -> None:
     place = (chosen - 3) % 4
     counts = torch.bincount(place[::4], minlength=4)  # 300 x 9 choices of one in four
     assert counts.sum() == 2700 and (counts - 675).abs().max() < 5 * 22.5
-
-
-def test_correlated_siblings_are_standard_normal_and_as_alike_as_told() -> None:
-    draws = torch.randn(3, 200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for spread in (0.5, 1.0, 4.0):
-        pair = torch.stack([correlated_noise(draws[0], own, spread) for own in draws[1:]])
-        assert (pair.std(dim=1) - 1).abs().max() < 0.01 and pair.mean(dim=1).abs().max() < 0.01
-        assert abs(float(torch.corrcoef(pair)[0, 1]) - 1 / (1 + spread**2)) < 0.01
 
 
 def test_correlated_siblings_share_the_part_of_their_parent() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -79,9 +77,3 @@ def test_the_backward_interval_grows_to_the_longest_and_stays() -> None:
 def test_the_noise_of_one_depth_does_not_grow() -> None:
     assert windows.growing_noise(0.7, 0.5, 1) == (0.7,)
     assert windows.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
-
-
-def test_without_torch() -> None:
-    program = "import sys\nimport genrl.mdp.windows\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

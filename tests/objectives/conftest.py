@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("reproducible")

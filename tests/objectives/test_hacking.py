@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from genrl.objectives.hacking import fallen_since
 
@@ -22,16 +20,6 @@ def test_a_fall_that_lasts_ends_the_run_at_the_best_evaluation() -> None:
 def test_missing_scores_are_passed_over() -> None:
     assert fallen_since([NAN, 0.7, NAN, 0.5, NAN, 0.4], tolerance=0.1, patience=2) == 1
     assert fallen_since([NAN] * 5, tolerance=0.0, patience=1) is None
-
-
-@given(st.lists(st.floats(-9, 9), max_size=12), st.floats(0, 2), st.integers(1, 4))
-def test_it_is_the_definition(scores: list[float], tolerance: float, patience: int) -> None:
-    got = fallen_since(scores, tolerance=tolerance, patience=patience)
-    before, after = scores[:-patience], scores[-patience:]
-    if before and all(score < max(before) - tolerance for score in after):
-        assert got == scores.index(max(before))
-    else:
-        assert got is None
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -1,18 +1,14 @@
 """Which steps the released trainers make stochastic, draw for draw.
 
-Unlike those of `genrl.mdp.windows`, a window here may be empty, shrink near the end of the schedule, or differ between
-the processes that share a group.
+Unlike those of `genrl.mdp.windows`, a window here may be empty, or shrink near the end of the schedule.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 import numpy as np
-import torch
 
 from genrl.mdp.windows import constant_hold, exponential_hold, start_at
 
@@ -68,21 +64,6 @@ def mixgrpo_window(
         starts.append(last)
     start = start_at(starts, hold, iteration, wrap=wrap)
     return range(start, min(start + size, last))
-
-
-def flow_grpo_fast_start(low: int, high: int, *, process: int) -> int:
-    """First stochastic step of a process: uniform in low .. high, both included, the same in every iteration.
-
-    Flow-GRPO-Fast (yifan123/flow_grpo) with high = end of the range - size, Adv-GRPO (showlab/Adv-GRPO) with 0 and
-    half the steps. Every process draws from a generator seeded by its index, so groups that span processes mix windows.
-    """
-    return random.Random(process).randint(low, high)
-
-
-def flow_factory_steps(pool: Sequence[int], count: int, *, seed: int) -> list[int]:
-    """Flow-Factory's stochastic steps, not sorted: the first `count` of a permutation of `pool`; seed = run + epoch."""
-    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
-    return [pool[place] for place in order[:count].tolist()]
 
 
 def released_points(steps: int, last: int, ratio: float) -> int:

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp.noise import generator
 from genrl.objectives.advantages import episodes
-
-
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(0, 1000))
-def test_the_first_episode_ends_with_its_first_done(rows: int, batch: int, size: int, seed: int) -> None:
-    rng = generator(seed)
-    done = torch.rand(rows, batch, size, generator=rng) < 0.2
-    rewards = torch.randn(rows, batch, size, generator=rng)
-    valid = episodes.first_episode_steps(done)
-    for b in range(batch):
-        alive, total = True, 0.0
-        for t in range(rows):
-            for c in range(size):
-                assert valid[t, b, c] == alive
-                total += float(rewards[t, b, c]) if alive else 0.0
-                alive = alive and not done[t, b, c]
-        assert episodes.first_episode_returns(rewards, done)[b].item() == pytest.approx(total, abs=1e-6)
 
 
 def test_the_row_after_a_done_is_no_transition() -> None:

@@ -1,21 +1,16 @@
 """Chunk and step GAE against the golden arrays and against sums written out.
 
-Covered: all of vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE and
-reward-scaling cases of vla_dppo.
+Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE of vla_dppo.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.mdp.noise import generator
 from genrl.objectives.advantages import episodes
 from genrl.objectives.advantages.gae import (
-    Estimate,
     action_gae,
     chunk_gae,
     chunk_rewards,
@@ -24,8 +19,6 @@ from genrl.objectives.advantages.gae import (
     normalise_advantages,
 )
 from tests.golden_cases import Case, check_all, error
-from tests.reference.dppo import new_return_scale, scale_rewards
-from tests.reference.pi_rl import fold_bootstrap
 
 Errors = dict[str, tuple[float, float]]
 
@@ -113,24 +106,14 @@ def pi_rl_batch(case: Case) -> Errors:
     return result
 
 
-def pi_rl_bootstrap(case: Case) -> Errors:
-    ours = case["rewards"]
-    if case.params["auto_reset"]:
-        flags = case["terminations"][:, -1], case["truncations"][:, -1]  # auto-reset collapses them to the last slot
-        always = case.params["bootstrap_type"] == "always"
-        ours = fold_bootstrap(ours, *flags, case["bootstrap_values"][:, 0], gamma=case.params["gamma"], always=always)
-    return {"rewards": (error(ours, case["out_rewards"]), 2e-5)}
-
-
 def test_pi_rl(golden) -> None:
     def check(case: Case) -> Errors:
-        if "out_rewards" in case:
-            return pi_rl_bootstrap(case)
         if "in_rewards" in case:
             return pi_rl_batch(case)
         return pi_rl_groups(case) if "group_size" in case.params else pi_rl_gae(case)
 
-    check_all(golden("vla_advantages"), check)
+    # left out: how it folds bootstrapped values into the rewards
+    check_all(golden("vla_advantages"), check, lambda case: "out_rewards" in case)
 
 
 def test_reference(golden) -> None:
@@ -160,8 +143,7 @@ def test_reference(golden) -> None:
 
 
 def test_dppo(golden) -> None:
-    """Its GAE takes no note of time limits; its rewards are scaled over two calls, the second with
-    twice the rewards."""
+    """Its GAE takes no note of time limits. Left out: how it scales rewards."""
 
     def check(case: Case) -> Errors:
         options, values = case.params, case["values"]
@@ -169,173 +151,12 @@ def test_dppo(golden) -> None:
         ended = case["terminated"].bool()
         never = torch.zeros_like(ended)
         ours = gae(case["rewards"], ended, never, values, following, discount=options["gamma"], lam=options["lam"])
-        first = torch.cat([torch.ones_like(ended[:1]), (ended | case["truncated"].bool())[:-1]])
-        how = {"gamma": options["scaler_gamma"], "clip": options["cliprew"]}
-        once, scale = scale_rewards(case["rewards"], first, new_return_scale(ended.shape[1]), **how)
-        twice, _ = scale_rewards(2.0 * case["rewards"], first, scale, **how)
         return {
             "advantages": (error(ours.advantages, case["advantages"]), 1e-10),
             "returns": (error(ours.returns, case["returns"]), 1e-10),
-            "scaled": (error(once, case["scaled_rewards_call1"]), 1e-10),
-            "scaled again": (error(twice, case["scaled_rewards_call2"]), 1e-10),
         }
 
     check_all(golden("vla_dppo"), check, lambda case: "terminated" not in case)  # a loss: test_actor_critic
-
-
-@st.composite
-def rollouts(draw) -> dict[str, Tensor]:
-    """Rows of a next-step auto-reset environment: after a done comes a row that only resets, with garbage in it."""
-    rows, batch, size, seed = (draw(st.integers(1, high)) for high in (8, 3, 4, 10_000))
-    rng = generator(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
-    ended = torch.rand(rows, batch, generator=rng) < 0.35
-    carried = torch.rand(batch, generator=rng) < 0.3
-    for t in range(rows):  # a reset row is no end
-        ended[t] &= ~(ended[t - 1] if t else carried)
-    terminated = ended & (torch.rand(rows, batch, generator=rng) < 0.5)
-    values = normal(rows, batch)
-    following = torch.cat([values[1:], normal(1, batch)])  # the next row's, but an end has its own last observation
-    return {
-        "rewards": normal(rows, batch, size),
-        "n_executed": torch.randint(1, size + 1, (rows, batch), generator=rng),
-        "terminated": terminated,
-        "truncated": ended & ~terminated,
-        "values": values,
-        "next_values": torch.where(ended, normal(rows, batch), following),
-        "carried": carried,
-    }
-
-
-def written_out(r: dict[str, Tensor], row: int, column: int, gamma: float, mode: str) -> float:
-    """Discounted return from a row to the end of its episode or of the rollout, bootstrapped unless terminated."""
-    total, factor = 0.0, 1.0
-    for t in range(row, len(r["rewards"])):
-        count = int(r["n_executed"][t, column])
-        for j in range(count):
-            total += factor * (gamma**j if mode == "smdp" else 1.0) * float(r["rewards"][t, column, j])
-        factor *= gamma**count if mode == "smdp" else gamma
-        if r["terminated"][t, column]:
-            return total
-        if r["truncated"][t, column] or t == len(r["rewards"]) - 1:
-            return total + factor * float(r["next_values"][t, column])
-    raise AssertionError("unreachable")
-
-
-def estimate(r: dict[str, Tensor], gamma: float, lam: float, mode: str) -> Estimate:
-    names = ("rewards", "n_executed", "terminated", "truncated", "values", "next_values")
-    return chunk_gae(*(r[name] for name in names), gamma=gamma, lam=lam, mode=mode)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.sampled_from(["chunk", "smdp"]))
-def test_at_lambda_one_the_return_is_the_discounted_sum(r, gamma: float, mode: str) -> None:
-    returns = estimate(r, gamma, 1.0, mode).returns
-    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
-    for t, b in valid.nonzero().tolist():
-        assert returns[t, b].item() == pytest.approx(written_out(r, t, b, gamma, mode), rel=1e-9, abs=1e-9)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
-    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
-    before = estimate(r, gamma, lam, "smdp").advantages
-    changed = {name: value.clone() for name, value in r.items()}
-    for name in ("rewards", "values", "next_values"):
-        changed[name][~valid] = 1e6
-    after = estimate(changed, gamma, lam, "smdp").advantages
-    assert torch.equal(before[valid], after[valid])
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0))
-def test_at_lambda_zero_it_is_the_one_step_error(r, gamma: float) -> None:
-    out = estimate(r, gamma, 0.0, "chunk")
-    paid = chunk_rewards(r["rewards"], r["n_executed"], gamma=gamma, mode="chunk").reward
-    expected = paid + gamma * torch.where(r["terminated"], 0.0, r["next_values"]) - r["values"]
-    torch.testing.assert_close(out.advantages, expected)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_with_one_action_per_decision_chunks_are_steps(r, gamma: float, lam: float) -> None:
-    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
-    flags = r["terminated"], r["truncated"]
-    values = r["values"], r["next_values"]
-    step = gae(r["rewards"][..., 0], *flags, *values, discount=gamma, lam=lam)
-    for mode in ("chunk", "smdp"):
-        torch.testing.assert_close(estimate(r, gamma, lam, mode).advantages, step.advantages)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_with_one_action_per_decision_both_levels_are_equal(r, gamma: float, lam: float) -> None:
-    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
-    expected = estimate(r, gamma, lam, "chunk")
-    for ours, theirs in zip(by_action(r, r["values"][..., None], gamma, lam), expected, strict=True):
-        torch.testing.assert_close(ours[..., 0], theirs, rtol=1e-12, atol=1e-12)
-
-
-def by_action(r: dict[str, Tensor], values: Tensor, gamma: float, lam: float) -> Estimate:
-    rest = (r[name] for name in ("n_executed", "terminated", "truncated"))
-    return action_gae(r["rewards"], *rest, values, r["next_values"], gamma=gamma, lam=lam)
-
-
-def values_of_actions(r: dict[str, Tensor]) -> Tensor:
-    """That of the observation, and others for the later actions."""
-    later = torch.randn(r["rewards"].shape, generator=generator(len(r["values"])), dtype=torch.float64)
-    return torch.cat([r["values"][..., None], later[..., 1:]], -1)
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0))
-def test_at_lambda_one_the_first_actions_return_is_the_chunks(r, gamma: float) -> None:
-    """Exactly discounted: the values of later actions cancel."""
-    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
-    ours, theirs = by_action(r, values_of_actions(r), gamma, 1.0), estimate(r, gamma, 1.0, "smdp")
-    torch.testing.assert_close(ours.returns[..., 0][valid], theirs.returns[valid])
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_executed_actions_one_by_one_are_plain_gae(r, gamma: float, lam: float) -> None:
-    """Each environment's executed actions as rows of their own, without the others, column by column."""
-    values, found = values_of_actions(r), by_action(r, values_of_actions(r), gamma, lam)
-    for b in range(r["values"].shape[1]):
-        rows: list[list[float]] = []
-        places = []
-        for t in range(len(r["values"])):
-            count = int(r["n_executed"][t, b])
-            for j in range(count):
-                last = j == count - 1
-                after = r["next_values"][t, b] if last else values[t, b, j + 1]
-                flags = [float(last and r[name][t, b]) for name in ("terminated", "truncated")]
-                rows.append([float(r["rewards"][t, b, j]), *flags, float(values[t, b, j]), float(after)])
-                places.append((t, j))
-        reward, terminated, truncated, value, after = torch.tensor(rows, dtype=torch.float64).T[..., None]
-        plain = gae(reward, terminated > 0, truncated > 0, value, after, discount=gamma, lam=lam)
-        for k, (t, j) in enumerate(places):
-            assert found.advantages[t, b, j].item() == pytest.approx(plain.advantages[k, 0].item(), rel=1e-9, abs=1e-9)
-            assert found.returns[t, b, j].item() == pytest.approx(plain.returns[k, 0].item(), rel=1e-9, abs=1e-9)
-    there = executed_mask(r["n_executed"], r["rewards"].shape[-1])
-    assert not found.advantages[~there].any() and not found.returns[~there].any()
-
-
-@settings(max_examples=40)
-@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_actions_of_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
-    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
-    values = values_of_actions(r)
-    before = by_action(r, values, gamma, lam).advantages
-    changed = r | {name: torch.where(valid, r[name], 1e6) for name in ("next_values",)}
-    changed |= {"rewards": torch.where(valid[..., None], r["rewards"], 1e6)}
-    changed |= {"n_executed": torch.where(valid, r["n_executed"], 0)}
-    after = by_action(changed, torch.where(valid[..., None], values, 1e6), gamma, lam).advantages
-    assert torch.equal(before[valid], after[valid])
 
 
 def test_a_chunk_that_is_cut_short_is_bootstrapped_from_its_final_observation() -> None:
@@ -370,17 +191,6 @@ def test_what_came_after_the_end_of_a_chunk_does_not_count() -> None:
         chunk_rewards(rewards, torch.tensor([[4]]), gamma=0.5, mode="smdp")
     with pytest.raises(ValueError, match="mode must be"):
         chunk_rewards(rewards, torch.tensor([[3]]), gamma=0.5, mode="steps")  # type: ignore[arg-type]
-
-
-@given(st.lists(st.floats(-100, 100), min_size=3, max_size=12), st.floats(-5, 5), st.floats(0.5, 3))
-def test_normalised_advantages_ignore_shift_and_scale(values: list[float], shift: float, scale: float) -> None:
-    a = torch.tensor(values, dtype=torch.float64)
-    valid = torch.arange(len(values)) != 0
-    if a[1:].std() < 1e-3:
-        return
-    ours = normalise_advantages(a, valid, eps=0.0)
-    torch.testing.assert_close(ours, normalise_advantages(scale * a + shift, valid, eps=0.0), rtol=1e-6, atol=1e-6)
-    assert ours[valid].mean().abs() < 1e-9 and ours[valid].std().item() == pytest.approx(1.0)
 
 
 def test_normalising_refuses_what_it_cannot() -> None:

@@ -64,13 +64,6 @@ def test_equal_rewards_give_exactly_zero() -> None:
     assert (got == 0).all()
 
 
-def test_a_prompt_is_compared_with_its_own_past() -> None:
-    """Easy and hard prompts: the same reward is bad for one and good for the other."""
-    history = {"easy": [0.9, 1.0, 0.8, 0.9], "hard": [0.1, 0.0, 0.2, 0.1]}
-    got, _ = prompt_advantages(torch.tensor([0.5, 0.5]), ["easy", "hard"], history, min_count=4)
-    assert got[0] < -1 and got[1] > 1
-
-
 def test_wrong_input_is_refused() -> None:
     with pytest.raises(ValueError, match="one prompt per reward"):
         prompt_advantages(torch.zeros(2), ["a"], {})

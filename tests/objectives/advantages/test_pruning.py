@@ -1,5 +1,4 @@
-"""BranchGRPO's pruning on leaves (the released edge-by-edge form is held against golden arrays in test_tree_golden);
-PODS's down-sampling."""
+"""BranchGRPO's pruning on leaves (of depths: test_branchgrpo_golden); PODS's down-sampling."""
 
 from __future__ import annotations
 

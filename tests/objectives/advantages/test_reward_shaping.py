@@ -1,4 +1,4 @@
-"""Rewards from lengths, log-probabilities, views and scores (golden arrays: test_token_golden)."""
+"""Rewards from lengths, log-probabilities, views and scores (golden arrays: test_surrogate_golden)."""
 
 from __future__ import annotations
 

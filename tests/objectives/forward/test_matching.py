@@ -2,124 +2,57 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.mdp import noise
 from genrl.objectives.forward import matching
 from genrl.objectives.surrogates import policy_losses
-
-MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).abs() / want.double().abs().clamp(min=1)).max().item()
+from tests.golden_cases import Arrays
 
 
 def test_golden_losses_and_gradients(golden) -> None:
-    data = golden("trainers_diffusion_nft")
-    arrays = {name: torch.from_numpy(data[name]) for name in data.files}
-    velocity = arrays["in_v_new"].requires_grad_()
-    sigmas, bound = arrays["in_sigma"], float(arrays["in_adv_clip_max"])
-
-    def losses(beta: float, mode: str) -> Tensor:
-        weight = matching.nft_reward_weight(arrays["in_advantage"], bound, mode=mode)
-        per_step = [
-            matching.diffusion_nft_loss(
-                velocity[k],
-                arrays["in_v_old"][k],
-                arrays["in_xt"][k],
-                arrays["in_x0"],
-                sigma,
-                weight,
-                beta=beta,
-                advantage_clip=bound,
-            ).mean()
-            for k, sigma in enumerate(sigmas)
-        ]
-        return torch.stack(per_step)
-
-    names = [name for name in arrays if name.startswith("out_")]
-    assert names
-    for name in names:
-        _, field, beta, mode = re.fullmatch(r"out_(\w+?)_(loss|unweighted|grad_v)_beta(\w+?p\d+)_?(\w*)", name).groups()
-        policy = losses(float(beta.replace("p", ".")), mode or "all")
-        kl = [policy_losses.kl_velocity(velocity[k], arrays["in_v_ref"][k]).mean() for k in range(len(sigmas))]
-        total = policy + float(arrays["in_kl_beta"]) * torch.stack(kl)
-        if field == "grad_v":  # small numbers: relative to the largest
-            gradient = torch.autograd.grad(total.sum(), velocity)[0]
-            assert (gradient - arrays[name]).abs().max() <= 1e-5 * arrays[name].abs().max(), name
-        else:
-            assert off(total if field == "loss" else policy / bound, arrays[name]) <= 1e-5, name
+    a = Arrays(golden("trainers_diffusion_nft"))
+    velocity, old, reference, noisy = (a.given(f"in_{name}") for name in ("v_new", "v_old", "v_ref", "xt"))
+    velocity.requires_grad_()
+    clean, sigmas, bound = a.given("in_x0"), a.given("in_sigma"), a.number("in_adv_clip_max")
+    for found in a.matches(r"out_(\w+?)_(loss|unweighted|grad_v)_beta([\dp]+)_?(\w*)"):
+        weight = matching.nft_reward_weight(a.given("in_advantage"), bound, mode=found[4] or "all")
+        options = {"beta": float(found[3].replace("p", ".")), "advantage_clip": bound}
+        rows = zip(velocity, old, noisy, sigmas, strict=True)
+        policy = torch.stack(
+            [matching.diffusion_nft_loss(v, o, x, clean, s, weight, **options).mean() for v, o, x, s in rows]
+        )
+        kl = [policy_losses.kl_velocity(*pair).mean() for pair in zip(velocity, reference, strict=True)]
+        total = policy + a.number("in_kl_beta") * torch.stack(kl)
+        gradient = torch.autograd.grad(total.sum(), velocity)[0]
+        a.near(found[0], {"loss": total, "unweighted": policy / bound, "grad_v": gradient}[found[2]])
+    a.all_used("out_.*")
 
 
 def test_golden_decays(golden) -> None:
-    data = golden("trainers_schedules")
-    steps = data["in_steps"].tolist()
+    a = Arrays(golden("trainers_schedules"), double=True)
+    steps = a.given("in_steps").tolist()
     for i, kind in enumerate(("none", "ramp", "delayed_ramp")):
-        ours = [matching.nft_old_policy_decay(step, kind) for step in steps]
-        assert ours == pytest.approx(data[f"out_nft_return_decay_type{i}"].tolist(), abs=1e-12)
-    ours = [matching.ema_decay(step) for step in steps]
-    assert ours == pytest.approx(data["out_flow_grpo_ema_current_decay"].tolist(), abs=1e-12)
-    path = torch.from_numpy(data["in_param_path"]).double()
-    (name,) = [name for name in data.files if name.startswith("out_flow_grpo_ema_path_interval")]
-    every = int(name.removeprefix("out_flow_grpo_ema_path_interval"))
-    average = torch.zeros_like(path[0])  # the parameter before the first step
-    for step, value in enumerate(path):
-        if (step + 1) % every == 0:
-            decay = matching.ema_decay(step)
-            average = decay * average + (1 - decay) * value
-        assert off(average, torch.from_numpy(data[name][step])) <= 1e-5, step
+        a.check(f"out_nft_return_decay_type{i}", [matching.nft_old_policy_decay(step, kind) for step in steps])
+    a.check("out_flow_grpo_ema_current_decay", [matching.ema_decay(step) for step in steps])
+    path = a.given("in_param_path")
+    for found in a.matches(r"out_flow_grpo_ema_path_interval(\d+)"):
+        average, averages = torch.zeros_like(path[0]), []  # the parameter before the first step
+        for step, value in enumerate(path):
+            if (step + 1) % int(found[1]) == 0:
+                decay = matching.ema_decay(step)
+                average = decay * average + (1 - decay) * value
+            averages.append(average)
+        a.near(found[0], torch.stack(averages))
+    a.all_used("out_(nft|flow_grpo).*")
 
 
 def sample(seed: int) -> dict[str, Tensor]:
     shape = (4, 3, 2)
     names = ("clean", "noise", "velocity", "old")
     return {name: noise.keyed_noise(shape, seed, name).double() for name in names}
-
-
-@given(st.floats(-9, 9), st.floats(0.5, 9), st.sampled_from(MODES))
-def test_the_weight_is_a_probability(advantage: float, clip: float, mode: str) -> None:
-    weight = matching.nft_reward_weight(torch.tensor([advantage, -advantage], dtype=torch.float64), clip, mode=mode)
-    assert ((weight >= 0) & (weight <= 1)).all()
-    if mode in ("all", "binary"):
-        assert weight.sum().item() == pytest.approx(1.0)
-    if mode == "all":
-        assert weight[0].item() == pytest.approx(min(max(advantage / clip, -1), 1) / 2 + 0.5)
-
-
-@given(st.integers(0, 99), st.floats(0.05, 1.0), st.floats(0.05, 1.0))
-def test_on_policy_the_gradient_is_signed_regression(seed: int, beta: float, sigma: float) -> None:
-    """Where v = v_old both errors are one: the gradient is (2r - 1) times that of the normalised regression."""
-    s = sample(seed)
-    noisy = (1 - sigma) * s["clean"] + sigma * s["noise"]
-    weight = torch.tensor([0.0, 0.5, 0.8, 1.0], dtype=torch.float64)
-    old = s["old"]
-    velocity = old.clone().requires_grad_()
-    matching.diffusion_nft_loss(velocity, old, noisy, s["clean"], sigma, weight, beta=beta).sum().backward()
-    miss = noisy - sigma * old - s["clean"]
-    scale = miss.abs().flatten(1).mean(1).clamp(min=1e-5)
-    slope = 5.0 * (2 * weight - 1) / scale / 6  # six elements per sample
-    want = slope[:, None, None] * 2 * miss * -sigma
-    assert velocity.grad is not None and torch.allclose(velocity.grad, want, rtol=1e-9, atol=1e-12)
-
-
-def test_a_good_sample_attracts_and_a_bad_one_repels() -> None:
-    s, sigma = sample(0), 0.6
-    noisy = (1 - sigma) * s["clean"] + sigma * s["noise"]
-    target = s["noise"] - s["clean"]
-    for weight, sign in ((1.0, 1), (0.0, -1)):
-        velocity = s["old"].clone().requires_grad_()
-        weights = torch.full((4,), weight, dtype=torch.float64)
-        matching.diffusion_nft_loss(velocity, s["old"], noisy, s["clean"], sigma, weights, beta=1.0).sum().backward()
-        assert velocity.grad is not None
-        towards = (-velocity.grad * (target - s["old"])).flatten(1).sum(1)
-        assert (sign * towards > 0).all()
 
 
 def test_sigma_may_differ_per_sample() -> None:
@@ -143,15 +76,6 @@ def test_gradient_flows_through_the_new_velocity_only() -> None:
     matching.diffusion_nft_loss(velocity, old, noisy, clean, 0.5, weight, beta=1.0).sum().backward()
     assert velocity.grad is not None
     assert all(leaf.grad is None for leaf in (clean, noisy, old, weight))
-
-
-def test_half_precision_is_computed_in_float32() -> None:
-    s = {name: value.bfloat16() for name, value in sample(3).items()}
-    weight = torch.full((4,), 0.7)
-    low = matching.diffusion_nft_loss(s["velocity"], s["old"], s["noise"], s["clean"], 0.5, weight, beta=1.0)
-    f = {name: value.float() for name, value in s.items()}
-    same = matching.diffusion_nft_loss(f["velocity"], f["old"], f["noise"], f["clean"], 0.5, weight, beta=1.0)
-    assert low.dtype == torch.float32 and torch.equal(low, same)
 
 
 def test_a_perfect_prediction_is_not_divided_by_zero() -> None:
@@ -179,3 +103,8 @@ def test_wrong_settings_are_refused() -> None:
         matching.nft_reward_weight(torch.ones(1), mode="positive")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none, ramp or delayed_ramp"):
         matching.nft_old_policy_decay(1, "linear")  # type: ignore[arg-type]
+
+
+def test_the_weight_is_the_clipped_advantage_between_0_and_1() -> None:
+    weight = matching.nft_reward_weight(torch.tensor([-9.0, -2.5, 0.0, 2.5, 9.0]))
+    assert weight.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]

@@ -1,58 +1,51 @@
-"""PRDP: golden pairwise_prdp, the spec's worked example, and properties."""
+"""PRDP: golden pairwise_prdp, a worked example, and properties."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.mdp import noise
 from genrl.objectives.preferences.prdp import pair_errors, prdp_gradient, prdp_loss
+from tests.golden_cases import Arrays
 
 NAN = float("nan")
 CONVENTIONS = (("sum", "all"), ("mean", "positive"))
 
 
 def test_golden_losses_pairs_and_gradients(golden) -> None:
-    data = golden("pairwise_prdp")
-    arrays = {name: torch.from_numpy(data[name]) for name in data.files}
-    cases = [name.removesuffix("_logp_ref") for name in arrays if name.endswith("_logp_ref")]
-    compared = set()
-    for case in cases:
-        beta, clip = arrays[f"{case}_beta_eps"].tolist()
-        inputs = [arrays[f"{case}_{name}"] for name in ("logp", "logp_ref", "logp_old", "reward")]
+    a = Arrays(golden("pairwise_prdp"))
+    for case in a.tags(r"(\w+)_logp_ref"):
+        beta, clip = a.given(f"{case}_beta_eps").tolist()
+        inputs = [a.given(f"{case}_{name}") for name in ("logp", "logp_ref", "logp_old", "reward")]
         for reduction, pairs in CONVENTIONS:
             options = {"beta": beta, "clip": clip, "reduction": reduction, "pairs": pairs}
             errors = pair_errors(*inputs, **options)
             output, gradient = prdp_gradient(*inputs, **options)
             table = torch.cat([errors.pairs.double(), errors.unclipped[:, None], errors.clipped[:, None]], dim=1)
-            ours = {
-                "loss": output.loss,
-                "pairs_n_i_j_unclipped_clipped": table,
-                "grad_logp": gradient,
-                "frac_clipped_branch": torch.tensor(output.clipped, dtype=torch.float64),
-            }
-            for field, value in ours.items():
-                name = f"{case}_{reduction}_{pairs}_{field}"
-                compared.add(name)
-                assert torch.allclose(value, arrays[name], rtol=1e-9, atol=1e-10), name
-    inputs_of = {f"{case}_{name}" for case in cases for name in ("logp", "logp_ref", "logp_old", "reward", "beta_eps")}
-    optimum = {"opt_ref", "opt_reward", "opt_beta", "opt_policy", "opt_samples", "opt_loss"}
-    assert compared | inputs_of | optimum == set(arrays)
+            name = f"{case}_{reduction}_{pairs}"
+            a.check(f"{name}_loss", output.loss)
+            a.check(f"{name}_pairs_n_i_j_unclipped_clipped", table)
+            a.check(f"{name}_grad_logp", gradient)
+            a.check(f"{name}_frac_clipped_branch", output.clipped)
+    a.all_used(but="opt_.*")
 
 
 def test_golden_optimum(golden) -> None:
     """At p* ~ p_ref exp(r / beta) the loss is zero, whichever samples are drawn, and so is its gradient."""
-    data = golden("pairwise_prdp")
-    arrays = {name: torch.from_numpy(data[name]) for name in data.files}
-    beta, samples = float(arrays["opt_beta"]), arrays["opt_samples"]
-    best = arrays["opt_ref"] * (arrays["opt_reward"] / beta).exp()
-    assert torch.allclose(best / best.sum(), arrays["opt_policy"], rtol=1e-9)
-    log_prob, ref = (arrays[name].log()[samples][..., None] for name in ("opt_policy", "opt_ref"))
-    output, gradient = prdp_gradient(log_prob, ref, log_prob, arrays["opt_reward"][samples], beta=beta, clip=1e-3)
-    assert output.loss < 1e-25 and arrays["opt_loss"] < 1e-25 and gradient.abs().max() < 1e-12
+    a = Arrays(golden("pairwise_prdp"))
+    beta, samples, rewards, ref = (
+        a.number("opt_beta"),
+        a.given("opt_samples"),
+        a.given("opt_reward"),
+        a.given("opt_ref"),
+    )
+    best = (ref.log() + rewards / beta).softmax(0)
+    a.check("opt_policy", best)
+    log_prob, ref_log_prob = (p.log()[samples][..., None] for p in (best, ref))
+    output, gradient = prdp_gradient(log_prob, ref_log_prob, log_prob, rewards[samples], beta=float(beta), clip=1e-3)
+    assert output.loss < 1e-25 and a.number("opt_loss") < 1e-25 and gradient.abs().max() < 1e-12
 
 
 def test_the_worked_example() -> None:
@@ -73,96 +66,12 @@ def sample(seed: int, shape: tuple[int, int, int] = (2, 4, 3)) -> tuple[Tensor, 
     return new, ref, old, noise.keyed_noise(shape[:2], seed, "reward").double()
 
 
-@given(st.integers(0, 99), st.floats(0.01, 5.0), st.floats(0.0, 0.2), st.sampled_from(CONVENTIONS))
-def test_it_is_the_definition(seed: int, beta: float, clip: float, convention: tuple) -> None:
-    new, ref, old, rewards = sample(seed)
-    reduction, pairs = convention
-    total, count = 0.0, 0
-    for n in range(2):
-        for a in range(4):
-            for b in range(a + 1, 4):
-                target = (rewards[n, a] - rewards[n, b]) / beta
-                squares = []
-                for low_high in (None, clip):
-                    ratios = []
-                    for k in (a, b):
-                        ratio, before = new[n, k] - ref[n, k], old[n, k] - ref[n, k]
-                        if low_high is not None:
-                            ratio = torch.minimum(torch.maximum(ratio, before - clip), before + clip)
-                        ratios.append(ratio.sum() / (3 if reduction == "mean" else 1))
-                    squares.append(float((ratios[0] - ratios[1] - target) ** 2))
-                total, count = total + max(squares), count + 1
-    output = prdp_loss(new, ref, old, rewards, beta=beta, clip=clip, reduction=reduction, pairs=pairs)
-    assert output.num_pairs == count == 12
-    assert output.loss.item() == pytest.approx(total / count, rel=1e-9)
-
-
-def test_it_converges_to_the_kl_regularised_optimum() -> None:
-    """One step x ~ N(theta, s^2) with the reward x: the optimum under beta KL is N(s^2 / beta, s^2), in closed form."""
-    std, beta = 0.5, 0.4
-    theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([theta], lr=0.03)
-    for update in range(60):
-        taken = theta.detach() + std * noise.keyed_noise((4, 6, 1), "optimum", update).double()
-
-        def log_prob(mean: Tensor | float, x: Tensor = taken) -> Tensor:
-            return -((x - mean) ** 2) / (2 * std**2)
-
-        new = log_prob(theta)
-        output = prdp_loss(new, log_prob(0.0), new.detach(), taken[..., 0], beta=beta, clip=0.5)
-        optimizer.zero_grad()
-        output.loss.backward()
-        optimizer.step()
-    assert theta.item() == pytest.approx(std**2 / beta, rel=1e-3) and output.loss < 1e-5
-
-
-@given(st.integers(0, 99))
-def test_a_shared_prefix_cancels(seed: int) -> None:
-    """Two leaves of a tree that share their first steps: those have no part in the loss and no gradient in total."""
-    new, ref, old, rewards = sample(seed, (1, 2, 3))
-    for values in (new, ref, old):
-        values[:, 1, 0] = values[:, 0, 0]
-    whole, gradient = prdp_gradient(new, ref, old, rewards, beta=0.5, clip=0.05)
-    suffix, rest = prdp_gradient(new[..., 1:], ref[..., 1:], old[..., 1:], rewards, beta=0.5, clip=0.05)
-    assert whole.loss.item() == pytest.approx(suffix.loss.item(), rel=1e-9)
-    assert gradient[0, :, 0].sum().abs() < 1e-12 and torch.allclose(gradient[..., 1:], rest, atol=1e-12)
-
-
-@given(st.integers(0, 99), st.floats(-9, 9))
-def test_only_differences_of_rewards_and_only_the_order_of_no_pair_matter(seed: int, offset: float) -> None:
-    new, ref, old, rewards = sample(seed)
-    options = {"beta": 0.3, "clip": 0.05}
-    plain = prdp_loss(new, ref, old, rewards, **options).loss
-    shifted = prdp_loss(new, ref, old, rewards + offset, **options).loss
-    order = torch.tensor([2, 0, 3, 1])
-    moved = prdp_loss(new[:, order], ref[:, order], old[:, order], rewards[:, order], **options).loss
-    assert torch.allclose(plain, shifted, rtol=1e-9) and torch.allclose(plain, moved, rtol=1e-9)
-
-
 def test_on_policy_nothing_is_clipped_and_the_gradient_is_that_of_the_regression() -> None:
     new, ref, _, rewards = sample(0)
     output, gradient = prdp_gradient(new, ref, new, rewards, beta=0.5, clip=1e-6)
     free, same = prdp_gradient(new, ref, new, rewards, beta=0.5, clip=1e9)
     assert output.clipped == 0.0 and torch.equal(output.loss, free.loss) and torch.allclose(gradient, same)
     assert gradient.sum(dim=1).abs().max() < 1e-12  # what raises one sample lowers the others
-
-
-def test_gathering_the_gradient_by_coefficients_is_the_gradient_of_the_loss() -> None:
-    """As a trainer does it: per step and sample, weights known beforehand."""
-    new, ref, old, rewards = sample(1)
-    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-
-    def policy() -> Tensor:
-        return new + torch.sin(theta) * (1.0 + new)
-
-    direct = torch.autograd.grad(prdp_loss(policy(), ref, old, rewards, beta=0.5, clip=0.1).loss, theta)[0]
-    _, coefficients = prdp_gradient(policy(), ref, old, rewards, beta=0.5, clip=0.1)
-    gathered = torch.zeros(3, dtype=torch.float64)
-    for k in range(3):
-        for a in range(4):
-            share = (coefficients[:, a, k] * policy()[:, a, k]).sum()
-            gathered += torch.autograd.grad(share, theta)[0]
-    assert torch.allclose(direct, gathered, rtol=1e-9)
 
 
 def test_missing_scores_and_ties_make_no_pair() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from genrl.objectives.surrogates import feasibility, iql
 from tests.golden_cases import Case, check_all, error
@@ -39,22 +37,6 @@ def test_fisor(golden) -> None:
         return {name: (error(got, case[name]), 1e-9) for name, got in ours.items()}
 
     check_all(golden("vla_reference"), check, lambda case: case.fn != "fisor")  # GAE: test_gae
-
-
-@settings(max_examples=20)
-@given(st.floats(0.05, 0.95), st.lists(st.floats(-3, 3), min_size=1, max_size=20))
-def test_the_expectile_solves_its_own_balance(expectile: float, values: list[float]) -> None:
-    """The minimiser m has expectile * E(q - m)+ = (1 - expectile) * E(m - q)+; found by bisection on the gradient."""
-    q = torch.tensor(values, dtype=torch.float64)
-    low, high = q.min().item() - 1, q.max().item() + 1
-    for _ in range(60):
-        middle = torch.tensor((low + high) / 2, dtype=torch.float64, requires_grad=True)
-        slope = torch.autograd.grad(feasibility.expectile_loss(q - middle, expectile).mean(), middle)[0]
-        low, high = (low, middle.item()) if slope > 0 else (middle.item(), high)
-    above, below = (q - low).clamp(min=0).mean(), (low - q).clamp(min=0).mean()
-    assert (expectile * above).item() == pytest.approx(((1 - expectile) * below).item(), abs=1e-9)
-    mirrored = feasibility.reversed_expectile_loss(-(q - low), expectile)
-    torch.testing.assert_close(mirrored, feasibility.expectile_loss(q - low, expectile))
 
 
 def test_infeasible_actions_of_feasible_states_are_never_cloned() -> None:

@@ -6,71 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.objectives.surrogates import iql
-
-numbers = st.lists(st.floats(-5, 5), min_size=1, max_size=20)
-
-
-@settings(max_examples=20)
-@given(st.floats(0.05, 0.95), numbers)
-def test_an_expectile_lies_between_worst_and_best_and_rises(expectile: float, values: list[float]) -> None:
-    q = torch.tensor(values, dtype=torch.float64)
-
-    def minimiser(level: float) -> float:
-        m = q.mean()
-        for _ in range(200):  # the fixed point of m = sum w q / sum w, w = |level - 1[q < m]|
-            w = torch.where(q < m, 1.0 - level, level)
-            m = (w * q).sum() / w.sum()
-        return float(m)
-
-    found = minimiser(expectile)
-    assert q.min() - 1e-9 <= found <= q.max() + 1e-9
-    m = torch.tensor(found, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(iql.expectile_loss(q - m, expectile).mean(), m)
-    assert abs(float(slope)) < 1e-6
-    assert minimiser(min(expectile + 0.04, 0.99)) >= found - 1e-9
-    torch.testing.assert_close(iql.expectile_loss(q - found, 0.5), 0.5 * (q - found) ** 2)
-
-
-def test_two_actions() -> None:
-    """Q of 0 and 1, equally often: the expectile t is t itself, and t -> 1 gives the best action's value."""
-    q, v = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
-    for t in (0.5, 0.7, 0.9):
-        (slope,) = torch.autograd.grad(iql.expectile_loss(q - (v + t), t).mean(), v)
-        assert float(slope) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_targets() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 2.0], requires_grad=True)
     target = iql.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))
     assert target.tolist() == pytest.approx([0.45, 1.0, 1.62]) and not target.requires_grad
-
-
-def test_a_chain_is_solved_by_the_bellman_target() -> None:
-    """Success is n chunks of up to 4 actions away: the exact value is gamma^(actions before it)."""
-    executed, gamma = torch.tensor([[4], [4], [2]]), 0.9
-    rewards = torch.zeros(3, 1, 4)
-    rewards[2, 0, 1] = 1.0
-    chunk = chunk_rewards(rewards, executed, gamma=gamma, mode="smdp")
-    value = torch.zeros(4, 1, dtype=torch.float64)
-    for t in (2, 1, 0):
-        value[t] = iql.q_target(chunk.reward[t], value[t + 1], torch.tensor([t == 2]), chunk.discount[t])
-    assert value[:3, 0].tolist() == pytest.approx([gamma**9, gamma**5, gamma])
-
-
-@settings(max_examples=20)
-@given(numbers, st.floats(0, 10))
-def test_weights_follow_the_advantage(values: list[float], temperature: float) -> None:
-    q = torch.tensor(values, dtype=torch.float64)
-    weights = iql.advantage_weights(q, torch.zeros_like(q), temperature=temperature, largest=100.0)
-    order = q.argsort()
-    assert bool((weights[order].diff() >= 0).all()) and bool((weights <= 100).all()) and bool((weights >= 0).all())
-    if temperature == 0:
-        assert bool((weights == 1).all())
 
 
 def test_weights_by_hand() -> None:

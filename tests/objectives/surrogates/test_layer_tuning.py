@@ -6,26 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from genrl.mdp import kernels
 from genrl.objectives.surrogates import layer_tuning
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-
-
-@given(st.floats(-50, 50), st.floats(1e-5, 0.5), st.floats(1e-5, 0.5), st.floats(0, 2))
-def test_bounds_grow_on_the_side_of_the_advantage_only(
-    advantage: float, low: float, high: float, sensitivity: float
-) -> None:
-    lower, upper = layer_tuning.dynamic_clip_bounds(
-        torch.tensor([advantage, 0.0]).double(), low=low, high=high, sensitivity=sensitivity
-    )
-    assert lower[1] == low and upper[1] == high
-    moved, still = (upper[0], lower[0]) if advantage > 0 else (lower[0], upper[0])
-    base, other = (high, low) if advantage > 0 else (low, high)
-    assert still == other
-    assert float(moved) == pytest.approx(base * (1 + sensitivity * math.tanh(abs(advantage))))
 
 
 def test_the_surrogate_clips_each_sample_at_its_own_bounds() -> None:

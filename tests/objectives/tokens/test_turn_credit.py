@@ -42,18 +42,3 @@ def test_advantages_are_those_of_the_formula(gamma: float) -> None:
             wanted[row, k] = worth[row][k] - (np.mean(others) if others else 0.0)
     found = turn_leave_one_out(torch.tensor(table), torch.tensor(group), gamma=gamma)
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-12)
-
-
-def test_without_a_baseline_of_its_own_the_policy_gradient_is_unbiased() -> None:
-    """Two actions, one turn, groups of two: the mean over all groups is the exact gradient; a group mean halves it."""
-    p, reward = 0.3, np.array([1.0, 4.0])
-    score = np.array([1 - p, -p])  # d log p(action) / d logit of action 0
-    exact = sum(q * r * s for q, r, s in zip([p, 1 - p], reward, score, strict=True))
-    mean = 0.0
-    for first in (0, 1):
-        for second in (0, 1):
-            chance = np.prod([(p, 1 - p)[a] for a in (first, second)])
-            paid = torch.tensor(reward[[first, second]])[:, None]
-            a = turn_leave_one_out(paid, torch.zeros(2, dtype=torch.int64), gamma=1.0).numpy()[:, 0]
-            mean += chance * (a[0] * score[first] + a[1] * score[second]) / 2
-    assert mean == pytest.approx(exact)

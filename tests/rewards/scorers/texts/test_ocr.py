@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from rapidfuzz.distance import Levenshtein
 
 import rewards
 from genrl.data import world
@@ -107,9 +108,23 @@ def test_targets_equal_the_golden_ones(golden_text: dict[str, Any]) -> None:
 
 
 def test_a_video_scores_the_mean_over_all_frames_as_in_the_golden_column(golden_text: dict[str, Any]) -> None:
+    """By Adv-GRPO's score of a frame (column no_substring): Flow-GRPO's where the target does not stand among more."""
+
+    def of_frame(lines: list[str], target: str) -> float:
+        wanted, read = (ocr.joined(text) for text in ([target], lines))
+        distance = Levenshtein.distance(read, wanted)
+        if wanted not in read:
+            assert ocr.flow_grpo(lines, target) == pytest.approx(1 - min(distance / len(wanted), 1), abs=1e-12)
+        return 1 - min(distance / len(wanted), 1)
+
+    for case in golden_text["cases"]:
+        if case["no_substring"] is not None:
+            assert of_frame(case["lines"], case["target"]) == pytest.approx(case["no_substring"], abs=1e-12), case
     for case in golden_text["video"]:
-        scores = [ocr.ned_max(lines, case["target"]) for lines in case["frames"]]
+        scores = [of_frame(lines, case["target"]) for lines in case["frames"]]
+        some = [score for score in scores if score > 0]
         assert sum(scores) / len(scores) == pytest.approx(case["mean_all_frames"], abs=1e-12)
+        assert sum(some) / max(len(some), 1) == pytest.approx(case["adv_grpo_drop_zero_frames"], abs=1e-12)
 
 
 def test_drawn_signs_are_read(quick: ocr.Ocr) -> None:
