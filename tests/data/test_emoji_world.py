@@ -81,7 +81,6 @@ def test_prompt_files_are_those_of_the_world() -> None:
     assert {world.kind_of(line) for line in files["eval"]} == set(world.KINDS)
 
 
-@pytest.mark.slow
 def test_a_plain_call_of_plain_diffusers_draws_the_caption(root: Path) -> None:
     pipeline = DiffusionPipeline.from_pretrained(root / "assets" / "tiny-emoji")
     pipeline.set_progress_bar_config(disable=True)

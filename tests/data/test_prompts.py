@@ -166,7 +166,6 @@ def test_sources_that_cannot_be_used(source: str, says: str, folder: Path) -> No
         read(str(folder / source))
 
 
-@pytest.mark.slow  # imports datasets
 def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
     data = folder / "set"

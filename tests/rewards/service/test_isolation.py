@@ -57,7 +57,6 @@ def test_one_process_from_start_to_end(tmp_path: Path) -> None:
         assert score(reward, "die").failures[0].fatal  # it dies of this sample every time
         pids = list(dict.fromkeys(int(line.split()[0]) for line in log.read_text().splitlines()))
         assert 3 <= len(pids) <= 6 and os.getpid() not in pids  # as many as the deadline allows
-        assert score(reward) == local
     finally:
         reward.close()
     reward.close()  # twice is allowed
