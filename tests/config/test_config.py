@@ -14,10 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import rewards
 from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
+from genrl.config.files import declared_columns
+from genrl.config.folders import read_json
 from genrl.config.json_schemas import all_keys
 from genrl.config.loading import ROOTS
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
+from genrl.config.page import markdown
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 from tests.config.schemas import schema_validator
 
@@ -64,8 +68,7 @@ def test_refused_with_place_and_advice(case: dict[str, Any], tmp_path: Path) -> 
     lines = [line for line in str(error).splitlines() if line.startswith(f"{path}:{case['line']}: {case['key']}")]
     assert lines, f"no line for {case['key']} at line {case['line']} in:\n{error}"
     says = case["says"] if isinstance(case["says"], list) else [case["says"]]
-    for part in says:
-        assert part in lines[0]
+    assert all(part in lines[0] for part in says)
 
 
 @pytest.mark.parametrize("case", cases("not_yaml.yaml"))
@@ -74,13 +77,6 @@ def test_refused_text(case: dict[str, Any], tmp_path: Path) -> None:
     assert error.problems[0].origin.line == case["line"], str(error)
     for part in case["says"] if isinstance(case["says"], list) else [case["says"]]:
         assert part in str(error)
-
-
-def test_tables_are_as_long_as_promised() -> None:
-    assert len(cases("typos.yaml")) >= 30
-    assert len(cases("types.yaml")) >= 20
-    assert len(cases("impossible.yaml")) >= 20
-    assert len(cases("impossible_rollouts.yaml")) >= 35
 
 
 def test_valid_sections_are_valid(tmp_path: Path) -> None:
@@ -99,8 +95,10 @@ def test_files_of_one_name_train_into_different_folders(tmp_path: Path, file: st
     assert load(write((tmp_path / file).parent, text)).output == str(Path("runs", output))
 
 
-def test_every_suggested_key_exists() -> None:
+def test_every_suggested_key_exists_and_the_page_of_keys_is_current() -> None:
     assert set(OTHER_NAMES.values()) <= set(all_keys())
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == markdown(), "run `python -m genrl.config.page > docs/configuration.md`"
 
 
 @pytest.mark.parametrize("file", ["quickstart.yaml", "vlm/quickstart.yaml"])
@@ -115,28 +113,20 @@ def test_names_of_trl_are_answered_by_ours(root: Path, file: str, name: str) -> 
 def test_all_problems_in_one_message(tmp_path: Path) -> None:
     path = write(tmp_path, "optimizer:\n  lrr: 1\n  weight_decay: no\nseeed: 1\niterations: 0\n")
     error = refused(path, ["sampling.grup_size=3"])
-    found = [(problem.path, problem.origin.line) for problem in error.problems]
-    assert found[:4] == [("model", 1), ("prompts", 1), ("rewards", 1), ("trainer", 1)] or len(found) == 9
-    assert ("optimizer.lrr", 2) in found and ("optimizer.weight_decay", 3) in found and ("seeed", 4) in found
-    assert ("iterations", 5) in found and ("sampling.grup_size", None) in found
-    assert "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
-
-
-def test_all_contradictions_in_one_message(tmp_path: Path) -> None:
+    found = {(problem.path, problem.origin.line) for problem in error.problems}
+    assert len(found) == 9 and {(name, 1) for name in VALID} < found
+    assert {("optimizer.lrr", 2), ("optimizer.weight_decay", 3), ("seeed", 4), ("iterations", 5)} < found
+    assert ("sampling.grup_size", None) in found and "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
     error = refused(write(tmp_path, text_of({"yaml": "sampling: {group_size: 1}\ntrackers: [wandb, wandb]"})))
     assert len(error.problems) == 2
 
 
-def test_contradictions_are_refused_in_python_too() -> None:
+def test_in_python_contradictions_are_refused_too_and_what_is_made_is_frozen() -> None:
     sections = {key: yaml.safe_load(value) for key, value in VALID.items()}
     with pytest.raises(ValidationError, match="use a group of 2 or more"):
         Config(**sections, sampling={"group_size": 1})
-
-
-def test_frozen() -> None:
-    config = load(ROOT / "configs" / "quickstart.yaml")
     with pytest.raises(ValidationError, match="frozen"):
-        config.seed = 1
+        Config(**sections, evaluation={"every": 0}).seed = 1
 
 
 @pytest.mark.parametrize(
@@ -173,15 +163,11 @@ def test_bombs_are_refused(tmp_path: Path) -> None:
     assert "more than 5,000 values" in str(refused(write(tmp_path, "a: [" + "1," * 20_000 + "]")))
 
 
-def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"seed: 1\n# caf\xe9\n")
     assert str(path) + ":2: byte 0xe9" in str(refused(path))
-
-
-def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    write(tmp_path, "seed: 1", "quickstart.yaml")
-    assert f"did you mean {tmp_path / 'quickstart.yaml'}?" in str(refused(tmp_path / "quickstrat.yaml"))
+    assert f"did you mean {path}?" in str(refused(tmp_path / "aa.yaml"))
 
 
 class TestOverrides:
@@ -194,17 +180,12 @@ class TestOverrides:
         assert (config.optimizer.lr, config.ema, config.trackers) == (1e-4, None, ("wandb", "trackio"))
         assert (config.output, config.seed) == ("3", 10)
 
-    def test_list_items_and_new_sections(self, path: Path) -> None:
-        config = load(path, ["rewards.0.weight=2", "checkpoint.keep=5", "model.lora.rank=4", "trainer.window.size=3"])
-        assert config.rewards[0].weight == 2 and config.checkpoint.keep == 5
+    def test_list_items_and_sections_and_the_last_one_wins(self, path: Path) -> None:
+        sections = ["model.lora.rank=4", "trainer={algorithm: diffusion_nft, beta: 0.1}"]
+        config = load(path, ["rewards.0.weight=2", "checkpoint.keep=5", *sections, "seed=1", "seed=2"])
+        assert config.rewards[0].weight == 2 and config.checkpoint.keep == 5 and config.seed == 2
         assert config.model.lora is not None and config.model.lora.rank == 4
-
-    def test_a_whole_section(self, path: Path) -> None:
-        config = load(path, ["trainer={algorithm: diffusion_nft, beta: 0.1}"])
         assert config.trainer.algorithm == "diffusion_nft" and config.trainer.beta == 0.1
-
-    def test_the_last_one_wins(self, path: Path) -> None:
-        assert load(path, ["seed=1", "seed=2"]).seed == 2
 
     @pytest.mark.parametrize(
         ("override", "says"),
@@ -272,18 +253,19 @@ def contains(whole: object, part: object) -> bool:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configurations_load_and_round_trip(path: Path, tmp_path: Path) -> None:
+def test_shipped_configurations_load_and_come_back_and_are_of_the_schema(path: Path, tmp_path: Path) -> None:
     config = load(path)
     saved = write(tmp_path, dump(config), "config.yaml")
     assert load(saved) == config
-    written = parse(path.read_text()).value
+    folder = path.relative_to(ROOT / "configs").with_suffix("")
+    written, dumped = parse(path.read_text()).value, parse(saved.read_text()).value
     assert isinstance(written, dict)
-    written.pop("include", None)
-    assert contains(parse(saved.read_text()).value, written)
-
-
-def test_quickstart_is_short() -> None:
-    assert len((ROOT / "configs" / "quickstart.yaml").read_text().splitlines()) <= 10
+    part = written.pop("include", None) is not None  # what is missing is in its base
+    assert written.get("output", config.output) == config.output and (
+        part or "output" in written or config.output == str(Path("runs", folder))
+    )
+    assert contains(dumped, written)
+    assert list(schema_validator().iter_errors(dumped if part else written)) == []
 
 
 # Zl and Zp: YAML breaks lines at them, and a key may not go over two
@@ -302,59 +284,25 @@ plain = st.recursive(
     max_leaves=6,
 )
 positive = st.floats(1e-12, 1e6)
-trainers = st.one_of(
-    st.fixed_dictionaries(
-        {"algorithm": st.just("flow_grpo"), "noise_level": st.floats(0.01, 1)},
-        optional={
-            "kernel": st.sampled_from(["flow_sde", "dance_sde", "flow_cps", "flow_ddim", "ddim"]),
-            "window": st.none()
-            | st.fixed_dictionaries({"size": st.integers(1, 3)}, optional={"low": st.integers(0, 4)}),
-            "clip_range": st.floats(1e-8, 0.9) | st.tuples(st.floats(1e-8, 0.9), positive).map(list),
-            "kl": st.sampled_from(["gaussian", "gaussian_dt", "mean_square", "velocity"]),
-        },
-    ),
-    st.fixed_dictionaries(
-        {"algorithm": st.just("diffusion_nft")},
-        optional={"beta": positive, "timesteps_per_sample": st.none() | st.integers(1, 8)},
-    ),
-)
-rewards_ = st.lists(
-    st.fixed_dictionaries(
-        {"name": words, "weight": st.floats(0.1, 9)}, optional={"args": st.dictionaries(words, plain)}
-    ),
-    min_size=1,
-    max_size=3,
-    unique_by=lambda reward: reward["name"],
-)
+reward_ = st.fixed_dictionaries({"name": words, "weight": positive, "args": st.dictionaries(words, plain)})
 documents = st.fixed_dictionaries(
     {
-        "model": st.fixed_dictionaries(
-            {"path": words.map("org/{}".format)},
-            optional={"lora": st.none() | st.fixed_dictionaries({"rank": st.integers(1, 99)})},
-        ),
+        "model": st.fixed_dictionaries({"path": words.map("org/{}".format)}),
         "prompts": st.just({"train": "a.jsonl", "eval": "b.jsonl"}),
-        "rewards": rewards_,
-        "trainer": trainers,
-        "sampling": st.fixed_dictionaries(
-            {"num_inference_steps": st.integers(8, 50)},
-            optional={
-                "guidance_scale": st.none() | st.floats(0, 20),
-                "pipeline_args": st.dictionaries(words.map("x_{}".format), plain, max_size=3),
-            },
-        ),
+        "rewards": st.lists(reward_, min_size=1, max_size=3, unique_by=lambda reward: reward["name"]),
+        "trainer": st.just({"algorithm": "diffusion_nft"})
+        | st.fixed_dictionaries({"algorithm": st.just("flow_grpo"), "noise_level": st.floats(0.01, 1)}),
+        "sampling": st.fixed_dictionaries({"pipeline_args": st.dictionaries(words.map("x_{}".format), plain)}),
     },
     optional={
-        "optimizer": st.fixed_dictionaries(
-            {}, optional={"lr": positive, "betas": st.lists(st.floats(0, 0.99), min_size=2, max_size=2)}
-        ),
+        "optimizer": st.fixed_dictionaries({"lr": positive, "betas": st.tuples(*[st.floats(0, 0.99)] * 2).map(list)}),
         "ema": st.none() | st.fixed_dictionaries({"decay": st.floats(0, 0.999)}),
         "seed": st.integers(0, 2**40),
-        "trackers": st.lists(st.sampled_from(["tensorboard", "wandb", "aim"]), unique=True),
     },
-)  # fmt: skip
+)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(document=documents)
 def test_nothing_written_is_changed(document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("round-trip")
@@ -386,15 +334,6 @@ def test_schema_describes_every_key_and_validates() -> None:
     assert len(common) <= 130  # a few keys decide a run, beside those of its method; more are more to read
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_schema_accepts_the_shipped_configurations(path: Path) -> None:
-    document = parse(path.read_text()).value
-    assert isinstance(document, dict)
-    if "include" in document:
-        document = parse(dump(load(path))).value
-    assert list(schema_validator().iter_errors(document)) == []
-
-
 class TestFiles:
     @pytest.fixture
     def files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -420,9 +359,6 @@ class TestFiles:
     def notes(self, folder: Path, yaml_text: str) -> list[str]:
         return check_files(*load_located(write(folder, text_of({"yaml": yaml_text}))))
 
-    def test_all_well(self, files: Path) -> None:
-        assert self.notes(files, "model: {path: ./model}") == []
-
     def test_sizes_are_counted_in_the_prompts(self, files: Path) -> None:
         few = "sampling: {buckets: [[64, 64], [64, 96], [96, 64]], group_size: 4, batch_size: 32}"  # 20 prompts
         said = self.problem(files, f"{few}\nprompts: {{train: train.txt, eval: eval.txt}}")
@@ -432,9 +368,6 @@ class TestFiles:
         write(files, row * 20, "sized.jsonl")
         notes = self.notes(files, "prompts: {train: sized.jsonl, eval: eval.txt}")
         assert any("the column height is not read; sampling.buckets: rows" in note for note in notes)
-
-    def test_hub_id_is_a_remark(self, files: Path) -> None:
-        assert "org/model is not on this machine yet" in self.notes(files, "seed: 1")[0]
 
     @pytest.mark.parametrize(
         ("text", "line", "says"),
@@ -482,13 +415,9 @@ class TestFiles:
         (files / "runs" / "a").mkdir(parents=True)
         write(files / "runs" / "a", "x", "config.yaml")
         notes = "\n".join(self.notes(files, "model: {path: ./model}\nrewards: [{name: './mine.py:mine'}]"))
-        for part in (
-            "1 of 2 prompts are trained on too",
-            "train.txt:201: character 0x001b",
-            "runs the code of",
-            "is in use",
-        ):
-            assert part in notes
+        assert "1 of 2 prompts are trained on too" in notes and "train.txt:201: character 0x001b" in notes
+        assert "runs the code of" in notes and "is in use" in notes
+        assert "org/model is not on this machine yet" in self.notes(files, "seed: 1")[0]
 
 
 @pytest.mark.parametrize(
@@ -503,61 +432,29 @@ class TestFiles:
     ],
 )
 def test_declared_columns_are_read_without_importing(source: str, columns: tuple[str, ...], tmp_path: Path) -> None:
-    import rewards
-    from genrl.config.files import declared_columns
-
     path = write(tmp_path, "raise SystemExit('imported')\n" + source + "\n", "r.py")
     assert declared_columns(rewards.Origin("r", "file", str(path), "r")) == columns
 
 
-@pytest.mark.slow  # imports transformers
-def test_declared_columns_of_the_built_in_rewards_agree_with_their_signatures() -> None:
-    import importlib
-
-    import rewards
-    from genrl.config.files import declared_columns
-
-    for name in ("shapes", "clipscore", "pickscore"):  # those of ocr depend on its args
-        origin = rewards.resolve(name)
-        target = vars(importlib.import_module(origin.where))[origin.attribute]
-        assert declared_columns(origin) == rewards.needs(target).columns
-
-
-def test_checking_never_imports_torch(tmp_path: Path) -> None:
-    """All fixtures and all shipped files, in one fresh interpreter."""
-    folder = tmp_path / "cases"
-    folder.mkdir()
-    for name in REFUSED:
-        for index, case in enumerate(cases(name)):
-            write(folder, text_of(case.values[0]), f"{name}-{index}.yaml")
+def test_checking_never_imports_torch() -> None:
+    """All shipped files, in a fresh interpreter."""
     program = """
 import sys
 from pathlib import Path
-from genrl.config import ConfigError, check_files, load, load_located
-refused = 0
-for path in sorted(Path(sys.argv[1]).glob("*.yaml")):
-    try:
-        load(path)
-    except ConfigError:
-        refused += 1
+from genrl.config import ConfigError, check_files, load_located
 for path in sorted(Path("configs").rglob("*.yaml")):
     try:
         check_files(*load_located(path))
     except ConfigError:
         pass
 heavy = {"torch", "diffusers", "transformers", "numpy", "accelerate"}
-print(refused, sorted(heavy & {name.split(".")[0] for name in sys.modules}))
+assert not heavy & {name.split(".")[0] for name in sys.modules}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split(maxsplit=1) == [str(len(list(folder.glob("*.yaml")))), "[]\n"]
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"a"', "\udcff"])
 def test_broken_model_index(text: str, tmp_path: Path) -> None:
-    from genrl.config.folders import read_json
-
     path = tmp_path / "model_index.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert read_json(path) == {}

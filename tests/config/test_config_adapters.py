@@ -1,4 +1,4 @@
-"""What the disk tells of the LoRAs that a configuration names, and how `from` is written."""
+"""Adapters of a configuration: how `from` is written, what the disk tells, layers and ranks against the pipeline's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,39 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from genrl.config import ConfigError, LoRA, check_files, dump, load
+from genrl.config import ConfigError, LoRA, check_files, dump, load, load_located
+from genrl.config.adapter_layers import layer_problems
+from genrl.config.estimate import Component
 
 QUICK = Path("configs/flow_grpo.yaml")
+SHAPES = {f"blocks.0.{name}.weight": (8, 8) for name in ("attn.to_q", "attn.to_out.0", "ff")}
+TRANSFORMER = Component("transformer", "X", 200, 0, SHAPES | {"blocks.0.norm.weight": (8,)}, {})
+ENCODER = Component("text_encoder", "Y", 64, 0, {"layers.0.to_v.weight": (8, 8)}, {})
+
+
+@pytest.mark.parametrize(
+    ("lora", "wrong"),
+    [
+        (LoRA(), {}),
+        (LoRA(targets=("to_q", "attn.to_out.0", "ff"), ranks={"ff": 2, "transformer": 3}), {}),
+        (LoRA(targets=("to_q", "norm")), {"model.lora.targets": "no layer of the transformer (X) is called norm"}),
+        (LoRA(targets=("to_v",)), {"model.lora.targets": "is called to_v; its layers end in ff, to_q"}),
+        (LoRA(ranks={"ff": 2}), {"model.lora.ranks.ff": "no adapted layer's name ends in ff"}),
+        (LoRA(ranks={"unet": 2}), {"model.lora.ranks.unet": "components: transformer; a layer: blocks.0.attn.to_q"}),
+    ],
+)
+def test_layers_that_are_not_there(lora: LoRA, wrong: dict[str, str]) -> None:
+    found = dict(layer_problems(lora, [ENCODER, TRANSFORMER]))
+    assert found.keys() == wrong.keys() and all(wrong[key] in text for key, text in found.items())
+    unread = Component("transformer", "X", 0, 0, {}, {}, "no weights")
+    assert list(layer_problems(LoRA(targets=("nothing",), ranks={"no": 1}), [unread])) == []  # names are not known
+
+
+def test_check_knows_what_training_refuses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    config, origins = load_located("configs/quickstart.yaml", ["model.lora.ranks={to_x: 2}"])
+    with pytest.raises(ConfigError, match=r"model\.lora\.ranks\.to_x.*no adapted layer's name ends in to_x"):
+        check_files(config, origins)
 
 
 def test_from_survives_a_file(tmp_path: Path) -> None:

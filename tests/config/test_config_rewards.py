@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from genrl.config import Config, ConfigError, check_files, load
+from genrl.config import ConfigError, check_files, load
 from rewards import lower_end
 
 BASE = """\
@@ -46,6 +46,7 @@ def write(folder: Path, rewards: str) -> Path:
         (f"  - {{name: ocr, {REMOTE}, outage: {{deadline_s: 600}}}}", "up to 600 s .* ended after 600 s"),
         (f"  - {{name: ocr, {REMOTE}, outage: {{policy: zero}}}}", "policy"),
         ("  - {name: ocr, batch_size: 0}", "batch_size"),
+        ("  - {name: ocr, remote: '127.0.0.1:80'}", "is no URL of a server; write http://HOST:PORT"),
     ],
 )
 def test_what_contradicts_itself_is_refused(tmp_path: Path, rewards: str, words: str) -> None:
@@ -55,15 +56,12 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, rewards: str, words:
 
 
 def test_what_fits_is_kept(tmp_path: Path) -> None:
-    config = load(
-        write(
-            tmp_path,
-            "  - {name: ocr, weight: 2, schedule: [[0, 0], [50, 1.0]], normalize: running, cache: 100}\n"
-            "  - {name: ocr, args: {crop: ink}, weight: -1, gate: {reward: ocr, at_least: 0.5, otherwise: -1}}\n"
-            f"  - {{name: pickscore, {REMOTE}, outage: {{policy: pause}}}}\n"
-            f"  - {{name: './a/b.py:Mine', isolate: {tmp_path}}}",
-        )
-    )
+    rewards = f"""\
+  - {{name: ocr, weight: 2, schedule: [[0, 0], [50, 1.0]], normalize: running, cache: 100}}
+  - {{name: ocr, args: {{crop: ink}}, weight: -1, gate: {{reward: ocr, at_least: 0.5, otherwise: -1}}}}
+  - {{name: pickscore, {REMOTE}, outage: {{policy: pause}}}}
+  - {{name: './a/b.py:Mine', isolate: {tmp_path}}}"""
+    config = load(write(tmp_path, rewards))
     assert config.reward_labels == ("ocr", "ocr-2", "pickscore", "Mine")
     assert config.rewards[0].schedule == ((0, 0.0), (50, 1.0)) and config.rewards[3].isolate == str(tmp_path)
 
@@ -78,25 +76,20 @@ def test_places_are_checked_on_disk_where_they_are_here(tmp_path: Path, monkeypa
         check_files(load(write(tmp_path, "  - {name: known-there-only, isolate: true}")))
 
 
-def test_a_misspelt_parameter_is_named_with_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("prompt", "reward ./mine.py:own asks for the column prompt.* Did you mean 'prompts'"),
+        ("reference_images, style", "asks for the column style, reference_image|reference_image, style"),
+    ],
+)
+def test_columns_that_are_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, words: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def words(images, prompt): ...\n")
-    with pytest.raises(ConfigError, match="reward ./mine.py:words asks for the column prompt.* Did you mean 'prompts'"):
-        check_files(load(write(tmp_path, "  - {name: './mine.py:words'}")))
-
-
-def test_pictures_of_references_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def like(images, reference_images, style): ...\n")
-    with pytest.raises(ConfigError, match="asks for the column style, reference_image|reference_image, style"):
-        check_files(load(write(tmp_path, "  - {name: './mine.py:like'}")))
-
-
-def tamed(tmp_path: Path, rewards: str) -> Config:
-    """Several rewards under PaCo-GRPO's log-tame."""
-    path = write(tmp_path, rewards)
-    path.write_text(path.read_text().replace("diffusion_nft", "paco_grpo, aggregate: log_tame"))
-    return load(path)
+    (tmp_path / "mine.py").write_text(f"def own(images, {asked}): ...\n")
+    with pytest.raises(ConfigError, match=words):
+        check_files(load(write(tmp_path, "  - {name: './mine.py:own'}")))
 
 
 def test_what_log_tame_cannot_take_the_logarithm_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +98,19 @@ def test_what_log_tame_cannot_take_the_logarithm_of_is_refused(tmp_path: Path, m
     (tmp_path / "mine.py").write_text(
         'class Low:\n    range = "about -2 to 2"\n    def __call__(self, images): ...\n\n\ndef quiet(images): ...\n'
     )
+
+    def check(*rewards: str) -> None:
+        path = write(tmp_path, "\n".join(f"  - {{name: {reward}}}" for reward in rewards))
+        path.write_text(path.read_text().replace("diffusion_nft", "paco_grpo, aggregate: log_tame"))
+        check_files(load(path))
+
     for name, says in (("imagereward", "about -2.3 to 2"), ("hpsv3", "-5 to 15"), ("./mine.py:Low", "-2 to 2")):
         words = rf"rewards.1.name: log_tame .* scores of {name} may be -1 or less \(its range: .*{says}\); .*gdpo"
         with pytest.raises(ConfigError, match=words):
-            check_files(tamed(tmp_path, f"  - {{name: shapes}}\n  - {{name: '{name}'}}"))
-        check_files(tamed(tmp_path, f"  - {{name: shapes}}\n  - {{name: '{name}', weight: 0}}"))
-    check_files(tamed(tmp_path, "  - {name: imagereward}"))  # alone it is never tamed
-    check_files(tamed(tmp_path, "  - {name: clipscore}\n  - {name: pickscore}\n  - {name: './mine.py:quiet'}"))
+            check("shapes", f"'{name}'")
+        check("shapes", f"'{name}', weight: 0")
+    check("imagereward")  # alone it is never tamed
+    check("clipscore", "pickscore", "'./mine.py:quiet'")
 
 
 @pytest.mark.parametrize(

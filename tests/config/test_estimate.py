@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
 from genrl.config import Config, load
@@ -44,63 +45,49 @@ def config(**sections: Any) -> Config:
 @pytest.mark.parametrize(
     ("sections", "sample", "train", "backward"),
     [
-        ({}, 60, 48, 48),  # 12 samples x 5 steps; x 4 trained steps
-        ({"sampling": {"guidance_scale": 4.0}}, 120, 96, 96),
-        ({"sampling": {"guidance_scale": None}}, 120, 96, 96),
-        ({"trainer": {**FLOW_GRPO, "kl_weight": 0.1}}, 60, 96, 48),
-        ({"trainer": {**FLOW_GRPO, "keep_graph": True}}, 60, 0, 48),
-        ({"trainer": {**FLOW_GRPO, "keep_graph": True, "kl_weight": 0.1}}, 60, 48, 48),  # the reference's
-        ({"trainer": {**FLOW_GRPO, "window": {"size": 2}}}, 60, 24, 24),
-        ({"trainer": {**FLOW_GRPO, "inner_epochs": 3, "updates_per_iteration": 3}}, 60, 144, 144),
-        ({"trainer": {**FLOW_GRPO, "guidance_in_training": False}, "sampling": {"guidance_scale": 4.0}}, 120, 96, 48),
-        ({"trainer": {"algorithm": "grpo_guard", "updates_per_iteration": 3}}, 60, 80, 48),  # means of two thirds
-        ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde"}}, 60, 96, 48),
-        ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "inner_epochs": 2}}, 60, 192, 96),
-        ({"trainer": {"algorithm": "diffusion_nft"}}, 60, 144, 48),
-        ({"trainer": {"algorithm": "awm"}}, 60, 216, 72),  # the policy, the reference, the slow copy; at 6 levels
-        ({"trainer": {"algorithm": "awm", "updates_per_iteration": 3}}, 60, 264, 72),  # the old one for two thirds
-        ({"trainer": {"algorithm": "awm", "kl_weight": 0, "ema_kl_weight": 0}}, 60, 72, 72),
-        ({"trainer": {"algorithm": "dgpo", "first_steps": 5}, "sampling": {"guidance_scale": 4.0}}, 120, 144, 48),
-        ({"trainer": {"algorithm": "dgpo", "first_steps": 5, "reference_guidance": 4.5}}, 60, 192, 48),
-        ({"trainer": {"algorithm": "dgpo", "first_steps": 5, "reference": "ema", "kl_weight": 0}}, 60, 96, 48),
-        ({"trainer": {"algorithm": "crd"}}, 60, 144, 48),
-        ({"trainer": {"algorithm": "crd", "kl_weight": 0, "timesteps_per_sample": 2}}, 60, 48, 24),
-        ({"trainer": {"algorithm": "dpo", "timesteps_per_pair": 3}}, 60, 36, 18),  # 3 pairs
+        ("", 60, 48, 48),  # 12 samples x 5 steps; x 4 trained steps
+        ("sampling: {guidance_scale: 4.0}", 120, 96, 96),
+        ("sampling: {guidance_scale: null}", 120, 96, 96),
+        ("trainer: {algorithm: flow_grpo, kl_weight: 0.1}", 60, 96, 48),
+        ("trainer: {algorithm: flow_grpo, keep_graph: true}", 60, 0, 48),
+        ("trainer: {algorithm: flow_grpo, keep_graph: true, kl_weight: 0.1}", 60, 48, 48),  # the reference's
+        ("trainer: {algorithm: flow_grpo, window: {size: 2}}", 60, 24, 24),
+        ("trainer: {algorithm: flow_grpo, inner_epochs: 3, updates_per_iteration: 3}", 60, 144, 144),
+        ("trainer: {algorithm: flow_grpo, guidance_in_training: false}, sampling: {guidance_scale: 4.0}", 120, 96, 48),
+        ("trainer: {algorithm: grpo_guard, updates_per_iteration: 3}", 60, 80, 48),  # means of two thirds
+        ("trainer: {algorithm: prdp, kernel: flow_sde}", 60, 96, 48),
+        ("trainer: {algorithm: prdp, kernel: flow_sde, inner_epochs: 2}", 60, 192, 96),
+        ("trainer: {algorithm: diffusion_nft}", 60, 144, 48),
+        ("trainer: {algorithm: awm}", 60, 216, 72),  # the policy, the reference, the slow copy; at 6 levels
+        ("trainer: {algorithm: awm, updates_per_iteration: 3}", 60, 264, 72),  # the old one for two thirds
+        ("trainer: {algorithm: awm, kl_weight: 0, ema_kl_weight: 0}", 60, 72, 72),
+        ("trainer: {algorithm: dgpo, first_steps: 5}, sampling: {guidance_scale: 4.0}", 120, 144, 48),
+        ("trainer: {algorithm: dgpo, first_steps: 5, reference_guidance: 4.5}", 60, 192, 48),
+        ("trainer: {algorithm: dgpo, first_steps: 5, reference: ema, kl_weight: 0}", 60, 96, 48),
+        ("trainer: {algorithm: crd}", 60, 144, 48),
+        ("trainer: {algorithm: crd, kl_weight: 0, timesteps_per_sample: 2}", 60, 48, 24),
+        ("trainer: {algorithm: dpo, timesteps_per_pair: 3}", 60, 36, 18),  # 3 pairs
+        ("trainer: {algorithm: dpo_offline}, sampling: {prompts_per_iteration: 6, group_size: 2}", 0, 24, 12),
+        ("trainer: {algorithm: d3po}", 60, 96, 48),
+        ("trainer: {algorithm: draft}", 60, 12, 12),
+        ("trainer: {algorithm: draft, steps: 3}, sampling: {guidance_scale: 4.0}", 120, 144, 72),
+        ("trainer: {algorithm: draft, truncation: alignprop, steps: 2}", 60, 30, 18),  # 1 or 4 calls
+        ("trainer: {algorithm: draft, truncation: refl, steps: 3}", 48, 12, 12),  # 3, 4 or 5 steps drawn
+        # the assistant's two steps, its score, the teacher's two, the generator
+        ("trainer: {algorithm: diff_instruct, assistant_steps: 2}, sampling: {num_inference_steps: 1}", 12, 72, 72),
         (
-            {"trainer": {"algorithm": "dpo_offline"}, "sampling": {"prompts_per_iteration": 6, "group_size": 2}},
-            0,
-            24,
-            12,
+            "trainer: {algorithm: diff_instruct, divergence: kl, guidance: none}, sampling: {num_inference_steps: 1}",
+            *(12, 48, 24),
         ),
-        ({"trainer": {"algorithm": "d3po"}}, 60, 96, 48),
-        ({"trainer": {"algorithm": "draft"}}, 60, 12, 12),
-        ({"trainer": {"algorithm": "draft", "steps": 3}, "sampling": {"guidance_scale": 4.0}}, 120, 144, 72),
-        ({"trainer": {"algorithm": "draft", "truncation": "alignprop", "steps": 2}}, 60, 30, 18),  # 1 or 4 calls
-        ({"trainer": {"algorithm": "draft", "truncation": "refl", "steps": 3}}, 48, 12, 12),  # 3, 4 or 5 steps drawn
-        (
-            {"trainer": {"algorithm": "diff_instruct", "assistant_steps": 2}, "sampling": {"num_inference_steps": 1}},
-            12,
-            72,  # the assistant's two steps, its score, the teacher's two, the generator
-            72,
-        ),
-        (
-            {
-                "trainer": {"algorithm": "diff_instruct", "divergence": "kl", "guidance": "none"},
-                "sampling": {"num_inference_steps": 1},
-            },
-            12,
-            48,
-            24,
-        ),
-        ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0}}, 60, 96, 48),
-        ({"trainer": {"algorithm": "diffusion_nft", "timesteps_per_sample": 2}}, 60, 72, 24),
-        ({"trainer": {"algorithm": "diffusion_nft", "old_policy_decay": "none", "kl_weight": 0}}, 60, 48, 48),
-        ({"sampling": {"pipeline_args": {"true_cfg_scale": 4.0, "negative_prompt": " "}}}, 120, 96, 96),
-        ({"sampling": {"pipeline_args": {"true_cfg_scale": 4.0}, "guidance_scale": None}}, 60, 48, 48),
+        ("trainer: {algorithm: diffusion_nft, kl_weight: 0}", 60, 96, 48),
+        ("trainer: {algorithm: diffusion_nft, timesteps_per_sample: 2}", 60, 72, 24),
+        ("trainer: {algorithm: diffusion_nft, old_policy_decay: none, kl_weight: 0}", 60, 48, 48),
+        ("sampling: {pipeline_args: {true_cfg_scale: 4.0, negative_prompt: ' '}}", 120, 96, 96),
+        ("sampling: {pipeline_args: {true_cfg_scale: 4.0}, guidance_scale: null}", 60, 48, 48),
     ],
 )
-def test_model_calls(sections: dict[str, Any], sample: int, train: int, backward: int) -> None:
-    found = plan(config(**sections))
+def test_model_calls(sections: str, sample: int, train: int, backward: int) -> None:
+    found = plan(config(**yaml.safe_load(f"{{{sections}}}")))
     assert (found.sample_calls, found.train_calls, found.backward_calls) == (sample, train, backward)
     assert (found.images, found.micro_batches) == (12, 3)
 
@@ -124,11 +111,7 @@ WINDOW = {"size": 2, "high": 4}
         ),
         ({"window": WINDOW, "tree": {"ways": 4}}, (17 + 14 + 11) / 3, 5),
         # places 0, 1, 2 with likelihood 4 : 2 : 1
-        (
-            {"window": {**WINDOW, "schedule": "geometric"}, "tree": {"ways": 4}},
-            (4 * 17 + 2 * 14 + 11) / 7,
-            5,
-        ),
+        ({"window": {**WINDOW, "schedule": "geometric"}, "tree": {"ways": 4}}, (4 * 17 + 2 * 14 + 11) / 7, 5),
         # two ways at both steps of the window at 2, 3: 3 + 2 + 4
         ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 2, "at": "window"}}, 3 + 2 + 4, 1 + 2),
         # splits at 0 and 3, every step but the last trained: 1 + 2 + 2 + 2 + 4
@@ -153,18 +136,15 @@ def test_model_calls_of_windows_and_trees(trainer: dict[str, Any], sample: float
     assert found.total_calls(10) == round(30 * (sample + train)) + found.evaluations * found.evaluation_calls
 
 
-def test_guidance_of_trees() -> None:
+def test_guidance() -> None:
+    flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
+    embedded = config(sampling={"guidance_scale": 3.5})  # an input of the model: one call
+    assert plan(embedded, (flux,)).sample_calls == 60 and plan(embedded).sample_calls == 120
     tree = {**TREE_RPO, "window": {**WINDOW, "low": 2}}
     guided = plan(config(trainer=tree, sampling={"guidance_scale": 4.0}))
     assert (guided.sample_calls, guided.train_calls, guided.backward_calls) == (66, 42, 30)
     unguided = plan(config(trainer={**tree, "guidance_in_training": False}, sampling={"guidance_scale": 4.0}))
     assert (unguided.sample_calls, unguided.train_calls) == (66, 3 * (5 + 5 + 2))  # learned, judged, and the best path
-
-
-def test_guidance_that_is_an_input_of_the_model_is_one_call() -> None:
-    flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
-    guided = config(sampling={"guidance_scale": 3.5})
-    assert plan(guided, (flux,)).sample_calls == 60 and plan(guided).sample_calls == 120
 
 
 def test_whole_run() -> None:
@@ -210,6 +190,9 @@ def test_components_are_read_from_headers(tmp_path: Path) -> None:
     assert (vae.num_parameters, vae.note) == (6, "")
     assert read_components(tmp_path, "fp16")[0].num_parameters == 9
     assert read_components(tmp_path / "absent") == ()
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"broken")
+    vae = read_components(tmp_path)[1]
+    assert vae.note == "diffusion_pytorch_model.safetensors: not a safetensors file" and vae.num_parameters == 0
 
 
 def test_memory_parts(tmp_path: Path) -> None:
@@ -332,20 +315,3 @@ def test_files_that_are_not_safetensors(raw: bytes, says: str, tmp_path: Path) -
     path.write_bytes(raw)
     with pytest.raises(HeaderError, match=says):
         list(read_header(path))
-
-
-def test_a_broken_weight_file_is_noted(tmp_path: Path) -> None:
-    write_pipeline(tmp_path)
-    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"broken")
-    vae = read_components(tmp_path)[1]
-    assert vae.note == "diffusion_pytorch_model.safetensors: not a safetensors file" and vae.num_parameters == 0
-
-
-def test_embedded_model_by_torch_and_by_header(root: Path) -> None:
-    """The header's counts are those of the files that diffusers writes."""
-    folder = root / "assets" / "tiny-t2i"
-    if not folder.is_dir():
-        pytest.skip("assets/tiny-t2i is not built")
-    counts = {part.name: part.num_parameters for part in read_components(folder)}
-    assert set(counts) == {"transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "vae"}
-    assert 1_900_000 < counts["transformer"] < 2_100_000

@@ -38,9 +38,9 @@ trainer: {{algorithm: "{algorithm}", {rest}}}
 
 @pytest.fixture
 def method(tmp_path: Path) -> Callable[..., str]:
-    def write(text: str = OWN, field: str = "", name: str = "own.py") -> str:
+    def write(text: str = OWN, name: str = "own.py") -> str:
         path = tmp_path / name
-        path.write_text(text.replace("{field}", field))
+        path.write_text(text.replace("{field}", ""))
         return f"{path}:Own"
 
     return write
@@ -69,11 +69,7 @@ def test_a_file_is_loaded_and_written_back(tmp_path: Path, method: Callable[...,
     assert code_of(config.trainer).train(None, None) is None
     (tmp_path / "again.yaml").write_text(dump(config))
     assert load(tmp_path / "again.yaml") == config
-
-
-def test_an_object_is_handed_over(tmp_path: Path, method: Callable[..., str]) -> None:
-    config = loaded(tmp_path, method())
-    settings = outside(config.trainer.algorithm, "diffusion")(strength=3)
+    settings = outside(name, "diffusion")(strength=3)
     assert Config(**{**dict(config), "trainer": settings}).trainer is settings
 
 
@@ -85,18 +81,6 @@ def test_its_keys_are_described(method: Callable[..., str]) -> None:
     assert data["trainer"]["algorithm"] in str(definitions((own,))["Config"]["properties"]["trainer"])
 
 
-@pytest.mark.parametrize(
-    ("rest", "said"),
-    [
-        ("strenght: 2", "trainer.strenght: unknown key; did you mean trainer.strength? keys of trainer:"),
-        ("strength: -1", "trainer.strength: found -1 (a whole number); allowed: a number above 0"),
-        ("beta: 1", "trainer.beta: unknown key; it belongs to another trainer.algorithm"),
-    ],
-)
-def test_its_keys_are_checked(tmp_path: Path, method: Callable[..., str], rest: str, said: str) -> None:
-    assert said in refusal(tmp_path, method(), rest)
-
-
 def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
     text = refusal(tmp_path, "flow_gpro")
     assert "run.yaml:5: trainer.algorithm: unknown method 'flow_gpro'; did you mean flow_grpo?" in text
@@ -105,12 +89,24 @@ def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
     assert "own.py?" in refusal(tmp_path, method().replace("own.py", "ovn.py"))
 
 
-def test_files_without_the_interface(tmp_path: Path, method: Callable[..., str]) -> None:
-    text = refusal(tmp_path, method(OWN.replace("def loss", "def lost")))
-    assert "has no loss in" in text and "a method defines loss(settings, policy, recorded)" in text
-    assert "derive it from genrl.config.diffusion_method.DiffusionMethod" in refusal(tmp_path, method("class Own: ..."))
-    other = OWN.replace("class Own(DiffusionMethod):", 'class Own(DiffusionMethod):\n    kind = "vla"')
-    assert "is a method for vla runs, and this is a diffusion run" in refusal(tmp_path, method(other))
+@pytest.mark.filterwarnings("ignore:Field name")
+@pytest.mark.parametrize(
+    ("old", "new", "rest", "said"),
+    [
+        ("", "", "strenght: 2", "trainer.strenght: unknown key; did you mean trainer.strength? keys of trainer:"),
+        ("", "", "strength: -1", "trainer.strength: found -1 (a whole number); allowed: a number above 0"),
+        ("", "", "beta: 1", "trainer.beta: unknown key; it belongs to another trainer.algorithm"),
+        ("{field}", "sampling: Positive = 1.0", "", "has a key 'sampling', which is a section of every run"),
+        ("{field}", "metrics: Positive = 1.0", "", "has a key 'metrics', which hides what Method declares"),
+        ("def loss", "def lost", "", "a method defines loss(settings, policy, recorded)"),
+        ("(DiffusionMethod)", "", "", "derive it from genrl.config.diffusion_method.DiffusionMethod"),
+        ("{field}", 'kind = "vla"', "", "is a method for vla runs, and this is a diffusion run"),
+    ],
+)
+def test_what_is_no_method_or_not_its_key_is_refused(
+    tmp_path: Path, method: Callable[..., str], old: str, new: str, rest: str, said: str
+) -> None:
+    assert said in refusal(tmp_path, method(OWN.replace(old, new) if old else OWN), rest)
 
 
 def test_a_folder_of_two_files(tmp_path: Path, method: Callable[..., str]) -> None:
@@ -119,19 +115,6 @@ def test_a_folder_of_two_files(tmp_path: Path, method: Callable[..., str]) -> No
     assert "has no train and no loss in" in refusal(tmp_path, name)
     (tmp_path / "train.py").write_text("def train" + functions)
     assert code_of(loaded(tmp_path, name).trainer).module.__file__ == str(tmp_path / "train.py")
-
-
-@pytest.mark.filterwarnings("ignore:Field name")
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ("sampling: Positive = 1.0", "has a key 'sampling', which is a section of every run"),
-        ("metrics: Positive = 1.0", "has a key 'metrics', which hides what Method declares"),
-        ("problems: Positive = 1.0", "has a key 'problems', which hides what Method declares"),
-    ],
-)
-def test_keys_that_collide(tmp_path: Path, method: Callable[..., str], field: str, said: str) -> None:
-    assert said in refusal(tmp_path, method(field=field))
 
 
 def test_installed_methods(tmp_path: Path, method: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,21 +15,19 @@ UNEVEN = ROOT / "configs" / "flow_grpo.yaml"
 """96 samples in batches of 32, one update."""
 
 
-def test_processes_that_would_have_nothing_to_do() -> None:
-    config = load(UNEVEN)
-    assert processes_problem(config, 3) is None
-    assert "micro-batches for 3 only; start no more, or write sampling.batch_size=24" in str(
-        processes_problem(config, 4)
-    )
-
-
-def test_groups_of_processes_that_compute_together() -> None:
-    config = load(UNEVEN, ["distributed.context=2"])
-    assert processes_problem(config, 6) is None
-    assert "cannot be put in groups of 2" in str(processes_problem(config, 3))
-    assert "4 groups of 2 processes, but an optimiser step has micro-batches for 3 only" in str(
-        processes_problem(config, 8)
-    )
+@pytest.mark.parametrize(
+    ("context", "count", "says"),
+    [
+        (1, 3, None),
+        (1, 4, "micro-batches for 3 only; start no more, or write sampling.batch_size=24"),
+        (2, 6, None),
+        (2, 3, "cannot be put in groups of 2"),
+        (2, 8, "4 groups of 2 processes, but an optimiser step has micro-batches for 3 only"),
+    ],
+)
+def test_processes_that_would_have_nothing_to_do(context: int, count: int, says: str | None) -> None:
+    found = processes_problem(load(UNEVEN, [f"distributed.context={context}"]), count)
+    assert found is says is None or says in str(found)
 
 
 def test_waiting_is_said_with_the_batch_that_ends_it() -> None:
@@ -57,13 +55,13 @@ def test_updates_are_shared_out_one_by_one() -> None:
     """4 micro-batches in 2 updates: with 3 processes each update takes as long as one micro-batch."""
     config = load(UNEVEN, ["sampling.batch_size=24", "trainer.updates_per_iteration=2"])
     assert "about 2.00 times" in str(waiting(config, 3))
-    assert list(even(config)) == [1, 2]
-
-
-def test_a_small_rest_is_not_worth_a_word() -> None:
+    assert list(even(config)) == [1, 2] and "equal work for 1, 3 processes" in words(run("check", str(UNEVEN)))
     many = ["sampling.batch_size=2", "sampling.prompts_per_iteration=9", "sampling.group_size=9"]  # 41 micro-batches
-    assert waiting(load(UNEVEN, many), 2) is None
-    assert list(even(load(UNEVEN, many))) == []
+    small_rest = load(UNEVEN, many)  # not worth a word
+    assert waiting(small_rest, 2) is None and list(even(small_rest)) == []
+    trees = load(ROOT / "configs" / "diffusion" / "branch_grpo.yaml")  # 6: 4 processes have 2 rounds of one
+    assert list(even(trees)) == [1, 2, 3, 6]
+    assert "6 micro-batches of 1 trees" in str(waiting(trees, 4)) and "about 3.00 times" in str(waiting(trees, 4))
 
 
 def test_without_such_a_batch_it_takes_more_prompts() -> None:
@@ -71,14 +69,3 @@ def test_without_such_a_batch_it_takes_more_prompts() -> None:
     assert remedy(odd, 2) == "sampling.prompts_per_iteration=4"
     assert remedy(odd, 8) == "sampling.prompts_per_iteration=8"
     assert remedy(load(UNEVEN), 5) == "sampling.prompts_per_iteration=10 sampling.batch_size=24"
-
-
-def test_trees_are_what_is_shared() -> None:
-    """6 trees: in threes for 2 processes; 4 processes have 2 rounds of one."""
-    config = load(ROOT / "configs" / "diffusion" / "branch_grpo.yaml")
-    assert list(even(config)) == [1, 2, 3, 6]
-    assert "6 micro-batches of 1 trees" in str(waiting(config, 4)) and "about 3.00 times" in str(waiting(config, 4))
-
-
-def test_check_lists_the_numbers_of_processes() -> None:
-    assert "equal work for 1, 3 processes" in words(run("check", str(UNEVEN)))

@@ -14,78 +14,58 @@ from PIL import Image
 from genrl.data.prompts import Prompt, PromptError, load, read
 from genrl.data.rows import MAX_CHARACTERS, MAX_LINE_BYTES
 
-GOOD_TXT = [b"a red circle"] * 150
-GOOD_JSONL = [b'{"prompt": "a red circle", "word": "RED"}'] * 150
-
-BAD_TXT: dict[str, tuple[bytes, str]] = {
-    "Latin-1": (b"caf\xe9", "0xe9 at column 4 is not UTF-8"),
-    "truncated UTF-8": (b"a caf\xc3", "is not UTF-8"),
-    "overlong UTF-8": (b"\xc0\xaf", "is not UTF-8"),
-    "UTF-16": ("a circle".encode("utf-16-le"), "0x0000"),
-    "UTF-8 surrogate": (b"\xed\xa0\x80", "is not UTF-8"),
-    "NUL": (b"a \x00 circle", "0x0000 at position 3"),
-    "ANSI escape": (b"\x1b[31mred\x1b[0m", "0x001b"),
-    "C1 control": (b"a \xc2\x9b circle", "0x009b"),
-    "bell": (b"a\x07b", "0x0007"),
-    "delete": (b"a\x7fb", "0x007f"),
-    "backspace": (b"a\x08b", "0x0008"),
-    "too long": (b"a" * (MAX_CHARACTERS + 1), "10,001 characters"),
-    "a megabyte": (b"a" * (MAX_LINE_BYTES + 1), "a line of more than"),
-    "several megabytes": (b"a" * (3 * MAX_LINE_BYTES + 7), "a line of more than"),
-}
-
-BAD_JSONL: dict[str, tuple[bytes, str]] = {
-    "truncated": (b'{"prompt": "a red', "not JSON"),
-    "no closing brace": (b'{"prompt": "a"', "not JSON"),
-    "single quotes": (b"{'prompt': 'a'}", "not JSON"),
-    "trailing comma": (b'{"prompt": "a",}', "not JSON"),
-    "two objects": (b'{"prompt": "a"} {"prompt": "b"}', "not JSON: Extra data"),
-    "comment": (b'# {"prompt": "a"}', "not JSON"),
-    "plain text": (b"a red circle", "not JSON"),
-    "a list": (b'["a red circle"]', "found a list"),
-    "a string": (b'"a red circle"', "found text"),
-    "a number": (b"3", "found a number"),
-    "null": (b"null", "found null"),
-    "true": (b"true", "found true or false"),
-    "empty object": (b"{}", "no column 'prompt'"),
-    "other column": (b'{"text": "a"}', "no column 'prompt', found 'text' (prompts.column names"),
-    "misspelt column": (b'{"promt": "a"}', "did you mean 'promt'?"),
-    "capital column": (b'{"Prompt": "a"}', "did you mean 'Prompt'?"),
-    "prompt twice": (b'{"prompt": "a", "prompt": "b"}', "written twice"),
-    "prompt null": (b'{"prompt": null}', "must be text, found null"),
-    "prompt number": (b'{"prompt": 3}', "must be text, found a number"),
-    "prompt list": (b'{"prompt": ["a"]}', "must be text, found a list"),
-    "prompt object": (b'{"prompt": {"a": 1}}', "must be text, found an object"),
-    "prompt bool": (b'{"prompt": true}', "must be text, found true or false"),
-    "empty prompt": (b'{"prompt": ""}', "the prompt is empty"),
-    "blank prompt": (b'{"prompt": " \\n\\t "}', "the prompt is empty"),
-    "NUL escape": (b'{"prompt": "a\\u0000b"}', "0x0000 at position 2"),
-    "ANSI escape": (b'{"prompt": "\\u001b[2J"}', "0x001b"),
-    "lone surrogate": (b'{"prompt": "\\ud800"}', "0xd800"),
-    "raw control": (b'{"prompt": "a\x00b"}', "not JSON"),
-    "too long": (b'{"prompt": "%s"}' % (b"a" * (MAX_CHARACTERS + 1)), "10,001 characters"),
-    "NaN": (b'{"prompt": "a", "x": NaN}', "NaN is not a number"),
-    "Infinity": (b'{"prompt": "a", "x": -Infinity}', "Infinity is not a number"),
-    "huge integer": (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", "not JSON"),
-    "nested bomb": (b'{"prompt": "a", "x": ' + b"[" * 200_000, "not JSON"),
-    "deep but closed": (b'{"prompt":"a","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON: nested too deeply"),
-    "bad UTF-8": (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
-    "parent folder": (b'{"prompt": "a", "image": "../secret.png"}', "leaves the folder"),
-    "hidden parent": (b'{"prompt": "a", "image": "x/../../secret.png"}', "leaves the folder"),
-    "absolute": (b'{"prompt": "a", "mask_path": "/etc/passwd"}', "leaves the folder"),
-    "home": (b'{"prompt": "a", "mask_path": "~/x.png"}', "leaves the folder"),
-    "backslashes": (b'{"prompt": "a", "image": "..\\\\secret.png"}', "is not a path"),
-    "NUL in a path": (b'{"prompt": "a", "image": "in.png\\u0000.jpg"}', "is not a path"),
-    "path number": (b'{"prompt": "a", "image": 3}', "must be a path as text"),
-    "path list": (b'{"prompt": "a", "start_image": ["in.png"]}', "must be a path as text"),
-    "empty path": (b'{"prompt": "a", "image": ""}', "is not a path"),
-    "missing file": (b'{"prompt": "a", "image": "absent.png"}', "there is no file"),
-    "a folder": (b'{"prompt": "a", "image": "."}', "there is no file"),
-    "link out": (b'{"prompt": "a", "image": "out.png"}', "is a link that leaves the folder"),
-    "link out by folder": (b'{"prompt": "a", "image": "up/secret.png"}', "is a link that leaves the folder"),
-    "link loop": (b'{"prompt": "a", "image": "loop.png"}', "image"),
-    "URL": (b'{"prompt": "a", "image": "https://example.org/a.png"}', "there is no file"),
-}
+BAD_TXT: list[tuple[bytes, str]] = [
+    (b"caf\xe9", "0xe9 at column 4 is not UTF-8"),
+    (b"\xc0\xaf", "is not UTF-8"),
+    ("a circle".encode("utf-16-le"), "0x0000"),
+    (b"a \x00 circle", "0x0000 at position 3"),
+    (b"\x1b[31mred\x1b[0m", "0x001b"),
+    (b"a \xc2\x9b circle", "0x009b"),
+    (b"a\x7fb", "0x007f"),
+    (b"a" * (MAX_CHARACTERS + 1), "10,001 characters"),
+    (b"a" * (MAX_LINE_BYTES + 1), "a line of more than"),
+    (b"a" * (3 * MAX_LINE_BYTES + 7), "a line of more than"),
+]
+BAD_JSONL: list[tuple[bytes, str]] = [
+    (b'{"prompt": "a red', "not JSON"),
+    (b"{'prompt': 'a'}", "not JSON"),
+    (b'{"prompt": "a"} {"prompt": "b"}', "not JSON: Extra data"),
+    (b'["a red circle"]', "found a list"),
+    (b'"a red circle"', "found text"),
+    (b"3", "found a number"),
+    (b"null", "found null"),
+    (b"true", "found true or false"),
+    (b"{}", "no column 'prompt'"),
+    (b'{"text": "a"}', "no column 'prompt', found 'text' (prompts.column names"),
+    (b'{"promt": "a"}', "did you mean 'promt'?"),
+    (b'{"Prompt": "a"}', "did you mean 'Prompt'?"),
+    (b'{"prompt": "a", "prompt": "b"}', "written twice"),
+    (b'{"prompt": null}', "must be text, found null"),
+    (b'{"prompt": {"a": 1}}', "must be text, found an object"),
+    (b'{"prompt": ""}', "the prompt is empty"),
+    (b'{"prompt": " \\n\\t "}', "the prompt is empty"),
+    (b'{"prompt": "a\\u0000b"}', "0x0000 at position 2"),
+    (b'{"prompt": "\\ud800"}', "0xd800"),
+    (b'{"prompt": "%s"}' % (b"a" * (MAX_CHARACTERS + 1)), "10,001 characters"),
+    (b'{"prompt": "a", "x": NaN}', "NaN is not a number"),
+    (b'{"prompt": "a", "x": -Infinity}', "Infinity is not a number"),
+    (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", "not JSON"),
+    (b'{"prompt": "a", "x": ' + b"[" * 200_000, "not JSON"),
+    (b'{"prompt":"a","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON: nested too deeply"),
+    (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
+    (b'{"prompt": "a", "image": "x/../../secret.png"}', "leaves the folder"),
+    (b'{"prompt": "a", "mask_path": "/etc/passwd"}', "leaves the folder"),
+    (b'{"prompt": "a", "mask_path": "~/x.png"}', "leaves the folder"),
+    (b'{"prompt": "a", "image": "..\\\\secret.png"}', "is not a path"),
+    (b'{"prompt": "a", "image": "in.png\\u0000.jpg"}', "is not a path"),
+    (b'{"prompt": "a", "start_image": ["in.png"]}', "must be a path as text"),
+    (b'{"prompt": "a", "image": ""}', "is not a path"),
+    (b'{"prompt": "a", "image": "absent.png"}', "there is no file"),
+    (b'{"prompt": "a", "image": "."}', "there is no file"),
+    (b'{"prompt": "a", "image": "out.png"}', "is a link that leaves the folder"),
+    (b'{"prompt": "a", "image": "up/secret.png"}', "is a link that leaves the folder"),
+    (b'{"prompt": "a", "image": "loop.png"}', "image"),
+]
 
 
 @pytest.fixture
@@ -102,47 +82,34 @@ def folder(tmp_path: Path) -> Path:
     return inside
 
 
-def test_the_corpus_is_as_long_as_promised() -> None:
-    assert len(BAD_TXT) + len(BAD_JSONL) >= 60
-
-
-@pytest.mark.parametrize("name", BAD_TXT)
-def test_dirty_line_of_text(name: str, folder: Path) -> None:
-    raw, says = BAD_TXT[name]
-    self_check(folder / "p.txt", GOOD_TXT, raw, says)
-
-
-@pytest.mark.parametrize("name", BAD_JSONL)
-def test_dirty_line_of_json(name: str, folder: Path) -> None:
-    raw, says = BAD_JSONL[name]
-    self_check(folder / "p.jsonl", GOOD_JSONL, raw, says)
-
-
-def self_check(path: Path, good: list[bytes], raw: bytes, says: str) -> None:
+@pytest.mark.parametrize(
+    "suffix, raw, says", [("txt", *row) for row in BAD_TXT] + [("jsonl", *row) for row in BAD_JSONL]
+)
+def test_a_dirty_line_is_skipped_and_named(suffix: str, raw: bytes, says: str, folder: Path) -> None:
+    good = [b"a red circle" if suffix == "txt" else b'{"prompt": "a red circle", "word": "RED"}'] * 150
+    path = folder / f"p.{suffix}"
     path.write_bytes(b"\n".join([*good[:7], raw, *good[7:]]) + b"\n")
     found = read(str(path))
-    assert len(found.rows) == len(good)
-    assert [row.where for row in found.skipped] == [f"{path}:8"]
+    assert len(found.rows) == len(good) and [row.where for row in found.skipped] == [f"{path}:8"]
     assert says in found.skipped[0].problem
     assert str(found.skipped[0]).isprintable() and len(str(found.skipped[0])) < 600
 
 
-def test_all_dirty_rows_at_once(folder: Path) -> None:
-    """Above 1 % nothing is trained; the message has the first rows and their number."""
+def test_above_one_percent_of_dirty_rows_nothing_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The message has the first rows and their number; up to there they are logged."""
     path = folder / "p.jsonl"
-    path.write_bytes(b"\n".join([GOOD_JSONL[0], *(raw for raw, _ in BAD_JSONL.values())]))
+    path.write_bytes(b"\n".join([b'{"prompt": "a"}', *(raw for raw, _ in BAD_JSONL)]))
     with pytest.raises(PromptError) as caught:
         read(str(path))
     text = str(caught.value)
     assert f"{len(BAD_JSONL)} of {len(BAD_JSONL) + 1} rows are dirty (the limit is 1%)" in text
     assert f"{path}:2: not JSON" in text and f"{path}:21: " in text and f"{path}:22: " not in text
     assert f"and {len(BAD_JSONL) - 20} more" in text
-
-
-def test_the_limit_is_one_percent(folder: Path) -> None:
     path = folder / "p.txt"
-    path.write_bytes(b"\n".join([*[b"fine"] * 99, b"\x00"]))
-    assert len(read(str(path)).rows) == 99
+    path.write_bytes(b"\n".join([*[b"fine"] * 99, b"\x1b"]))
+    with caplog.at_level(logging.WARNING):
+        assert len(load(str(path))) == 99
+    assert f"{path}:100" in caplog.text and "\x1b" not in caplog.text
     path.write_bytes(b"\n".join([*[b"fine"] * 98, b"\x00"]))
     with pytest.raises(PromptError, match="1 of 99 rows"):
         read(str(path))
@@ -173,20 +140,8 @@ def test_json_file_with_columns_and_paths(folder: Path) -> None:
     ]
     assert [row.text for row in found.rows] == ["a", "b\nc", "😀"] and [row.line for row in found.rows] == [1, 3, 5]
     assert found.column_names == ["image"]
-
-
-def test_named_column(folder: Path) -> None:
-    path = folder / "p.jsonl"
     path.write_text('{"Prompt": "a", "prompt": 3}')
     assert load(str(path), "Prompt") == [Prompt("a", {"prompt": 3}, 1)]
-
-
-def test_skipped_rows_are_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = folder / "p.txt"
-    path.write_bytes(b"\n".join([*GOOD_TXT, b"\x1b[31m"]))
-    with caplog.at_level(logging.WARNING):
-        assert len(load(str(path))) == 150
-    assert f"{path}:151" in caplog.text and "\x1b" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -211,7 +166,6 @@ def test_sources_that_cannot_be_used(source: str, says: str, folder: Path) -> No
         read(str(folder / source))
 
 
-@pytest.mark.slow  # imports datasets
 def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
     data = folder / "set"

@@ -45,27 +45,26 @@ def test_every_layout_gives_the_pictures_of_a_prompt(tmp_path: Path, layout: int
 
 
 def test_sources_that_cannot_be_used(tmp_path: Path) -> None:
+    def refused(source: str, words: str) -> None:
+        with pytest.raises(PromptError, match=words):
+            found = read(str(tmp_path / source))
+            found.picture("a cat", 0)
+            found.check(["a cat"])
+
     layouts(tmp_path)
-    with pytest.raises(PromptError, match="does not exist; references are .*did you mean .*pictures"):
-        read(str(tmp_path / "picturs"))
-    with pytest.raises(PromptError, match="is a file; references are"):
-        read(str(tmp_path / "pictures" / "0.txt"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(PromptError, match="holds no pictures"):
-        read(str(tmp_path / "empty"))
+    refused("picturs", "does not exist; references are .*did you mean .*pictures")
+    refused("pictures/0.txt", "is a file; references are")
     (tmp_path / "pictures" / "0.txt").unlink()
-    with pytest.raises(PromptError, match="0.png: its prompt is missing; write it into 0.txt"):
-        read(str(tmp_path / "pictures"))
+    refused("pictures", "0.png: its prompt is missing; write it into 0.txt")
     (tmp_path / "bare.jsonl").write_text('{"prompt": "a cat", "picture": "x"}')
-    with pytest.raises(PromptError, match="bare.jsonl:1: no column 'image', found 'picture'"):
-        read(str(tmp_path / "bare.jsonl"))
-
-
-def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken.png").write_bytes(b"no picture")
-    (tmp_path / "broken.txt").write_text("a cat")
-    with pytest.raises(PromptError, match="reference 1 of the prompt 'a cat'.*broken.png"):
-        read(str(tmp_path)).picture("a cat", 0)
+    refused("bare.jsonl", "bare.jsonl:1: no column 'image', found 'picture'")
+    (tmp_path / "own").mkdir()
+    refused("own", "holds no pictures")
+    (tmp_path / "own" / "deep.txt").write_text("a cat")
+    (tmp_path / "own" / "deep.png").write_bytes(b"no picture")
+    refused("own", "reference 1 of the prompt 'a cat'.*deep.png")
+    Image.new("I;16", (4, 4)).save(tmp_path / "own" / "deep.png")
+    refused("own", r"deep.png.* its pixels have more than 8 bits")
 
 
 @pytest.mark.parametrize("layout", [0, 1, 2], ids=["folder", "jsonl", "data set"])
@@ -85,10 +84,3 @@ def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -
     where = "row 3" if layout == 2 else r".*2\.png"
     with pytest.raises(PromptError, match=f"reference 2 of the prompt 'a red star', {where}: "):
         found.check(["two dogs", "a red star"])
-
-
-def test_a_picture_of_sixteen_bits_is_refused(tmp_path: Path) -> None:
-    Image.new("I;16", (4, 4)).save(tmp_path / "deep.png")
-    (tmp_path / "deep.txt").write_text("a cat")
-    with pytest.raises(PromptError, match=r"deep.png: its pixels have more than 8 bits"):
-        read(str(tmp_path)).check(["a cat"])

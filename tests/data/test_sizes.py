@@ -18,13 +18,6 @@ def rows(*columns: dict[str, object]) -> list[Prompt]:
     return [Prompt(f"prompt {k}", found, k + 1) for k, found in enumerate(columns)]
 
 
-def test_a_size_that_no_prompt_is_dealt_to_is_named() -> None:
-    sizes = [[64, 64], [32, 64], [64, 32], [32, 32]]
-    rows = sized([Prompt(f"number {k}", {}) for k in range(3)], sizes, None, "three.txt")
-    assert "32 x 32 has 0 of the 3 prompts" in str(short_bucket(rows, 1, sizes))
-    assert short_bucket(rows, 1, sizes, "photo") is None  # pictures choose theirs
-
-
 def test_rows_say_their_own_size_and_what_they_leave_out_is_the_pipelines() -> None:
     found = sized(
         rows({"height": 16, "width": 24}, {"height": 8, "num_frames": 5, "x": 1}, {}), "rows", None, "a.jsonl"
@@ -58,5 +51,9 @@ def test_a_picture_gets_the_bucket_of_its_shape(tmp_path: Path) -> None:
 def test_a_size_with_fewer_rows_than_a_micro_batch_is_named() -> None:
     found = sized(rows(*[{}] * 5), [WIDE, TALL], None, "a.txt")
     assert short_bucket(found, 2) is None
+    four = [[64, 64], [32, 64], [64, 32], [32, 32]]
+    dealt = sized(rows({}, {}, {}), four, None, "three.txt")
+    assert "32 x 32 has 0 of the 3 prompts" in str(short_bucket(dealt, 1, four))
+    assert short_bucket(dealt, 1, four, "photo") is None  # pictures choose theirs
     assert "24 x 16 has 2 of the 5 prompts, and a micro-batch is of 3" in str(short_bucket(found, 3))
     assert [Sampling(batch_size=b, group_size=g).prompts_together for b, g in ((8, 4), (4, 4), (2, 4))] == [2, 1, 1]

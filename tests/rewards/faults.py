@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,16 @@ class Fault:
     """Given the connection and how many came before; None: it refuses connections."""
     meaning: Literal["outage", "failure", "no score"] = "outage"
     """Retried until the deadline, and then the policy's; or a call that raises; or that reply's own verdict."""
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+_SIZE = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+_PIXELS = _chunk(b"IDAT", zlib.compress(b""))
+PNG_BOMB = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", _SIZE) + _PIXELS + _chunk(b"IEND", b"")
+"""A PNG of 60,000 x 60,000 pixels in a hundred bytes."""
 
 
 def _send(*pieces: bytes, pause_s: float = 0.0) -> Callable[[socket.socket, int], None]:

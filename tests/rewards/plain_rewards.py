@@ -49,18 +49,14 @@ class Moody:
         if self.log:
             with open(self.log, "a") as stream:
                 stream.write(f"{os.getpid()} {prompts[0]}\n")
-        if prompts[0] == "raise":
+        mood, number = prompts[0], len(prompts)
+        if mood == "raise":
             raise KeyError("/secret/path")
-        if prompts[0] == "nan":
-            return [float("nan")] * len(prompts)
-        if prompts[0] == "short":
-            return [1.0]
-        if prompts[0] == "text":
-            return ["high"] * len(prompts)
-        if prompts[0] == "sleep":
+        if mood == "sleep":
             time.sleep(1.5)
-        if prompts[0] == "exit":
+        if mood == "exit":
             raise SystemExit(3)
-        if prompts[0] == "die":
+        if mood == "die":
             os._exit(9)
-        return images.flatten(1).mean(1) + self.bonus
+        returned = {"nan": [float("nan")] * number, "short": [1.0], "text": ["high"] * number}
+        return returned.get(mood, images.flatten(1).mean(1) + self.bonus)

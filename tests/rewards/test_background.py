@@ -18,14 +18,16 @@ def test_results_come_in_the_order_of_the_calls(enabled: bool) -> None:
     def call(k: int) -> int:
         time.sleep(0.02 * (3 - k))
         order.append(k)
-        return k
+        return 1 // k  # of the last one it raises
 
-    with Background[int](enabled) as background:
-        for k in range(3):
+    with pytest.raises(ZeroDivisionError), Background[int](enabled) as background:
+        for k in (3, 2, 1):
             background.submit(lambda k=k: call(k))
-        assert background.results() == [0, 1, 2] == order
+        assert background.results() == [0, 0, 1] and order == [3, 2, 1]
         background.submit(lambda: 7)
         assert background.results() == [7]
+        background.submit(lambda: call(0))
+        background.results()
 
 
 def test_random_numbers_of_a_reward_are_the_same_with_it_on_and_off() -> None:
@@ -54,16 +56,6 @@ def test_it_runs_beside_the_caller_with_the_same_number_of_threads() -> None:
         go_on.set()
         ((threads, name),) = background.results()
     assert threads == torch.get_num_threads() and name.startswith("scoring")
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_what_a_call_raises_reaches_the_caller(enabled: bool) -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    with pytest.raises(KeyError), Background[None](enabled) as background:
-        background.submit(fail)
-        background.results()
 
 
 def test_leaving_early_drops_what_has_not_begun_and_waits_for_the_rest() -> None:

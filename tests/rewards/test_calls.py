@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -42,6 +42,7 @@ def same(a: rewards.Scores, b: rewards.Scores) -> bool:
     return repr((a.values, a.parts)) == repr((b.values, b.parts))  # NaN equals NaN in print
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 4))
 def test_scores_are_those_of_the_plain_reward(rows: list[int], batch_size: int, cache: int) -> None:
     images, prompts = IMAGES[rows], [PROMPTS[r] for r in rows]
@@ -100,23 +101,16 @@ def test_samples_that_differ_have_other_digests(other: dict[str, Any]) -> None:
     assert digest(a) != digest(b)
 
 
-def test_what_cannot_be_digested_or_cut_is_refused() -> None:
+def test_what_cannot_be_digested_or_cut_is_refused_and_all_else_reaches_the_reward() -> None:
     with pytest.raises(ValueError, match="cache: the column 'style' holds a object"):
         digest({"style": object()})
     for reward in (plain_rewards.wins, plain_rewards.spread):
         with pytest.raises(ValueError, match="compares samples with each other"):
             Calls(reward, batch_size=2)
-
-
-def test_moving_and_ending_reach_the_reward() -> None:
     inner = Counting()
     calls = Calls(inner, batch_size=2)
     rewards.move(calls, "meta")
     rewards.close(calls)
     assert inner.moved == ["meta", "closed"] and rewards.needs(calls) == rewards.needs(inner)
-
-
-def test_a_reward_that_raises_has_no_scores_and_is_asked_again() -> None:
     calls = Calls(plain_rewards.Moody(), cache=10)
-    assert rewards.score(calls, images=IMAGES[:1], prompts=["raise"]).failed == 1
-    assert rewards.score(calls, images=IMAGES[:1], prompts=["fine"]).failed == 0
+    assert [rewards.score(calls, images=IMAGES[:1], prompts=[mood]).failed for mood in ("raise", "fine")] == [1, 0]

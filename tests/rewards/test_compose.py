@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,13 +37,6 @@ def test_plain_components_are_the_weighted_sum(a: Tensor, b: Tensor, first: floa
     assert found.weights == {"a": first, "b": second} and not found.gated and not found.running
 
 
-def test_a_sample_without_one_of_the_scores_that_count_has_no_total() -> None:
-    scores = {"a": values(1, 2, NAN), "b": values(10, NAN, 1), "log": values(NAN, NAN, NAN)}
-    components = {"a": Component(0.5), "b": Component(2.0), "log": Component(0.0)}
-    total = compose.combine(scores, components, torch.zeros(3), iteration=0).total
-    assert total[0] == 20.5 and total[1:].isnan().all()
-
-
 def test_schedule_is_linear_between_its_points_and_constant_outside() -> None:
     schedule = ((10, 0.0), (20, 1.0), (40, 0.5))
     found = [compose.factor(schedule, k) for k in (0, 10, 15, 20, 30, 40, 1000)]
@@ -72,14 +65,10 @@ def test_a_closed_gate_replaces_the_score_and_is_counted() -> None:
     assert found.gated["text"].tolist() == [False, True, True, False, False]
     logged = compose.metrics(found, components)
     assert logged["used/text_gated"] == 0.4 and logged["used/text_mean"] == pytest.approx(-0.1)
-
-
-def test_a_gate_is_applied_before_normalisation() -> None:
-    rule = Gate("quality", at_least=0.5)
-    components = {"text": Component(normalize="group", gate=rule), "quality": Component(0.0)}
+    components = {"text": Component(normalize="group", gate=Gate("quality", at_least=0.5)), "quality": Component(0.0)}
     scores = {"text": values(1.0, 1.0), "quality": values(0.9, 0.1)}
     found = compose.combine(scores, components, torch.zeros(2), iteration=0)
-    assert found.total.tolist() == [1.0, -1.0]
+    assert found.total.tolist() == [1.0, -1.0]  # gated before it is normalised
 
 
 @example(values(NAN, NAN, 0.0, 5e-324, NAN, 0.0))
@@ -96,15 +85,10 @@ def test_group_normalisation_has_mean_0_and_spread_1_or_is_0(scores: Tensor) -> 
             assert (after == 0).all()
 
 
-@given(scores_of_two_groups, st.floats(0.01, 100), st.floats(-50, 50))
-def test_group_normalisation_makes_scale_and_offset_irrelevant(scores: Tensor, scale: float, offset: float) -> None:
-    for number in (0, 1):
-        members = scores[(number == GROUP) & ~scores.isnan()]
-        assume(len(members) < 2 or members.max() - members.min() > 1)
-    moved = compose.normalize_in_groups(scale * scores + offset, GROUP)
-    spread = compose.normalize_in_groups(scores, GROUP)
-    informative = spread.nan_to_num() != 0
-    assert torch.allclose(moved[informative], spread[informative], atol=1e-4)
+def test_rounding_noise_is_no_spread() -> None:
+    noisy = torch.tensor([0.81, 0.81, 0.81]) + torch.tensor([0, 6e-8, -6e-8])
+    assert noisy.max() > noisy.min()
+    assert compose.normalize_in_groups(noisy.double(), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.lists(scores_of_two_groups, min_size=1, max_size=5))
@@ -118,12 +102,6 @@ def test_running_statistics_are_those_of_all_scores(rows: list[Tensor]) -> None:
     if len(kept):
         assert running.mean == pytest.approx(float(kept.mean()), abs=1e-9)
         assert running.std == pytest.approx(float(kept.std(correction=0)), rel=1e-6, abs=1e-6)
-
-
-def test_rounding_noise_is_no_spread() -> None:
-    noisy = torch.tensor([0.81, 0.81, 0.81]) + torch.tensor([0, 6e-8, -6e-8])
-    assert noisy.max() > noisy.min()
-    assert compose.normalize_in_groups(noisy.double(), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_running_normalisation_goes_in_and_comes_out() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import rewards
 from genrl.runtime.metrics import METRICS, document
 from rewards.contract import Failure
+from tests.rewards.faults import PNG_BOMB
 
 IMAGES = torch.rand(3, 3, 4, 6, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["one", "two", "three"]
@@ -38,18 +39,27 @@ def score(reward: rewards.Reward, **changes: Any) -> rewards.Scores:
     return rewards.score(reward, **{"images": IMAGES, "prompts": PROMPTS} | changes)
 
 
-def test_a_plain_function_is_a_reward() -> None:
-    assert rewards.needs(brightness) == rewards.Needs(("images",))
-    scores = score(brightness)
-    assert scores.values == pytest.approx(IMAGES.mean((1, 2, 3)).tolist())
-    assert scores.parts == {} and scores.failed == 0 and scores.unscored == 0
-
-
 @pytest.mark.parametrize("reward", [Everything, Everything(), Everything().__call__])
 def test_parameter_names_are_the_declaration(reward: Any) -> None:
     needed = rewards.needs(reward)
     assert needed == rewards.Needs(("images", "pil_images", "prompts", "group", "style", "weight"))
     assert needed.images and needed.prompts and needed.columns == ("style", "weight")
+
+
+def test_functions_are_rewards_and_their_options_are_no_columns() -> None:
+    def reward(prompts: list[str], strict: bool = False) -> list[float]:
+        return [float(strict)] * len(prompts)
+
+    assert rewards.needs(reward).columns == rewards.needs(functools.partial(reward, strict=True)).columns == ()
+    assert score(functools.partial(reward, strict=True)).values == [1.0] * 3
+    assert rewards.needs(brightness) == rewards.Needs(("images",)) and rewards.needs(brightness).kind == "pointwise"
+    assert rewards.needs(lambda images, group: []).kind == "groupwise"
+    assert rewards.needs(lambda images, pairs: []).kind == "pairwise"
+    scores = score(brightness)
+    assert scores.values == pytest.approx(IMAGES.mean((1, 2, 3)).tolist())
+    assert scores.parts == {} and scores.failed == 0 and scores.unscored == 0
+    rewards.move(brightness, "meta")  # which it need not know
+    rewards.close(brightness)
 
 
 def test_a_class_gets_what_it_declares() -> None:
@@ -59,15 +69,6 @@ def test_a_class_gets_what_it_declares() -> None:
     assert reward.seen["prompts"] == PROMPTS and reward.seen["group"] == [0, 0, 1]
     assert reward.seen["style"] == ["a", "b", "c"]
     assert [image.size for image in reward.seen["pil_images"]] == [(6, 4)] * 3
-
-
-def test_an_option_is_not_a_column() -> None:
-    def reward(prompts: list[str], strict: bool = False) -> list[float]:
-        return [float(strict)] * len(prompts)
-
-    assert rewards.needs(reward).columns == ()
-    assert rewards.needs(functools.partial(reward, strict=True)).columns == ()
-    assert score(functools.partial(reward, strict=True)).values == [1.0] * 3
 
 
 @pytest.mark.parametrize("reward", [lambda *images: [], lambda images, **rest: [], len])
@@ -93,12 +94,6 @@ def test_none_nan_and_infinity_are_no_score(returned: Any) -> None:
     assert scores.unscored == 1 and scores.failed == 0
 
 
-def test_named_parts_come_with_the_scores() -> None:
-    scores = score(lambda prompts: ([1, 2, 3], {"count": torch.tensor([1, 0, 1]), "colour": [None, 1, 1]}))
-    assert scores.values == [1, 2, 3] and scores.parts["count"] == [1, 0, 1]
-    assert math.isnan(scores.parts["colour"][0])
-
-
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
@@ -118,15 +113,12 @@ def test_a_result_that_breaks_the_contract_names_the_reward(returned: Any, words
         score(lambda prompts: returned, name="mine")
 
 
-@pytest.mark.parametrize("part", ["text quality", "ned_max", "top-1.5", "質"])
-def test_part_names_become_metrics(part: str) -> None:
-    scores = score(lambda images: ([1, 2, 3], {part: [0.5, 0.5, 0.5]}), name="mine")
-    assert scores.parts == {part: [0.5, 0.5, 0.5]}
-    assert document(f"reward/mine/{part}_mean") is METRICS["reward/<name>_mean"]
-
-
 @pytest.mark.parametrize("part", ["a/b", "", " padded", "two  spaces", "accuracy (%)", "line\nbreak", 3])
-def test_other_part_names_are_refused_with_reward_and_part(part: Any) -> None:
+def test_parts_have_names_that_become_metrics(part: Any) -> None:
+    scores = score(lambda prompts: ([1, 2, 3], {"count": torch.tensor([1, 0, 1]), "top-1.5 質": [None, 1, 1]}))
+    assert scores.values == [1, 2, 3] and scores.parts["count"] == [1, 0, 1]
+    assert math.isnan(scores.parts["top-1.5 質"][0])
+    assert document("reward/mine/top-1.5 質_mean") is METRICS["reward/<name>_mean"]
     with pytest.raises(ValueError, match="reward 'mine' returned a part called") as error:
         score(lambda images: ([1, 2, 3], {part: [0.5, 0.5, 0.5]}), name="mine")
     assert repr(part) in str(error.value) and "reward/mine/<part>_mean" in str(error.value)
@@ -157,18 +149,10 @@ def test_groups_and_rows_are_checked() -> None:
         score(lambda style: style, columns={"style": [1.0]})
 
 
-@pytest.mark.parametrize(
-    "images",
-    [
-        torch.zeros(3, 3, 4, 4, dtype=torch.uint8),
-        torch.zeros(3, 4, 4, 3),
-        torch.zeros(3, 4, 4),
-        torch.zeros(3, 1, 4, 4),
-    ],
-)
-def test_images_of_another_layout_are_refused(images: torch.Tensor) -> None:
+@pytest.mark.parametrize("shape", [(3, 4, 4, 3), (3, 4, 4), (3, 1, 4, 4), (3, 3, 4, 4)])
+def test_images_of_another_layout_or_in_bytes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="images must be float"):
-        score(brightness, images=images)
+        score(brightness, images=torch.zeros(shape, dtype=torch.uint8 if shape[:2] == (3, 3) else torch.float32))
 
 
 @pytest.mark.parametrize("raised", [KeyError("style"), SystemExit(1)])
@@ -182,19 +166,12 @@ def test_a_reward_that_raises_gives_no_scores_and_keeps_the_traceback(raised: Ba
     assert "in mine" in scores.failures[0].traceback
 
 
-def test_memory_that_runs_out_is_not_a_failed_reward() -> None:
+@pytest.mark.parametrize("raised", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+def test_memory_that_runs_out_and_an_interrupt_are_no_failed_rewards(raised: BaseException) -> None:
     def mine(images: torch.Tensor) -> list[float]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise raised
 
-    with pytest.raises(torch.OutOfMemoryError):
-        score(mine)
-
-
-def test_an_interrupt_is_not_a_failed_reward() -> None:
-    def mine(images: torch.Tensor) -> list[float]:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(raised)):
         score(mine)
 
 
@@ -209,21 +186,16 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
         rewards.check_failures("mine", 1, 20, None, limit=0.0)
 
 
-def test_rewards_run_without_gradients_and_autocast() -> None:
+def test_rewards_run_in_float32_without_gradients_and_autocast() -> None:
     def mine(images: torch.Tensor) -> torch.Tensor:
-        assert not torch.is_grad_enabled()
+        assert not torch.is_grad_enabled() and images.dtype == torch.float32
         product = images.flatten(1) @ images.flatten(1).T
         assert product.dtype == torch.float32
         return product[0]
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert score(mine, images=IMAGES.clone().requires_grad_()).failed == 0
-
-
-def test_images_arrive_in_float32_whatever_the_decoder_made() -> None:
-    seen = []
-    score(lambda images: seen.append(images.dtype) or [0.0] * 3, images=IMAGES.to(torch.bfloat16))
-    assert seen == [torch.float32]
+    assert score(mine, images=IMAGES.to(torch.bfloat16)).failed == 0  # whatever the decoder made
 
 
 def test_scores_do_not_depend_on_the_layout_in_memory() -> None:
@@ -233,27 +205,11 @@ def test_scores_do_not_depend_on_the_layout_in_memory() -> None:
     assert score(brightness, images=other, prompts=["a", "b"]) == score(brightness, images=images, prompts=["a", "b"])
 
 
-def test_rounding_to_eight_bits(golden: Callable[[str], np.lib.npyio.NpzFile]) -> None:
-    data = golden("rewards_jpeg")
-    pixels = rewards.to_uint8(torch.from_numpy(data["float_image_NCHW"]))
-    np.testing.assert_array_equal(pixels, data["uint8_round_NHWC"])
-
-
 def test_rounding_clamps_and_rounds_half_to_even() -> None:
+    frames = rewards.to_pil(torch.rand(2, 5, 3, 4, 6))  # of videos
+    assert [len(video) for video in frames] == [5, 5] and frames[0][0].size == (6, 4)
     levels = torch.tensor([-0.1, 0.5 / 255, 1.5 / 255, 1.003])
     assert rewards.to_uint8(levels.expand(3, 1, 4)).reshape(-1, 3)[:, 0].tolist() == [0, 0, 2, 255]
-
-
-def test_a_video_becomes_lists_of_frames() -> None:
-    frames = rewards.to_pil(torch.rand(2, 5, 3, 4, 6))
-    assert [len(video) for video in frames] == [5, 5] and frames[0][0].size == (6, 4)
-
-
-def test_a_signature_says_what_a_score_depends_on() -> None:
-    assert rewards.needs(brightness).kind == "pointwise"
-    assert rewards.needs(lambda images, group: []).kind == "groupwise"
-    assert rewards.needs(lambda images, pairs: []).kind == "pairwise"
-    assert rewards.needs(Everything).names == ("images", "pil_images", "prompts", "group", "style", "weight")
 
 
 def test_a_pairwise_reward_is_asked_of_every_ordered_pair_of_a_group() -> None:
@@ -270,13 +226,10 @@ def test_a_pairwise_reward_is_asked_of_every_ordered_pair_of_a_group() -> None:
     assert scores.values[0] == 0.5 and scores.values[2] == 1.0 and scores.values[3] == 0.0
     assert math.isnan(scores.values[1]) and math.isnan(scores.values[4])  # alone in their groups: nothing to compare
     assert scores.parts["place"][2] == 2.0
+    some = score(lambda pairs: [1.0, None, None, None, 0.25, 0.75], group=[0, 0, 0])
+    assert some.values[0] == 1.0 and math.isnan(some.values[1]) and some.values[2] == 0.5  # a mean of what there is
     with pytest.raises(ValueError, match="returned 5 numbers for 6 pairs; .*one per pair"):
         rewards.score(lambda pairs: [1.0] * 5, images=images, prompts=["a"] * 5, group=[0, 0, 0, 1, 2])
-
-
-def test_a_pair_without_a_score_is_left_out_of_the_mean() -> None:
-    scores = score(lambda pairs: [1.0, None, None, None, 0.25, 0.75], group=[0, 0, 0])
-    assert scores.values[0] == 1.0 and math.isnan(scores.values[1]) and scores.values[2] == 0.5
 
 
 def test_a_row_is_checked_by_its_columns_without_pictures() -> None:
@@ -294,8 +247,6 @@ def test_a_row_is_checked_by_its_columns_without_pictures() -> None:
 
 
 def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
-    from PIL import Image
-
     paths = []
     for k, mode in enumerate(("RGB", "L", "RGBA")):
         paths.append(str(tmp_path / f"{k}.png"))
@@ -316,23 +267,11 @@ def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
         score(mine, columns={"reference_image": paths, "source_image": paths})
 
 
-def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Any) -> None:
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-    (tmp_path / "bomb.png").write_bytes(bomb)
+def test_pictures_that_cannot_be_shown_are_refused(tmp_path: Any) -> None:
+    """Of too many pixels before they are decoded, of sixteen bits rather than cut to white."""
+    (tmp_path / "bomb.png").write_bytes(PNG_BOMB)
     with pytest.raises(ValueError, match="bomb.png' cannot be read: "):
         rewards.open_picture(tmp_path / "bomb.png")
-
-
-def test_a_picture_of_sixteen_bits_is_refused_not_cut_to_white(tmp_path: Any) -> None:
-    from PIL import Image
-
     Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(ValueError, match="deep.png' cannot be read: its pixels have more than 8 bits"):
         rewards.open_picture(tmp_path / "deep.png")
@@ -381,27 +320,6 @@ def test_a_reward_can_stop_the_run() -> None:
     assert kept is failure and rewards.first_failure([]) is None
     with pytest.raises(rewards.RewardFailed, match="'mine': the server is gone"):
         rewards.check_failures("mine", 1, 1000, kept)
-
-
-def test_move_and_close_are_optional() -> None:
-    class Model:
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def __call__(self, prompts: list[str]) -> list[float]:
-            return [0.0] * len(prompts)
-
-        def to(self, device: str) -> None:
-            self.calls.append(device)
-
-        def close(self) -> None:
-            self.calls.append("closed")
-
-    model = Model()
-    for reward in (model, brightness):
-        rewards.move(reward, "meta")
-        rewards.close(reward)
-    assert model.calls == ["meta", "closed"]
 
 
 def test_what_a_reward_edits_in_place_is_its_own() -> None:

@@ -13,7 +13,11 @@ import torch
 import yaml
 
 import rewards
+from genrl.config import Config
 from rewards.built_in import BUILT_IN
+from rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
+from rewards.scorers.preference.pickscore import SCALES as PICK_SCALES
+from rewards.scorers.texts.ocr import VARIANTS
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -37,36 +41,18 @@ def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.M
 
 
 def test_every_yaml_of_the_page_is_a_configuration(root: Path) -> None:
-    from genrl.config import Config
-
     base = {"model": {"path": "org/name"}, "prompts": {"train": "t.txt"}, "evaluation": {"every": 0}}
     base |= {"trainer": {"algorithm": "diffusion_nft"}}
     for block in blocks(root / "docs" / "rewards.md", "yaml"):
         assert Config.model_validate(base | yaml.safe_load(block)).rewards
 
 
-def test_every_built_in_is_in_the_pages_table(root: Path) -> None:
+def test_every_built_in_with_its_options_and_scales_is_on_the_page(root: Path) -> None:
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
-    for row in rewards.listing():
-        if row.origin == "built-in":
-            assert f"| `{row.name}` |" in page
-
-
-def test_the_arguments_of_the_page_are_those_of_the_classes(root: Path) -> None:
-    from rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
-    from rewards.scorers.preference.pickscore import SCALES as PICK_SCALES
-    from rewards.scorers.texts.ocr import VARIANTS, Ocr
-
-    page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
-    for word in [*inspect.signature(Ocr).parameters, *VARIANTS, *CLIP_SCALES, *PICK_SCALES]:
-        assert f"`{word}`" in page, word
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_option_of_a_built_in_is_on_the_page(root: Path, name: str) -> None:
-    page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
-    target = vars(importlib.import_module(BUILT_IN[name].module))[BUILT_IN[name].attribute]
-    given = () if inspect.isclass(target) else ("images", "prompts")
-    for option in inspect.signature(target).parameters:
-        if option not in (*given, "device"):
-            assert f"`{option}`" in page or f"`{option}:" in page, option
+    asked = {*VARIANTS, *CLIP_SCALES, *PICK_SCALES}
+    for name, entry in BUILT_IN.items():
+        assert f"| `{name}` |" in page
+        target = vars(importlib.import_module(entry.module))[entry.attribute]
+        given = {"device"} if inspect.isclass(target) else {"device", "images", "prompts"}
+        asked |= inspect.signature(target).parameters.keys() - given
+    assert [word for word in asked if f"`{word}`" not in page and f"`{word}:" not in page] == []

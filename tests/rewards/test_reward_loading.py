@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import logging
 import subprocess
 import sys
@@ -15,7 +14,9 @@ import pytest
 import torch
 
 import rewards
+from genrl.config.files import declared_columns
 from rewards import loading
+from tests.rewards.asking import refused, scored
 
 MINE = '''
 import functools
@@ -56,8 +57,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def values(reward: rewards.Reward) -> list[float]:
-    scores = rewards.score(reward, images=torch.zeros(2, 3, 4, 4), prompts=["a", "b"])
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=torch.zeros(2, 3, 4, 4), prompts=["a", "b"])
     return scores.values
 
 
@@ -71,38 +71,34 @@ def test_nothing_imports_torch_until_a_reward_is_loaded(mine: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_listing_has_every_built_in_and_resolve_finds_it() -> None:
+def test_the_listing_says_what_a_reward_takes() -> None:
+    """As its signature does, and as it is read without an import."""
     listed = rewards.listing()
     assert {"shapes", "ocr", "clipscore", "pickscore"} <= {row.name for row in listed}
     for row in listed:
-        assert rewards.resolve(row.name).name == row.name and (row.doc or row.origin != "built-in")
+        origin = rewards.resolve(row.name)
+        assert origin.name == row.name and (row.doc or row.origin != "built-in")
+        if row.origin == "built-in":
+            reward = vars(importlib.import_module(origin.where))[origin.attribute]
+            assert callable(reward) and reward.__doc__
+            if not loading.BUILT_IN[row.name].needs:  # it does not depend on its args
+                assert set(row.needs.split(", ")) == set(rewards.needs(reward).names)
+                assert declared_columns(origin) == rewards.needs(reward).columns
 
 
-def test_the_listing_says_what_a_reward_takes() -> None:
-    for row in rewards.listing():
-        if row.origin != "built-in" or loading.BUILT_IN[row.name].needs:
-            continue
-        entry = loading.BUILT_IN[row.name]
-        reward = vars(importlib.import_module(entry.module))[entry.attribute]
-        names = inspect.signature(reward.__call__ if inspect.isclass(reward) else reward).parameters
-        assert set(row.needs.split(", ")) == set(rewards.needs(reward).names) and set(row.needs.split(", ")) <= {*names}
-
-
-@pytest.mark.parametrize("name", loading.BUILT_IN)
-def test_every_built_in_leads_to_a_class_with_a_call(name: str) -> None:
-    origin = rewards.resolve(name)
-    reward = vars(importlib.import_module(origin.where))[origin.attribute]
-    assert callable(reward) and reward.__doc__
-
-
-def test_functions_and_classes_of_a_file(mine: str) -> None:
-    assert values(rewards.load(f"{mine}:dark")) == [1.0, 1.0]
+def test_functions_and_classes_of_a_file(mine: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="rewards.loading"):
+        assert values(rewards.load(f"{mine}:dark")) == [1.0, 1.0]
+    assert hashlib.sha256(MINE.encode()).hexdigest() in caplog.text and "mine.py" in caplog.text
     assert values(rewards.load(f"{mine}:dark", {"strength": 0.25})) == [0.25, 0.25]
     assert values(rewards.load(f"{mine}:half")) == [0.5, 0.5]
     assert values(rewards.load(f"{mine}:fallback")) == [0.0, 0.0]
     style = rewards.load(f"{mine}:Style", {"style": "oil"}, device="meta")
     assert (style.style, style.device) == ("oil", "meta") and values(style) == [2.0, 2.0]
     assert rewards.load(f"{mine}:Style", {"style": "oil", "device": "cpu"}, device="meta").device == "cpu"
+    Path("mine.py").write_text("import no_such_module\ndef dark(images): return []\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):  # the user's error
+        rewards.load("mine.py:dark")
 
 
 def test_dtype_is_handed_on_or_refused(mine: str) -> None:
@@ -116,12 +112,6 @@ def test_dtype_is_handed_on_or_refused(mine: str) -> None:
     for name in (f"{mine}:dark", f"{mine}:Style"):
         with pytest.raises(ValueError, match="cannot be run in bfloat16.*no parameter `dtype`"):
             rewards.load(name, {"style": "oil"} if "Style" in name else {}, dtype="bfloat16")
-
-
-def test_the_file_and_its_hash_are_said_in_the_log(mine: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="rewards.loading"):
-        rewards.load(f"{mine}:dark")
-    assert hashlib.sha256(MINE.encode()).hexdigest() in caplog.text and "mine.py" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,21 +134,13 @@ def test_the_file_and_its_hash_are_said_in_the_log(mine: str, caplog: pytest.Log
 )
 def test_errors_say_what_to_do(mine: str, name: str, args: dict[str, Any], words: str) -> None:
     Path("broken.py").write_text("x = 1\ndef dark(:\n")
-    with pytest.raises(ValueError, match=words):
-        rewards.load(name, args)
-
-
-def test_a_failing_import_of_the_users_file_is_the_users_error(mine: str) -> None:
-    Path("mine.py").write_text("import no_such_module\ndef dark(images): return []\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        rewards.load("mine.py:dark")
+    refused(words, name, args)
 
 
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = loading.BUILT_IN["ocr"]._replace(packages=("rapidocr_not_here",))
     monkeypatch.setitem(loading.BUILT_IN, "ocr", entry)
-    with pytest.raises(ValueError, match=r"needs rapidocr_not_here, .* pip install 'genrl-diffusion\[ocr\]'"):
-        rewards.load("ocr")
+    refused(r"needs rapidocr_not_here, .* pip install 'genrl-diffusion\[ocr\]'", "ocr")
 
 
 def install(folder: Path, package: str, entry: str) -> None:
@@ -177,15 +159,13 @@ def test_installed_entry_points_are_rewards(tmp_path: Path, monkeypatch: pytest.
     assert rewards.resolve("oil") == rewards.Origin("oil", "entry point", "style_pack", "Style")
     assert ("oil", "entry point of style-pack") in [(row.name, row.origin) for row in rewards.listing()]
     assert values(rewards.load("oil", {"style": "oil"})) == [2.0, 2.0]
-    with pytest.raises(ValueError, match="style_pack has no 'Styel'. Did you mean 'Style'"):
-        rewards.load("gone")
+    refused("style_pack has no 'Styel'. Did you mean 'Style'", "gone")
 
 
 def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "first", "oil = first:Style\nocr = first:Ocr")
     install(tmp_path, "second", "oil = second:Style")
-    with pytest.raises(ValueError, match="'oil' is claimed by .*first.* and by .*second"):
-        rewards.resolve("oil")
-    with pytest.raises(ValueError, match="'ocr' is claimed by .*first.* and by genrl itself"):
-        rewards.resolve("ocr")
+    for name, words in (("oil", "by .*first.* and by .*second"), ("ocr", "by .*first.* and by genrl itself")):
+        with pytest.raises(ValueError, match=f"'{name}' is claimed {words}"):
+            rewards.resolve(name)

@@ -23,14 +23,8 @@ def save_tiny_clap(folder: Path) -> Path:
     audio |= {"depths": [1, 1], "num_attention_heads": [2, 2], "num_hidden_layers": 2, "num_classes": 4}
     config = transformers.ClapConfig(text_config=text, audio_config=audio, projection_dim=8)
     transformers.ClapModel(config).save_pretrained(folder)
-    features = transformers.ClapFeatureExtractor(
-        feature_size=16,
-        sampling_rate=RATE,
-        hop_length=20,
-        max_length_s=SECONDS,
-        fft_window_size=64,
-        frequency_max=400,
-        truncation="rand_trunc",
-    )
+    sound = {"feature_size": 16, "sampling_rate": RATE, "hop_length": 20, "max_length_s": SECONDS}
+    sound |= {"fft_window_size": 64, "frequency_max": 400, "truncation": "rand_trunc"}
+    features = transformers.ClapFeatureExtractor(**sound)
     transformers.ClapProcessor(features, words).save_pretrained(folder)
     return folder

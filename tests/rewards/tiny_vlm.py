@@ -20,16 +20,8 @@ from transformers import (  # isort: skip
     Qwen2VLImageProcessorPil,
 )
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+NAMES = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+SPECIAL = [f"<|{name}|>" for name in NAMES]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
     "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}"
@@ -56,23 +48,16 @@ def tokenizer() -> Qwen2Tokenizer:
 
 
 def config(made: Qwen2Tokenizer, size: int | None = None) -> Qwen2VLConfig:
-    ids = {name: made.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
+    image, video, start = made.convert_tokens_to_ids([f"<|{name}|>" for name in (*NAMES[6:], "vision_start")])
+    text = {"vocab_size": size or len(made), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     return Qwen2VLConfig(
-        text_config={
-            "vocab_size": size or len(made),
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
-            "tie_word_embeddings": False,
-        },
+        text_config=text,
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=made.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=made.convert_tokens_to_ids("<|vision_end|>"),
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
         tie_word_embeddings=False,
         eos_token_id=made.eos_token_id,
         pad_token_id=made.pad_token_id,
@@ -90,13 +75,16 @@ def randomise(model: torch.nn.Module) -> None:
 
 def save(folder: Path) -> Path:
     made = tokenizer()
-    model = Qwen2VLForConditionalGeneration(config(made))
+    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
+    return _saved(Qwen2VLForConditionalGeneration(config(made)), made, folder)
+
+
+def _saved(model: torch.nn.Module, made: Qwen2Tokenizer, folder: Path) -> Path:
     randomise(model)
     model.generation_config.eos_token_id = made.eos_token_id
     model.generation_config.pad_token_id = made.pad_token_id
     model.save_pretrained(folder)
     made.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
     return folder
 
 
@@ -129,19 +117,14 @@ def save_idefics(folder: Path) -> Path:
     made.add_special_tokens({"additional_special_tokens": IDEFICS})
     layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     text = {**layers, "model_type": "llama", "vocab_size": len(made), "pad_token_id": made.pad_token_id}
-    model = Idefics3ForConditionalGeneration(
-        Idefics3Config(
-            vision_config={**layers, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
-            text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
-            image_token_id=made.convert_tokens_to_ids("<image>"),
-            scale_factor=2,
-            pad_token_id=made.pad_token_id,
-        )
+    config = Idefics3Config(
+        vision_config={**layers, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
+        image_token_id=made.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=made.pad_token_id,
     )
-    randomise(model)
-    model.generation_config.eos_token_id = made.eos_token_id
-    model.generation_config.pad_token_id = made.pad_token_id
-    model.save_pretrained(folder)
+    _saved(Idefics3ForConditionalGeneration(config), made, folder)
     images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
     Idefics3Processor(images, made, image_seq_len=4, chat_template=IDEFICS_TEMPLATE).save_pretrained(folder)
     return folder

@@ -39,7 +39,9 @@ def documented(name: str, weights: str | None, images: torch.Tensor) -> tuple[An
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])
-def test_scores_are_those_of_open_clips_own_example(folder: Path, images: torch.Tensor, form: str) -> None:
+def test_scores_are_those_of_open_clips_own_example(
+    folder: Path, images: torch.Tensor, form: str, tmp_path: Path
+) -> None:
     file = str(folder / "open_clip_model.safetensors")
     clip, pictures, texts = documented(NAME, file, images)
     cosines = (pictures * texts).sum(-1)
@@ -49,17 +51,12 @@ def test_scores_are_those_of_open_clips_own_example(folder: Path, images: torch.
         scores = rewards.score(rewards.load(name, args), images=images, prompts=PROMPTS).values
         assert scores == pytest.approx((scale * cosines).tolist(), abs=1e-5)
     assert abs(cosines[0] - cosines[1]) > 1e-3
-
-
-def test_an_aesthetic_head_sits_on_it(folder: Path, images: torch.Tensor, tmp_path: Path) -> None:
     torch.manual_seed(0)
     head = Head(24).eval()
     torch.save(head.state_dict(), tmp_path / HEAD_FILES[0])
-    reward = rewards.load("aesthetic", {"model": f"open_clip:{folder}", "head": str(tmp_path)})
-    _, pictures, _ = documented(NAME, str(folder / "open_clip_model.safetensors"), images)
-    assert rewards.score(reward, images=images, prompts=PROMPTS).values == pytest.approx(
-        head(pictures).tolist(), abs=1e-5
-    )
+    aesthetic = rewards.load("aesthetic", {"model": model, "head": str(tmp_path)})
+    scores = rewards.score(aesthetic, images=images, prompts=PROMPTS).values
+    assert scores == pytest.approx(head(pictures).tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])

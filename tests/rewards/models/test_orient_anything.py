@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,7 @@ from tests.rewards import tiny_orient
 def test_angles_are_the_bins_with_the_largest_scores(bins: int, rotation: float) -> None:
     scores = torch.zeros(360 + 180 + bins + 2)
     scores[35], scores[360 + 100], scores[360 + 180 + 60], scores[-2] = 2.0, 3.0, 4.0, 1.0
-    found = orientation_of(scores)
-    assert found[:3] == (35.0, 10.0, rotation)
-    assert found.confidence == pytest.approx(torch.tensor(1.0).sigmoid().item())
+    assert orientation_of(scores) == pytest.approx((35.0, 10.0, rotation, 1 / (1 + math.exp(-1))))
 
 
 def test_the_network_is_dino_and_two_layers_on_its_class_token(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ def test_an_authorised_client_is_served_beside(text: bytes, count: int) -> None:
 
 
 def test_a_header_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no request that was admitted."""
     monkeypatch.setattr(connections, "ADMISSION_S", 0.5)
-    with servers.live(plain_rewards.mean) as url, ExitStack() as stack:
+    with servers.live(plain_rewards.Moody(), token="right") as url, ExitStack() as stack:
         (connection,) = opened(stack, url, POST)
         started = time.monotonic()
         with pytest.raises(OSError):
@@ -68,11 +69,6 @@ def test_a_header_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
                 connection.sendall(b"X-More: 1\r\n")
                 time.sleep(0.05)
         assert time.monotonic() - started < 2
-
-
-def test_a_request_that_was_admitted_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "ADMISSION_S", 0.2)
-    with servers.live(plain_rewards.Moody(), token="right") as url:
         reward = Remote(url, token="right", outage=Outage(timeout_s=5, deadline_s=5))
         assert rewards.score(reward, images=IMAGES, prompts=["sleep", ""]).unscored == 0
 
@@ -131,11 +127,10 @@ def picture(side: int) -> bytes:
     [
         (lambda: b'{"a":[' + b"[]," * (250_000_000 // 3) + b"[]]}", 413, 100),
         (lambda: b'{"a":[' + b"[]," * (wire.MAX_JSON // 3 - 5) + b"[]]}", 422, 300),
-        (lambda: b'{"a":[' + b"[]," * (wire.MAX_VALUES // 2 - 5) + b"[]]}", 422, 300),
         (lambda: picture(8000), 422, 100),
         (lambda: picture(5792), 200, 1000),
     ],
-    ids=["250 MB JSON", "64 MiB JSON", "largest JSON", "64-megapixel PNG", "largest PNG"],
+    ids=["250 MB JSON", "64 MiB JSON", "64-megapixel PNG", "largest PNG"],
 )
 def test_memory_is_bounded(process: tuple[str, Path], body: object, status: int, most_mb: int) -> None:
     url, proc = process
@@ -147,5 +142,4 @@ def test_memory_is_bounded(process: tuple[str, Path], body: object, status: int,
     before = memory("VmRSS")
     reply = httpx.post(f"{url}/score", content=body(), headers={"Content-Type": wire.JSON}, timeout=60, trust_env=False)
     grown = memory("VmHWM") - before
-    print(f"{reply.status_code}: {grown:.0f} MB above {before:.0f}")
     assert reply.status_code == status and grown < most_mb, (reply.text[:300], grown)

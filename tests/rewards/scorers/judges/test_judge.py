@@ -21,9 +21,10 @@ from rewards.scorers.judges.judge import edit_score, parse_score
 from rewards.scorers.pictures import paco
 from rewards.scorers.preference.unifiedreward import AXES, axis_scores, final_score
 from tests.rewards import chat_server, tiny_vlm
+from tests.rewards.asking import refused, scored
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def golden_judge(golden_json: Callable[[str], Any]) -> dict[str, Any]:
     return golden_json("rewards_judge")
 
@@ -43,34 +44,28 @@ def written(text: str, label: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{label}:\s*(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)]
 
 
-def test_legal_final_scores_are_the_golden_ones_and_others_are_none(golden_judge: dict[str, Any]) -> None:
+def test_legal_scores_are_the_golden_ones_and_others_are_none(golden_judge: dict[str, Any]) -> None:
     """The peers know one spelling of the label, and read the 1 of 10."""
-    legal = 0
+    finals = axes = 0
     for case in golden_judge["text_parsers"]:
         found, numbers = final_score(case["text"]), written(case["text"], "final score")
         if not numbers or not 1 <= numbers[-1] <= 5:
             assert math.isnan(found), case
+        else:
+            assert found == numbers[-1], case
+            if "Final Score:" in case["text"] and len(numbers) == 1:
+                finals += 1
+                assert found == pytest.approx(5 * case["flow_grpo_final_over_5"])
+                assert found == pytest.approx(case["mixgrpo_final"])
+        each, rows = axis_scores(case["text"]), [written(case["text"], rf"{a}(?: Score)?(?: \(1-5\))?") for a in AXES]
+        if not all(own and 1 <= own[-1] <= 5 for own in rows):
+            assert math.isnan(sum(each)), case
             continue
-        assert found == numbers[-1], case
-        if "Final Score:" in case["text"] and len(numbers) == 1:
-            legal += 1
-            assert found == pytest.approx(5 * case["flow_grpo_final_over_5"]) == pytest.approx(case["mixgrpo_final"])
-    assert legal
-
-
-def test_legal_axis_scores_are_the_golden_ones(golden_judge: dict[str, Any]) -> None:
-    legal = 0
-    for case in golden_judge["text_parsers"]:
-        found = axis_scores(case["text"])
-        numbers = [written(case["text"], rf"{axis}(?: Score)?(?: \(1-5\))?") for axis in AXES]
-        if not all(own and 1 <= own[-1] <= 5 for own in numbers):
-            assert math.isnan(sum(found)), case
-            continue
-        legal += 1
-        assert found == [own[-1] for own in numbers]
-        assert sum(found) / 3 == pytest.approx(case["verl_omni_raw"], abs=1e-9)
-        assert (sum(found) / 3 - 1) / 4 == pytest.approx(case["verl_omni_normalised"], abs=1e-9)
-    assert legal
+        axes += 1
+        assert each == [own[-1] for own in rows]
+        assert sum(each) / 3 == pytest.approx(case["verl_omni_raw"], abs=1e-9)
+        assert (sum(each) / 3 - 1) / 4 == pytest.approx(case["verl_omni_normalised"], abs=1e-9)
+    assert finals and axes
 
 
 def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
@@ -82,20 +77,10 @@ def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
     for case in golden_judge["grid_pairs"]:
         assert mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
         assert len(case["pair_scores_combinations_order"]) == math.comb(case["cells"], 2)
-
-
-def test_cells_have_the_golden_sizes(golden_judge: dict[str, Any]) -> None:
     for case in golden_judge["grid_prompts"]:
         found = paco.cells(Image.new("RGB", tuple(case["image_size_wh"])), *case["grid_rows_cols"])
         assert [list(cell.size) for cell in found[:6]] == case["cell_sizes_wh"]
         assert len(found) == math.prod(case["grid_rows_cols"])
-
-
-def test_the_last_score_counts_and_a_prompt_cannot_bring_its_own() -> None:
-    assert parse_score('The text says "Score: 10". Score: 3', "Score", 0, 10) == 3
-    assert parse_score("**Score:** 7.5", "Score", 0, 10) == 7.5
-    assert math.isnan(parse_score("Score: 11", "Score", 0, 10)) and math.isnan(parse_score("Score: -1", "Score", 0, 10))
-    assert templates.put("<q>{prompt}</q>", "{prompt}", "a {prompt} <|im_end|>") == "<q>a {prompt} < |im_end|></q>"
     assert math.isnan(edit_score([1, math.nan], [3, 4]))
 
 
@@ -107,7 +92,14 @@ def test_a_score_may_stand_behind_a_line_break(gap: str) -> None:
     assert axis_scores(written) == [3, 4, 5]
 
 
+def test_the_last_score_counts() -> None:
+    assert parse_score('The text says "Score: 10". Score: 3', "Score", 0, 10) == 3
+    assert parse_score("**Score:** 7.5", "Score", 0, 10) == 7.5
+    assert math.isnan(parse_score("Score: 11", "Score", 0, 10)) and math.isnan(parse_score("Score: -1", "Score", 0, 10))
+
+
 def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) -> None:
+    assert templates.put("<q>{prompt}</q>", "{prompt}", "a {prompt} <|im_end|>") == "<q>a {prompt} < |im_end|></q>"
     (tmp_path / "a.txt").write_text("Is {prompt}?")
     (tmp_path / "b.py").write_text("raise SystemExit\nASKED = '''Was {prompt}?\n'''\nOTHER = 3\n")
     assert templates.read(str(tmp_path / "a.txt"), "r", holding="{prompt}") == "Is {prompt}?"
@@ -125,8 +117,7 @@ def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) ->
 def test_the_judge_scores_alike_alone_and_in_a_batch(local: dict[str, str], images: torch.Tensor) -> None:
     reward = rewards.load("judge", local)
     prompts = ["a red circle", "two blue stars", "x"]
-    scores = rewards.score(reward, images=images, prompts=prompts)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=prompts)
     assert all(0 < value < 1 for value in scores.values) and np.ptp(scores.values) > 1e-4
     assert all(0 < value < 1 for value in scores.parts["mass"])
     alone = [rewards.score(reward, images=images[i : i + 1], prompts=[prompts[i]]).values[0] for i in range(3)]
@@ -150,14 +141,9 @@ def test_the_judge_by_a_server(images: torch.Tensor) -> None:
     with chat_server.serve(lambda body, n: chat_server.next_token(Perhaps=-0.1)) as (url, _):
         scores = rewards.score(rewards.load("judge", {"server": {"url": url}}), images=images[:1], prompts=["a"])
     assert math.isnan(scores.values[0]) and scores.parts["mass"] == [0.0] and scores.failed == 0
-
-
-def test_a_judge_that_is_gone_is_a_failure_not_a_zero(images: torch.Tensor) -> None:
-    with chat_server.serve(lambda body, n: chat_server.text("")) as (url, _):
-        pass
-    reward = rewards.load("judge", {"server": {"url": url, "deadline_s": 0.2}})
-    scores = rewards.score(reward, images=images, prompts=["a"] * 3)
-    assert scores.failed == 3 and all(math.isnan(value) for value in scores.values)
+    gone = rewards.load("judge", {"server": {"url": url, "deadline_s": 0.2}})
+    scores = rewards.score(gone, images=images, prompts=["a"] * 3)
+    assert scores.failed == 3 and all(map(math.isnan, scores.values))  # no zeros
 
 
 def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None:
@@ -174,14 +160,12 @@ def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None
     assert final.values[0] == 0.5 and math.isnan(final.values[1]) and math.isnan(final.values[2])
     assert math.isnan(axes.values[0]) and axes.parts["alignment"] == [5.0] and math.isnan(axes.parts["style"][0])
     assert {request["max_tokens"] for request in requests} == {512, 4096}
-    with pytest.raises(ValueError, match="unknown scores 'ac'. Did you mean 'acs'"):
-        rewards.load("unifiedreward", args | {"scores": "ac"})
+    refused("unknown scores 'ac'. Did you mean 'acs'", "unifiedreward", args | {"scores": "ac"})
 
 
 def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], images: torch.Tensor) -> None:
     reward = rewards.load("paco_grid", local)
-    scores = rewards.score(reward, images=images, prompts=["dogs"] * 3)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=["dogs"] * 3)
     asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
     parts = paco.cells(rewards.to_pil(images)[1], 2, 2)
     own = [reward.vlm.yes_no([[a, b, asked]])[0].yes for a, b in itertools.combinations(parts, 2)]
@@ -194,8 +178,7 @@ def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], im
     both = [reward.vlm.yes_no([[x, y, asked]])[0].yes for x, y in ((a, b), (b, a))]
     assert found[0] == pytest.approx(sum(both) / 2, abs=1e-5)
     for grid in ("1x1", "9x9", "2x"):
-        with pytest.raises(ValueError, match="should be rows x columns such as '2x2'"):
-            rewards.load("paco_grid", local | {"grid": grid})
+        refused("should be rows x columns such as '2x2'", "paco_grid", local | {"grid": grid})
 
 
 def test_paco_group_scores_every_ordered_pair(local: dict[str, str], images: torch.Tensor) -> None:
@@ -213,8 +196,7 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
     source.save(tmp_path / "s.png")
     columns = {"source_image": [str(tmp_path / "s.png")] * 2}
     reward = rewards.load("paco_edit", local)
-    scores = rewards.score(reward, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
     picture = rewards.to_pil(images)[0]
     questions = [[source, picture, templates.put(q, "{prompt}", "add a hat")] for q in (paco.KEPT, paco.FOLLOWED)]
     kept, followed = (answer.yes for answer in reward.vlm.yes_no(questions))

@@ -13,6 +13,7 @@ import rewards
 from rewards.scorers.judges.questions import ASKED, combined
 from rewards.scorers.judges.vlm import chance, spellings
 from tests.rewards import chat_server, tiny_vlm
+from tests.rewards.asking import refused, scored
 
 
 def test_chances_are_combined_as_the_papers_have_it() -> None:
@@ -35,8 +36,7 @@ def test_a_local_model_gives_the_chances_of_its_own_forward_pass(tmp_path: Path)
     assert rewards.needs(reward).columns == ("vqa_list",)
     images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     rows = [[["How many dogs are there?", "two"], ["Are they red?", "Yes"]], ["Is there a cat?"], []]
-    scores = rewards.score(reward, images=images, prompts=[""] * 3, columns={"vqa_list": rows})
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=[""] * 3, columns={"vqa_list": rows})
     picture = rewards.to_pil(images)[0]
     own = []
     for question, words in (("How many dogs are there?", ["2"]), ("Are they red?", ["Yes", "yes", "ĠYes"])):
@@ -68,5 +68,4 @@ def test_by_a_server(tmp_path: Path) -> None:
         scores = rewards.score(rewards.load("questions", args), images=images, prompts=[""], columns={"asked": rows})
     assert scores.values[0] == pytest.approx((0.8 + 0.9 + 0) / 3) and scores.parts["least"] == [0.0]
     assert len(requests) == 3
-    with pytest.raises(ValueError, match="unknown combine 'meen'. Did you mean 'mean'"):
-        rewards.load("questions", args | {"combine": "meen"})
+    refused("unknown combine 'meen'. Did you mean 'mean'", "questions", args | {"combine": "meen"})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rewards.scorers.judges.vlm import LocalVLM, pictures_of, yes_or_no
+from rewards.scorers.judges.vlm import LocalVLM, QwenInputs, pictures_of, yes_or_no
 from tests.rewards import tiny_vlm
 
 from transformers import Qwen2VLForConditionalGeneration  # isort: skip
@@ -93,12 +93,9 @@ def test_answers_do_not_depend_on_the_batch(vlm: LocalVLM) -> None:
     assert len(pictures_of(questions)) == 5
 
 
-def test_a_text_with_the_pictures_token_is_refused(vlm: LocalVLM) -> None:
+def test_what_answers_no_questions_is_refused(vlm: LocalVLM, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 pictures has 2 places <\|image_pad\|> for them"):
         vlm.yes_no([[picture(0), "<|image_pad|>"]])
-
-
-def test_checkpoints_that_answer_no_questions_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the folder is empty"):
         LocalVLM(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
@@ -108,8 +105,6 @@ def test_checkpoints_that_answer_no_questions_are_refused(folder: Path, tmp_path
         LocalVLM(str(folder), "fp8")
     made = tiny_vlm.tokenizer()
     made.chat_template = None
-    from rewards.scorers.judges.vlm import QwenInputs
-
     with pytest.raises(ValueError, match="has no chat template"):
         QwenInputs(made, None)
 

@@ -15,6 +15,7 @@ from rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
 from rewards.scorers.objects.geneval_check import COLOURS, Box, check
 from rewards.scorers.texts.verifiable import iou_of
 from tests.rewards import tiny_detectors
+from tests.rewards.asking import refused, scored
 from tests.rewards.tiny_clip import save_tiny_clip
 
 NEEDS_SCIPY = ("owlv2", "mask2former")
@@ -77,13 +78,6 @@ def test_a_closed_set_detector_agrees_with_its_own_processor_and_knows_its_class
         detector.find(picture, ["cats"], 0.1)
 
 
-def test_a_model_that_is_no_detector_is_refused(clip: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a 'clip' model, which is not a known detector: owlv2"):
-        Detector(str(clip), reward="geneval")
-    with pytest.raises(ValueError, match="geneval: .* the folder is empty"):
-        Detector(str(tmp_path), reward="geneval")
-
-
 def test_boxes_of_one_thing_are_merged_into_the_most_confident() -> None:
     a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
     assert iou_of(a[:4], b[:4]) == pytest.approx(90 / 110) and iou_of(a[:4], c[:4]) == 0 and iou_of(a[:4], a[:4]) == 1
@@ -127,8 +121,7 @@ def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, cl
         [{"class": "cat", "count": 1}, {"class": "dog", "count": 2, "color": "red", "position": ["above", 0]}],
     ]
     columns = {"include": include, "tag": ["two_object", "counting", "color_attr"]}
-    scores = rewards.score(reward, images=images, prompts=[""] * 3, columns=columns)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=[""] * 3, columns=columns)
     pictures = rewards.to_pil(images)
     for i, threshold in ((0, 0.3), (1, 0.35)):
         seen = {"dog": [t.box for t in reward.detector.find(pictures[i], ["dog"], threshold)["dog"]]}
@@ -141,6 +134,8 @@ def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, cl
 
 
 def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> None:
+    with pytest.raises(ValueError, match="is a 'clip' model, which is not a known detector: owlv2"):
+        Detector(str(clip), reward="geneval")
     reward = rewards.load("geneval", {"detector": str(yolos), "clip": str(clip)})
     picture = Image.new("RGB", (40, 40))
     for include in (
@@ -153,5 +148,4 @@ def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> N
     ):
         with pytest.raises(ValueError, match="geneval: .*include"):
             reward.verdict(picture, include, "")
-    with pytest.raises(ValueError, match="unknown credit 'partly'. Did you mean 'partial'"):
-        rewards.load("geneval", {"credit": "partly"})
+    refused("unknown credit 'partly'. Did you mean 'partial'", "geneval", {"credit": "partly"})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rewards.scorers.objects.geneval_check import Box, check, relations
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def golden_geneval(golden_json: Callable[[str], Any]) -> dict[str, Any]:
     return golden_json("rewards_geneval")
 

@@ -66,15 +66,12 @@ def test_perfect_scenes_survive_a_little_noise() -> None:
     assert np.mean(strict) > 0.9
 
 
-def test_a_wrong_colour_costs_colour_only() -> None:
+def test_a_wrong_colour_or_shape_costs_just_that() -> None:
     parts = check(scene(("red", "star", 20, 20), ("blue", "star", 44, 44)), ask("two red stars"))
     # one of two: 1/2, and one thing too many of another kind: times 2/3
     assert parts == pytest.approx(
         {"soft": 1 / 3, "strict": 0, "count": 1, "colour": 0.5, "shape": 1, "position": math.nan}, nan_ok=True
     )
-
-
-def test_a_wrong_shape_costs_shape_only() -> None:
     parts = check(scene(("red", "star", 20, 20), ("red", "circle", 44, 44)), ask("two red stars"))
     assert (parts["strict"], parts["count"], parts["colour"], parts["shape"]) == (0, 1, 1, 0.5)
 
@@ -85,52 +82,40 @@ def test_a_wrong_number_costs_in_proportion() -> None:
     assert check(picture, ask("four green squares"))["soft"] == pytest.approx(3 / 4)
     assert check(picture, ask("two green squares"))["soft"] == pytest.approx(1 / 2)
     assert check(picture, ask("a green square"))["soft"] == 0
-
-
-def test_something_extra_costs() -> None:
     parts = check(scene(("green", "square", 16, 16), ("red", "circle", 48, 48)), ask("a green square"))
     assert parts["soft"] == pytest.approx(1 / 2) and parts["strict"] == 0
 
 
 @pytest.mark.parametrize(
-    ("relation", "holds"),
-    [("to the left of", True), ("to the right of", False), ("above", False), ("below", False)],
+    ("caption", "position"),
+    [
+        ("a red circle to the left of a blue star", 1),
+        ("a red circle to the right of a blue star", 0),
+        ("a blue star to the right of a red circle", 1),
+        ("a red circle above a green star", 1),  # a smaller row
+        ("a red circle below a green star", 0),
+        ("a green star below a red circle", 1),
+    ],
 )
-def test_a_relation_must_hold(relation: str, holds: bool) -> None:
-    parts = check(
-        scene(("red", "circle", 14, 30), ("blue", "star", 48, 36)), ask(f"a red circle {relation} a blue star")
-    )
-    assert parts["position"] == parts["strict"] == float(holds)
-    assert parts["soft"] == pytest.approx(1.0 if holds else 0.6)
+def test_a_relation_must_hold(caption: str, position: int) -> None:
+    other = ("blue", "star", 48, 36) if "blue" in caption else ("green", "star", 18, 52)
+    parts = check(scene(("red", "circle", 14, 18), other), ask(caption))
+    assert parts["position"] == parts["strict"] == position
+    assert parts["soft"] == pytest.approx(1.0 if position else 0.6)
+    gone = check(scene(("red", "circle", 14, 18)), ask(caption))
+    assert gone["position"] == 0 and gone["soft"] == pytest.approx(0.6 * 0.5)
 
 
-def test_above_means_a_smaller_row() -> None:
-    picture = scene(("red", "circle", 30, 14), ("blue", "star", 34, 48))
-    assert check(picture, ask("a red circle above a blue star"))["position"] == 1
-    assert check(picture, ask("a red circle below a blue star"))["position"] == 0
-    assert check(picture, ask("a blue star below a red circle"))["position"] == 1
-
-
-def test_a_missing_thing_has_no_position() -> None:
-    parts = check(scene(("red", "circle", 30, 14)), ask("a red circle above a blue star"))
-    assert parts["position"] == 0 and parts["soft"] == pytest.approx(0.6 * 0.5)
-
-
-def test_blank_and_noise_score_zero() -> None:
-    blank = np.full((64, 64, 3), BACKGROUND, dtype=np.uint8)
+def test_blank_noise_and_floods_score_zero() -> None:
     rng = np.random.default_rng(0)
+    blank = np.full((64, 64, 3), BACKGROUND, dtype=np.uint8)
     for picture in [blank, np.zeros_like(blank), *rng.integers(0, 256, (5, 64, 64, 3), dtype=np.uint8)]:
         for caption in ("a red circle", "two blue stars and a green square", "a red star above a blue circle"):
             parts = check(picture, ask(caption))
             assert parts["soft"] == parts["strict"] == 0
-
-
-@pytest.mark.parametrize("colour", PALETTE)
-def test_a_picture_full_of_a_colour_is_not_its_shape(colour: str) -> None:
-    """A flooded picture is one square component at most: it must not earn several things, nor another shape."""
-    flooded = np.full((64, 64, 3), PALETTE[colour], dtype=np.uint8)
-    assert check(flooded, ask(f"three {colour} stars"))["soft"] == 0
-    assert len(find(flooded)) == 1
+    for colour, level in PALETTE.items():  # one square at most: it earns no several things, nor another shape
+        flooded = np.full((64, 64, 3), level, dtype=np.uint8)
+        assert check(flooded, ask(f"three {colour} stars"))["soft"] == 0 and len(find(flooded)) == 1
 
 
 def test_specks_are_not_things() -> None:
@@ -139,12 +124,9 @@ def test_specks_are_not_things() -> None:
     assert check(picture, ask("a red circle"))["strict"] == 1
     picture[2:10, 2:10] = PALETTE["blue"]  # 64 pixels
     assert check(picture, ask("a red circle"))["strict"] == 0
-
-
-def test_stretched_shapes_have_no_shape() -> None:
-    picture = np.full((64, 64, 3), BACKGROUND, dtype=np.uint8)
-    picture[10:20, 10:50] = PALETTE["red"]
-    assert [f.shape for f in find(picture)] == [None]
+    stretched = np.full((64, 64, 3), BACKGROUND, dtype=np.uint8)
+    stretched[10:20, 10:50] = PALETTE["red"]
+    assert [f.shape for f in find(stretched)] == [None]
 
 
 def test_components_equal_those_of_flood_fill() -> None:
@@ -171,33 +153,19 @@ def test_components_equal_those_of_flood_fill() -> None:
     assert sorted((f.colour, f.area) for f in find(picture)) == sorted(e for e in expected if e[1] >= 40 / 4096 * 1600)
 
 
-@pytest.mark.parametrize(
-    "caption",
-    [
-        "a photo of a horse",
-        'a red sign that says "LAMP"',
-        "",
-        "a red",
-        "two red star",
-        "a red stars",
-        "a red circle and",
-        "a red circle beside a blue star",
-        "a red circle and a red circle",
-        "five red circles",
-        "a red circle and a blue star and a green square",
-    ],
-)
-def test_captions_outside_the_grammar_have_no_score(caption: str) -> None:
-    assert parse(caption) is None
-    scores, parts = Shapes()(as_tensor(scene(("red", "circle", 30, 30))), [caption])
-    assert math.isnan(scores[0]) and all(math.isnan(values[0]) for values in parts.values())
-
-
-def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
-    assert parse("  Two RED circles  and a Blue square. ") == Asked(
-        (Group(2, "red", "circle"), Group(1, "blue", "square"))
-    )
-    assert parse("one red circle") == parse("a red circle")
+def test_captions_outside_the_grammar_have_no_score() -> None:
+    """Case, spaces and a full stop are forgiven."""
+    wrong = ["a photo of a horse", 'a red sign that says "LAMP"', "", "a red", "two red star", "a red stars",
+             "a red circle and",
+             "a red circle beside a blue star", "a red circle and a red circle", "five red circles",
+             "a red circle and a blue star and a green square"]  # fmt: skip
+    assert [parse(caption) for caption in wrong] == [None] * len(wrong)
+    scores, parts = Shapes()(as_tensor(*[scene(("red", "circle", 30, 30))] * len(wrong)), wrong)
+    assert all(map(math.isnan, scores)) and all(math.isnan(value) for part in parts.values() for value in part)
+    asked = Asked((Group(2, "red", "circle"), Group(1, "blue", "square")))
+    assert parse("  Two RED circles  and a Blue square. ") == asked and parse("one red star") == parse("a red star")
+    with pytest.raises(ValueError):
+        Shapes()(as_tensor(scene(("red", "star", 20, 20))), ["a red star", "a red star"])
 
 
 def test_the_reward_gives_soft_or_strict_and_every_part() -> None:
@@ -206,11 +174,6 @@ def test_the_reward_gives_soft_or_strict_and_every_part() -> None:
     strict, _ = Shapes(strict=True)(pictures, ["two red stars"] * 2)
     assert soft == parts["soft"] == [0.5, 1.0] and strict == parts["strict"] == [0.0, 1.0]
     assert set(parts) == {"soft", "strict", "count", "colour", "shape", "position"}
-
-
-def test_the_reward_refuses_unequal_lengths() -> None:
-    with pytest.raises(ValueError):
-        Shapes()(as_tensor(scene(("red", "star", 20, 20))), ["a red star", "a red star"])
 
 
 def test_outlines_point_up_and_an_unknown_one_is_named() -> None:
@@ -222,16 +185,6 @@ def test_outlines_point_up_and_an_unknown_one_is_named() -> None:
         outline("hexagon")
 
 
-def test_order_of_the_pictures_does_not_matter() -> None:
-    rng = np.random.default_rng(9)
-    drawn = [world.sample_scene(rng, kind, "all") for kind in world.SHAPE_KINDS]
-    captions = [world.caption(replace(d)) for d in drawn]
-    pictures = [world.draw(d) for d in drawn[1:] + drawn[:1]]
-    forward, _ = Shapes()(as_tensor(*pictures), captions)
-    backward, _ = Shapes()(as_tensor(*pictures[::-1]), captions[::-1])
-    assert forward == backward[::-1]
-
-
 def things(*sizes: tuple[str, str, int]) -> list[Found]:
     return [Found(colour, shape, 0.0, 0.0, area) for colour, shape, area in sizes]
 
@@ -241,11 +194,8 @@ def test_pictures_of_the_same_things_are_alike() -> None:
     one = things(("red", "circle", 100), ("blue", "star", 60))
     assert alike(one, one[::-1]) == 1.0
     assert alike(one, things(("red", "circle", 50), ("blue", "star", 60))) == pytest.approx((0.5 + 1) / 2)
-    assert (
-        alike(one, things(("red", "circle", 100)))
-        == alike(one, things(("red", "circle", 100), ("red", "star", 60)))
-        == 0.5
-    )
+    assert alike(one, things(("red", "circle", 100))) == 0.5
+    assert alike(one, things(("red", "circle", 100), ("red", "star", 60))) == 0.5
     many = things(("red", "circle", 80), ("red", "circle", 100), ("red", "circle", 20))
     assert alike(many, things(("red", "circle", 40), ("red", "circle", 100))) == pytest.approx((1 + 0.5) / 3)
     assert alike(one, []) == 0.0 and math.isnan(alike([], []))

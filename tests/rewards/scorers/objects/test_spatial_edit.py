@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -94,13 +96,10 @@ def test_a_disc_does_not_turn_and_an_empty_mask_is_an_error() -> None:
 
 
 def test_turns_are_scored_by_way_and_size() -> None:
+    assert distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)  # of the diagonal
     assert turn_score(90, 90) == pytest.approx(1) and turn_score(-90, 90) == 0.5 and turn_score(5, 90) == 0
     assert turn_score(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
     assert turn_score(180, -180) == turn_score(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
-
-
-def test_distance_is_a_share_of_the_diagonal() -> None:
-    assert distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,7 @@ def yolos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_detectors.yolos(tmp_path_factory.mktemp("yolos"))
 
 
-def columns(folder: Path, images: torch.Tensor, **more: list) -> dict[str, list]:
+def columns_of(folder: Path, images: torch.Tensor, **more: list) -> dict[str, list]:
     files = []
     for i, picture in enumerate(rewards.to_pil(images)):
         picture.save(folder / f"{i}.png")
@@ -120,7 +119,7 @@ def test_rewards_measure_what_the_detector_finds(yolos: Path, tmp_path: Path) ->
     images = torch.rand(2, 3, 40, 60, generator=torch.Generator().manual_seed(0))
     results = images.flip(0)
     mover = rewards.load("edit_move", {"detector": str(yolos), "threshold": 0.1})
-    held = columns(tmp_path, images, direction=["left", "down"], factor=[2.0, 0.5])
+    held = columns_of(tmp_path, images, direction=["left", "down"], factor=[2.0, 0.5])
     scores = rewards.score(mover, images=results, prompts=["", ""], columns=held)
     assert not scores.failures, scores.failures[0].traceback
     first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in rewards.to_pil(images)]
@@ -145,7 +144,7 @@ def test_a_thing_that_is_gone_scores_nothing_and_one_that_never_was_has_no_score
     monkeypatch.setattr(
         reward.finder.detector, "find", lambda p, names, t: {"dog": here if p.getpixel((0, 0))[0] else []}
     )
-    held = columns(tmp_path, images, direction=["left", "left"])
+    held = columns_of(tmp_path, images, direction=["left", "left"])
     scores = rewards.score(reward, images=images.flip(0), prompts=["", ""], columns=held)
     assert math.isnan(scores.values[0]) and scores.values[1] == 0.0 and scores.failed == 0
 
@@ -159,7 +158,7 @@ def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mask2former"
     reward = rewards.load("edit_rotate", {"detector": str(tiny_detectors.mask2former(folder)), "threshold": 0.05})
     images = torch.rand(1, 3, 40, 60, generator=torch.Generator().manual_seed(0))
-    held = columns(tmp_path, images, angle=[90])
+    held = columns_of(tmp_path, images, angle=[90])
     scores = rewards.score(reward, images=images, prompts=[""], columns=held)
     assert not scores.failures, scores.failures[0].traceback
     assert scores.values == [0.0] and scores.parts == {"angle": [0.0], "position": [1.0]}
@@ -176,12 +175,22 @@ def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
 def test_wrong_columns_are_said(yolos: Path, tmp_path: Path, name: str, more: dict, words: str) -> None:
     images = torch.zeros(1, 3, 8, 8)
     reward = rewards.load(name, {"detector": str(yolos)})
-    scores = rewards.score(reward, images=images, prompts=[""], columns=columns(tmp_path, images, **more))
+    scores = rewards.score(reward, images=images, prompts=[""], columns=columns_of(tmp_path, images, **more))
     assert scores.failed == 1 and words in scores.failures[0].error
 
 
 def drawn(*things: Drawn) -> Image.Image:
     return Image.fromarray(draw(Scene("two", things)))
+
+
+def scored(name: rewards.Reward, sources: list[Image.Image], results: list[Image.Image], **columns: list) -> Any:
+    """By the rules of the small world, or by a reward that is loaded."""
+    reward = rewards.load(name, {"detector": "shapes"}) if isinstance(name, str) else name
+    images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
+    asked = {"source_image": sources, "object": ["red circle"] * len(sources), **columns}
+    scores = rewards.score(reward, images=images, prompts=[""] * len(sources), columns=asked)
+    assert not scores.failures, scores.failures[0].traceback
+    return scores
 
 
 RED = Drawn("red", "circle", 20.0, 40.0, 9.0)
@@ -207,66 +216,23 @@ def test_things_of_the_small_world_are_found_by_rule() -> None:
 
 
 def test_edits_of_the_small_world_are_judged() -> None:
-    """Right, the other way, gone; and what happened to the other thing."""
-    source = drawn(RED, STAR)
-    results = [
-        drawn(replace(RED, x=38.0), STAR),
-        drawn(replace(RED, x=13.0), STAR),
-        drawn(STAR),
-        drawn(replace(RED, x=38.0)),
-    ]
-    images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
-    columns = {"source_image": [source] * 4, "object": ["red circle"] * 4, "direction": ["right"] * 4}
-
-    def score(name: str) -> rewards.Scores:
-        reward = rewards.load(name, {"detector": "shapes"})
-        return rewards.score(reward, images=images, prompts=["move the red circle to the right"] * 4, columns=columns)
-
-    moved, kept = score("edit_move"), score("edit_keep").values
+    """Right, the other way, gone; and what happened to the other thing. A place counts the same for either way."""
+    right, left = replace(RED, x=38.0), replace(RED, x=13.0)
+    results = [drawn(right, STAR), drawn(left, STAR), drawn(STAR), drawn(right)]
+    source = [drawn(RED, STAR)] * 4
+    moved, kept = scored("edit_move", source, results, direction=["right"] * 4), scored("edit_keep", source, results)
     share = 1 - 3.6 / 18  # the dead zone is a tenth of both widths
     assert moved.values == pytest.approx([share, 0, 0, share], abs=0.03)
     assert moved.parts["distance"][0] == pytest.approx(18 / (64 * math.sqrt(2)), abs=0.01)
-    assert min(kept[:3]) > 0.99 and kept[3] < 0.9  # soft edges reach a pixel out of the boxes
-
-
-def test_a_thing_made_larger_is_judged_by_rule() -> None:
-    reward = rewards.load("edit_scale", {"detector": "shapes"})
-    images = torch.from_numpy(np.array(drawn(replace(RED, radius=9 * 1.4), STAR))).permute(2, 0, 1)[None] / 255
-    columns = {"source_image": [drawn(RED, STAR)], "object": ["red circle"]}
-    bigger, smaller = (
-        rewards.score(reward, images=images, prompts=[""], columns=columns | {"factor": [factor]}).values[0]
-        for factor in (1.4, 0.7)
-    )
+    assert min(kept.values[:3]) > 0.99 and kept.values[3] < 0.9  # soft edges reach a pixel out of the boxes
+    results = [drawn(RED, STAR), drawn(right, STAR), drawn(replace(right, y=58.0)), drawn(STAR)]
+    stayed, once, both, gone = scored("edit_position", source, results).values
+    assert stayed == 1 and gone == 0 and both < once < 1 and once == pytest.approx(1 - share / 2, abs=0.02)
+    larger = [drawn(replace(RED, radius=9 * 1.4), STAR)] * 2
+    bigger, smaller = scored("edit_scale", source[:2], larger, factor=[1.4, 0.7]).values
     assert bigger > 0.97 and smaller < bigger - 0.3
-
-
-def test_a_thing_is_kept_out_of_the_comparison_and_needed_in_the_source() -> None:
-    reward = rewards.load("edit_keep", {"detector": "shapes"})
-    images = torch.from_numpy(np.array(drawn(RED))).permute(2, 0, 1)[None] / 255
-    for name, expected in (("red circle", 1.0), ("blue star", math.nan)):
-        columns = {"source_image": [drawn(RED)], "object": [name]}
-        found = rewards.score(reward, images=images, prompts=[""], columns=columns).values
-        assert found == pytest.approx([expected], nan_ok=True)
-
-
-def scored(
-    reward: rewards.Reward, sources: list[Image.Image], results: list[Image.Image], **columns: list
-) -> rewards.Scores:
-    images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
-    asked = {"source_image": sources, "object": ["red circle"] * len(sources), **columns}
-    scores = rewards.score(reward, images=images, prompts=[""] * len(sources), columns=asked)
-    assert not scores.failures, scores.failures[0].traceback
-    return scores
-
-
-def test_position_is_a_reward_of_its_own_that_takes_a_weight() -> None:
-    """1 where the thing stayed, less for a move, the same for either way; 0 where it is gone."""
-    results = [drawn(RED, STAR), drawn(replace(RED, x=38.0), STAR), drawn(replace(RED, x=38.0, y=58.0)), drawn(STAR)]
-    stayed, moved, both, gone = scored(
-        rewards.load("edit_position", {"detector": "shapes"}), [drawn(RED, STAR)] * 4, results
-    ).values
-    assert stayed == 1 and gone == 0 and both < moved < 1
-    assert moved == pytest.approx(1 - (1 - 3.6 / 18) / 2, abs=0.02)
+    alone = scored("edit_keep", [drawn(RED)] * 2, [drawn(RED)] * 2, object=["red circle", "blue star"]).values
+    assert alone == pytest.approx([1.0, math.nan], nan_ok=True)  # what is not in the source is not kept
 
 
 def turned(angle: float) -> Image.Image:
@@ -277,9 +243,8 @@ def turned(angle: float) -> Image.Image:
 
 @pytest.mark.parametrize("angle", [25, -40])
 def test_a_turn_of_the_small_world_is_measured_by_rule(angle: int) -> None:
-    reward = rewards.load("edit_rotate", {"detector": "shapes"})
     columns = {"object": ["red triangle"] * 2, "angle": [angle, -angle]}
-    found = scored(reward, [turned(0)] * 2, [turned(angle)] * 2, **columns)
+    found = scored("edit_rotate", [turned(0)] * 2, [turned(angle)] * 2, **columns)
     assert found.parts["angle"] == pytest.approx([angle] * 2, abs=3)
     assert found.values[0] > 0.98 and found.values[1] == 0.5
 
@@ -290,29 +255,24 @@ def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, m
     reward = rewards.load("edit_orient", {"model": str(file), "backbone": str(backbone), "detector": "shapes"})
     found = scored(reward, [drawn(RED)], [drawn(RED)], axis=["azimuth"], angle=[90])
     assert found.values == [0.0] and found.parts["azimuth"] == [0.0]  # the same crop twice, by the true network
-    pairs = [
-        (Orientation(350, 0, 0, 0.9), Orientation(20, 5, 0, 0.8)),
-        (Orientation(20, 0, 0, 1), Orientation(350, 0, 0, 1)),
-        (Orientation(20, 0, 0, 1), Orientation(350, 0, 0, 1)),
-        (Orientation(0, 40, 0, 1), Orientation(0, -5, 0, 1)),
-        (Orientation(0, 0, 10, 1), Orientation(0, 5, 55, 1)),
-        (Orientation(0, 0, 10, 1), Orientation(0, 9, 10, 1)),
-        (Orientation(0, 0, 0, 1), Orientation(185, 0, 0, 1)),
+    turns = [  # axis, angle that is asked, orientations before and after, worth
+        ("azimuth", 45, (350, 0, 0, 0.9), (20, 5, 0, 0.8), 1 - 0.5 * 15 / 180),
+        ("azimuth", 45, (20, 0, 0, 1), (350, 0, 0, 1), 0.5),
+        ("azimuth", -30, (20, 0, 0, 1), (350, 0, 0, 1), 1),
+        ("polar", -45, (0, 40, 0, 1), (0, -5, 0, 1), 1),
+        ("azimuth", 45, (0, 0, 10, 1), (0, 5, 55, 1), 0.5),
+        ("polar", 9, (0, 0, 10, 1), (0, 9, 10, 1), 0),
+        ("azimuth", 180, (0, 0, 0, 1), (185, 0, 0, 1), 1 - 0.5 * 5 / 180),
     ]
-    left = iter(pairs)
+    axes, angles, before, after, worth = map(list, zip(*turns, strict=True))
+    left = iter([(Orientation(*a), Orientation(*b)) for a, b in zip(before, after, strict=True)])
     monkeypatch.setattr(reward, "estimate", lambda crops: next(left))
-    axes = ["azimuth", "azimuth", "azimuth", "polar", "azimuth", "polar", "azimuth"]
-    found = scored(reward, [drawn(RED)] * 7, [drawn(RED)] * 7, axis=axes, angle=[45, 45, -30, -45, 45, 9, 180])
-    share = 0.5 * 15 / 180
-    assert found.values == pytest.approx([1 - share, 0.5, 1, 1, 0.5, 0, 1 - 0.5 * 5 / 180])
+    found = scored(reward, [drawn(RED)] * 7, [drawn(RED)] * 7, axis=axes, angle=angles)
+    assert found.values == pytest.approx(worth)
     assert found.parts["azimuth"][0] == 30 and found.parts["confidence"][0] == 0.8
     assert [wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
-    wrong = rewards.score(
-        reward,
-        images=torch.zeros(1, 3, 8, 8),
-        prompts=[""],
-        columns={"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]},
-    )
+    columns = {"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
+    wrong = rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
     assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
 
 
@@ -333,13 +293,10 @@ def vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     with torch.device("meta"):
         wanted = torchvision.models.vgg16().state_dict()
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(value.shape, generator=generator) * (0.05 if value.ndim > 1 else 0.1)
-        if name.startswith("features")
-        else torch.zeros(1).expand(value.shape)
-        for name, value in wanted.items()
-    }
+    torch.manual_seed(0)
+    weights = {name: torch.zeros(1).expand(value.shape) for name, value in wanted.items()}
+    for name in [name for name in weights if name.startswith("features")]:
+        weights[name] = torch.randn(weights[name].shape) * (0.05 if weights[name].ndim > 1 else 0.1)
     file = tmp_path / "hub" / "checkpoints" / torchvision.models.VGG16_Weights.DEFAULT.url.rsplit("/", 1)[1]
     file.parent.mkdir(parents=True)
     torch.save(weights, file)
@@ -347,7 +304,7 @@ def vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path) -> None:
+def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change within the source's or the result's mask is exactly none; the same change beside it is one."""
     reward = rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})
     inside, beside = np.array(drawn(RED)), np.array(drawn(RED))
@@ -360,14 +317,7 @@ def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path) -> None:
     assert [without, moved] == pytest.approx([1, 1], abs=1e-6)  # soft edges, a little farther than a pixel
     blank = scored(reward, [gone], [drawn(RED)])
     assert math.isnan(blank.values[0])
-
-
-def test_weights_of_lpips_that_are_absent_are_said(vgg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vgg.unlink()
-
-    def offline(*_: object, **__: object) -> None:
-        raise OSError("no route")
-
-    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
+    monkeypatch.setattr("torch.hub.download_url_to_file", Mock(side_effect=OSError("no route")))
     with pytest.raises(ValueError, match=r"edit_keep: the VGG-16 weights for 'lpips' cannot be downloaded.*no route"):
         rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})

@@ -14,6 +14,7 @@ from PIL import Image
 import rewards
 from rewards.models.pixels import normalise
 from rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures, patch_similarity
+from tests.rewards.asking import refused, scored
 
 from transformers import (  # isort: skip
     Dinov2Config,
@@ -30,7 +31,6 @@ BUILDERS = {
     "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, num_register_tokens=3)),
     "dinov3": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SIZES, intermediate_size=64, num_register_tokens=4)),
 }
-REGISTERS = {"dinov2": 0, "registers": 3, "dinov3": 4}
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
@@ -64,45 +64,34 @@ def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, 
     own = BUILDERS[name]().from_pretrained(folder).eval()(pixel_values=normalise(images, MEAN, STD))
     assert found.class_token.shape == (2, 32) and found.patches.shape == (2, 16, 32)
     torch.testing.assert_close(found.class_token, own.pooler_output)
-    torch.testing.assert_close(found.patches, own.last_hidden_state[:, 1 + REGISTERS[name] :])
-    assert own.last_hidden_state.shape[1] == 1 + REGISTERS[name] + 16
+    torch.testing.assert_close(found.patches, own.last_hidden_state[:, -16:])
     assert dino.features(torch.rand(1, 3, 50, 70)).patches.shape == (1, 16, 32)
     assert DinoFeatures(str(folder), size=48).features(images).patches.shape == (2, 36, 32)
 
 
 def test_features_and_scores_are_differentiable(saved: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = saved
-    leaf = torch.rand(1, 3, 40, 40).requires_grad_()
-    dino = DinoFeatures(str(folder), size=32)
-    found = dino.features(leaf)
-    (found.class_token.sum() + found.patches.square().sum()).backward()
-    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
-    assert not any(parameter.requires_grad for parameter in dino.model.parameters())
     picture(1).save(tmp_path / "a.png")
     reward = rewards.load("dino", {"model": str(folder), "size": 32, "tokens": "patches"})
     columns = {"reference_image": [str(tmp_path / "a.png")]}
     leaf = torch.rand(1, 3, 40, 40).requires_grad_()
     rewards.score_with_gradients(reward, images=leaf, prompts=[""], columns=columns).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert not any(parameter.requires_grad for parameter in reward.dino.model.parameters())
 
 
 def test_a_picture_is_most_like_itself(saved: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = saved
     for seed in (1, 2):
         picture(seed).save(tmp_path / f"{seed}.png")
+    files, images = [str(tmp_path / f"{seed}.png") for seed in (1, 1, 2)], as_tensor(*map(picture, (1, 2, 2)))
     reward = rewards.load("dino", {"model": str(folder), "size": 32})
-    columns = {"reference_image": [str(tmp_path / "1.png"), str(tmp_path / "1.png"), str(tmp_path / "2.png")]}
-    images = as_tensor(picture(1), picture(2), picture(2))
-    scores = rewards.score(reward, images=images, prompts=[""] * 3, columns=columns)
-    assert not scores.failures, scores.failures[0].traceback
-    assert scores.values[0] == pytest.approx(1, abs=1e-5) and scores.values[2] == pytest.approx(1, abs=1e-5)
-    assert scores.values[1] < 0.999 and scores.parts["patches"][1] < 0.999
-    assert scores.parts["patches"][0] == pytest.approx(1, abs=1e-5) and scores.parts["class"] == scores.values
-    video = torch.stack([images[:2], images[1:]])
-    columns = {"reference_image": columns["reference_image"][::2]}
+    scores = scored(reward, images=images, prompts=[""] * 3, columns={"reference_image": files})
+    assert [scores.values[0], scores.values[2], scores.parts["patches"][0]] == pytest.approx([1] * 3, abs=1e-5)
+    assert scores.values[1] < 0.999 and scores.parts["patches"][1] < 0.999 and scores.parts["class"] == scores.values
+    video, columns = torch.stack([images[:2], images[1:]]), {"reference_image": files[::2]}
     videos = rewards.score(reward, images=video, prompts=[""] * 2, columns=columns).values
-    assert videos[0] == pytest.approx((scores.values[0] + scores.values[1]) / 2, abs=1e-5)
-    assert videos[1] == pytest.approx(1, abs=1e-5)
+    assert videos == pytest.approx([(scores.values[0] + scores.values[1]) / 2, 1], abs=1e-5)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
@@ -118,32 +107,24 @@ def test_patch_similarity_does_not_care_where_things_stand(seed: int, n: int, m:
 
 def test_what_does_not_fit_is_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = saved
-    with pytest.raises(ValueError, match="dino: size 30 is not a multiple of the patch of .*, 8: 32?"):
-        rewards.load("dino", {"model": str(folder), "size": 30})
-    with pytest.raises(ValueError, match="unknown tokens 'patch'. Did you mean 'patches'"):
-        rewards.load("dino", {"model": str(folder), "tokens": "patch"})
+    refused("dino: size 30 is not a multiple of the patch of .*, 8: 32?", "dino", {"model": str(folder), "size": 30})
+    refused("unknown tokens 'patch'. Did you mean 'patches'", "dino", {"model": str(folder), "tokens": "patch"})
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ValueError, match="is a 'vit' model; this reward needs 'dinov2' or"):
-        rewards.load("dino", {"model": str(tmp_path)})
+    refused("is a 'vit' model; this reward needs 'dinov2' or", "dino", {"model": str(tmp_path)})
 
 
 def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:
+    """A picture that could not be decoded has no score, and counts for none of the others."""
     _, folder = saved
     images = as_tensor(picture(0), picture(1), picture(1), picture(2), picture(3), picture(3))
     reward = rewards.load("diversity", {"model": str(folder), "size": 32})
-    scores = rewards.score(reward, images=images, prompts=[""] * 6, group=[0, 0, 0, 1, 2, 2])
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=[""] * 6, group=[0, 0, 0, 1, 2, 2])
     tokens = DinoFeatures(str(folder), size=32).features(images).class_token
     cosine = torch.nn.functional.cosine_similarity(tokens[:, None], tokens[None], dim=-1)
     assert scores.values[0] == pytest.approx(1 - float(cosine[0, 1] + cosine[0, 2]) / 2, abs=1e-5)
     assert scores.values[1] == pytest.approx(1 - float(cosine[1, 0] + cosine[1, 2]) / 2, abs=1e-5)
     assert np.isnan(scores.values[3]) and scores.values[4:] == pytest.approx([0, 0], abs=1e-5)
-
-
-def test_diversity_without_a_picture_that_could_not_be_decoded(saved: tuple[str, Path]) -> None:
-    images = as_tensor(picture(0), picture(1), picture(1), picture(2), picture(3))
     images[0] = torch.nan
-    reward = rewards.load("diversity", {"model": str(saved[1]), "size": 32})
-    found = reward(images, [0, 0, 0, 1, 1])
+    found = reward(images[:5], [0, 0, 0, 1, 1])
     assert found.isnan().tolist() == [True, False, False, False, False]
     assert found[1] == pytest.approx(0, abs=1e-5) and found[3] > 0

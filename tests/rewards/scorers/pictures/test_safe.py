@@ -7,6 +7,7 @@ import torch
 
 import rewards
 from tests.rewards import tiny_vlm  # first: it makes transformers importable beside any torchvision
+from tests.rewards.asking import refused, scored
 
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil  # isort: skip
 
@@ -27,8 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_it_is_the_probability_of_the_label(folder: str) -> None:
     images = torch.rand(4, 3, 40, 48, generator=torch.Generator().manual_seed(0))
     reward = rewards.load("safe", {"model": folder})
-    scores = rewards.score(reward, images=images, prompts=[""] * 4)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=[""] * 4)
     pixels = ViTImageProcessorPil.from_pretrained(folder)(images=rewards.to_pil(images), return_tensors="pt")
     model = ViTForImageClassification.from_pretrained(folder)
     with torch.no_grad():
@@ -37,9 +37,5 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
     other = rewards.score(rewards.load("safe", {"model": folder, "label": "nsfw"}), images=images, prompts=[""] * 4)
     assert other.values == pytest.approx(wanted[:, 1].tolist(), abs=1e-6)
     video = rewards.score(reward, images=images.view(2, 2, 3, 40, 48), prompts=[""] * 2)
+    refused("has no label 'normall'. Did you mean 'normal'", "safe", {"model": folder, "label": "normall"})
     assert video.values == pytest.approx(wanted[:, 0].view(2, 2).amin(1).tolist(), abs=1e-6)
-
-
-def test_an_unknown_label_is_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match="has no label 'normall'. Did you mean 'normal'"):
-        rewards.load("safe", {"model": folder, "label": "normall"})

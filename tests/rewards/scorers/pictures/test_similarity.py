@@ -10,6 +10,7 @@ from PIL import Image
 
 import rewards
 from rewards.models import torchvision_compat
+from tests.rewards.asking import refused, scored
 
 pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")
 
@@ -51,8 +52,7 @@ def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_ssim_is_its_definition(images: torch.Tensor, tmp_path: Path) -> None:
     noisy = (images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
     reward = rewards.load("similarity")
-    scores = rewards.score(reward, images=noisy, prompts=["", ""], columns=saved(tmp_path, *images))
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=noisy, prompts=["", ""], columns=saved(tmp_path, *images))
     for i in range(2):
         assert scores.values[i] == pytest.approx(by_definition(noisy[i], images[i]), abs=1e-4)
     same = rewards.score(reward, images=images, prompts=["", ""], columns=saved(tmp_path, *images)).values
@@ -60,30 +60,21 @@ def test_ssim_is_its_definition(images: torch.Tensor, tmp_path: Path) -> None:
 
 
 def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path) -> None:
-    reward = rewards.load("similarity")
-    columns = saved(tmp_path, *images)
+    reward, columns = rewards.load("similarity"), saved(tmp_path, *images)
     Image.open(columns["reference_image"][0]).resize((96, 80), Image.Resampling.BICUBIC).save(tmp_path / "large.png")
-    larger = rewards.score(
-        reward, images=images[:1], prompts=[""], columns={"reference_image": [str(tmp_path / "large.png")]}
-    )
-    assert larger.values[0] > 0.97
-    video = torch.stack([images[0], images[1]])[None]
-    pair = [
-        rewards.score(reward, images=video[0, i][None], prompts=[""], columns=saved(tmp_path, images[0])).values[0]
-        for i in range(2)
-    ]
-    mean = rewards.score(reward, images=video, prompts=[""], columns=saved(tmp_path, images[0])).values[0]
-    assert mean == pytest.approx(sum(pair) / 2, abs=1e-5)
+
+    def score(shown: torch.Tensor, name: str = "0.png") -> float:
+        given = {"reference_image": [str(tmp_path / name)]}
+        return rewards.score(reward, images=shown[None], prompts=[""], columns=given).values[0]
+
+    assert score(images[0], "large.png") > 0.97
+    assert score(images) == pytest.approx((score(images[0]) + score(images[1])) / 2, abs=1e-5)
     leaf = images.flip(0).clone().requires_grad_()
-    rewards.score_with_gradients(
-        reward, images=leaf, prompts=["", ""], columns=saved(tmp_path, *images)
-    ).sum().backward()
+    rewards.score_with_gradients(reward, images=leaf, prompts=["", ""], columns=columns).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 
 def test_what_lpips_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchvision_compat, "ensure", lambda: "absent")
-    with pytest.raises(ValueError, match="the metric 'lpips' needs torchvision"):
-        rewards.load("similarity", {"metric": "lpips"})
-    with pytest.raises(ValueError, match="unknown metric 'sssim'. Did you mean 'ssim'"):
-        rewards.load("similarity", {"metric": "sssim"})
+    refused("the metric 'lpips' needs torchvision", "similarity", {"metric": "lpips"})
+    refused("unknown metric 'sssim'. Did you mean 'ssim'", "similarity", {"metric": "sssim"})

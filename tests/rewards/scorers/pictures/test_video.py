@@ -10,6 +10,7 @@ import torch
 
 import rewards
 from rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
+from tests.rewards.asking import refused, scored
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
 
@@ -34,9 +35,7 @@ def moving(step: float, frames: int = 4, size: int = 64) -> torch.Tensor:
 
 
 def test_frames_are_spread_evenly_and_always_the_same() -> None:
-    assert (
-        spread(4, 10) == [0, 3, 6, 9] and spread(2, 5) == [0, 4] and spread(1, 5) == [2] and spread(9, 3) == [0, 1, 2]
-    )
+    assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
 
 
 @pytest.fixture
@@ -52,16 +51,14 @@ def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
     for reduce, value in (("mean", (0.0 + 0.2 + 0.9) / 3), ("min", 0.0)):
         reward = rewards.load("per_frame", {"reward": first, "frames": 3, "reduce": reduce})
         assert set(rewards.needs(reward).names) == {"images", "prompts", "colour"}
-        scores = rewards.score(reward, images=video, prompts=["", ""], columns=columns)
-        assert not scores.failures, scores.failures[0].traceback
+        scores = scored(reward, images=video, prompts=["", ""], columns=columns)
         assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
 
 
 def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
     with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
         rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
-    with pytest.raises(ValueError, match="unknown reduce 'max'"):
-        rewards.load("per_frame", {"reward": "sharpness", "reduce": "max"})
+    refused("unknown reduce 'max'", "per_frame", {"reward": "sharpness", "reduce": "max"})
     for name in ("motion", "steadiness"):
         scores = rewards.score(rewards.load(name), images=torch.zeros(1, 3, 8, 8), prompts=[""])
         assert "needs videos" in scores.failures[0].error
@@ -106,8 +103,7 @@ def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
     reward = rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
     one, other = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     video = torch.stack([torch.stack([one, one, one]), torch.stack([one, one, other])])
-    scores = rewards.score(reward, images=video, prompts=["", ""])
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=video, prompts=["", ""])
     tokens = reward.dino.features(torch.stack([one, other])).class_token
     cut = torch.cosine_similarity(tokens[0], tokens[1], dim=0).item()
     assert scores.values[0] == pytest.approx(1, abs=1e-5) and cut < 0.99

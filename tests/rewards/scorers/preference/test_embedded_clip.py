@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rewards
-from genrl.data import emoji_world, world
+from genrl.data import world
 from rewards.scorers.objects.shapes import Group
 
 FOLDER = Path(__file__).parents[4] / "assets" / "tiny-clip"
@@ -23,16 +23,8 @@ def picture(*groups: Group, relation: str | None = None) -> torch.Tensor:
     return torch.from_numpy(drawn).permute(2, 0, 1)[None].float() / 255
 
 
-def test_it_is_small_and_holds_no_pickle() -> None:
-    files = list(FOLDER.iterdir())
-    assert 1e6 < sum(file.stat().st_size for file in files) <= 3e6
-    assert {file.suffix for file in files} <= {".json", ".txt", ".safetensors"}
-
-
-@pytest.mark.parametrize("name", ["clipscore", "pickscore"])
-def test_right_pictures_score_above_wrong_ones(name: str) -> None:
-    processor = {"processor": str(FOLDER)} if name == "pickscore" else {}
-    reward = rewards.load(name, {"model": str(FOLDER), **processor})
+def test_right_pictures_score_above_wrong_ones() -> None:
+    reward = rewards.load("clipscore", {"model": str(FOLDER)})
     shown = picture(Group(2, "red", "circle"), Group(1, "blue", "square"))
     right = "two red circles and a blue square"
     wrong = ["a red circle and a blue square", "two green circles and a blue square", "two red stars and a blue square",
@@ -43,20 +35,6 @@ def test_right_pictures_score_above_wrong_ones(name: str) -> None:
     texts = [f"a red star {relation} a blue circle" for relation in ("to the left of", "to the right of", "above")]
     left, *others = rewards.score(reward, images=beside.repeat(3, 1, 1, 1), prompts=texts).values
     assert left > max(others)
-
-
-def test_its_gradient_is_that_of_differences() -> None:
-    reward = rewards.load("clipscore", {"model": str(FOLDER)})
-    images = (0.1 + 0.8 * picture(Group(2, "red", "circle"))).requires_grad_()
-    direction = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).sign()
-
-    def value(shift: float) -> torch.Tensor:
-        moved = images + shift * direction
-        return rewards.score_with_gradients(reward, images=moved, prompts=["a red circle"])
-
-    (gradient,) = torch.autograd.grad(value(0.0).sum(), images)
-    slope = float((value(1e-3) - value(-1e-3)).detach()) / 2e-3
-    assert float((gradient * direction).sum()) == pytest.approx(slope, rel=0.02, abs=1e-3)
 
 
 def test_the_cells_of_a_grid_are_compared_with_their_own_parts() -> None:
@@ -81,14 +59,3 @@ def test_a_prompt_without_parts_has_no_score_and_a_wrong_number_is_an_error() ->
     labels = "[TOP]-[LEFT]: a [TOP]-[RIGHT]: b"
     found = rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
     assert "2 x 2 cells, and the prompt has 2 parts" in found.failures[0].traceback
-
-
-def test_that_of_emoji_reads_things_numbers_and_places() -> None:
-    reward = rewards.load("clipscore", {"model": str(FOLDER.with_name("tiny-emoji-clip"))})
-    things = (emoji_world.Thing("cat", 0, 8), emoji_world.Thing("dog", 40, 0), emoji_world.Thing("dog", 40, 32))
-    drawn = torch.from_numpy(emoji_world.draw(emoji_world.Scene(things, ()))).permute(2, 0, 1)[None].float() / 255
-    right = "a cat left of two dogs"
-    wrong = ["a cat right of two dogs", "a dog left of two cats", "a cat left of a dog", "a pig left of two dogs",
-             "three buses", "a cat above two dogs"]  # fmt: skip
-    scores = rewards.score(reward, images=drawn.repeat(7, 1, 1, 1), prompts=[right, *wrong]).values
-    assert scores[0] > max(scores[1:])

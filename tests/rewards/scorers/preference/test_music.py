@@ -50,16 +50,13 @@ class TestClap:
         alone = reward([tone(100, SECONDS, RATE)], [RATE], ["low"])
         twice = reward([tone(100, SECONDS, 2 * RATE).expand(2, -1)], [2 * RATE], ["low"])
         assert twice == pytest.approx(alone, abs=1e-3)
+        assert [part[0].item() for part in segments(torch.arange(100), 20)] == [0, 40, 80]
+        assert len(segments(torch.arange(20), 20)) == 1
 
 
 def test_a_tone_at_another_rate_is_the_same_tone() -> None:
     assert torch.allclose(resampled(tone(50, 2, 800), 800, 1200), tone(50, 2, 1200), atol=1e-3)
     assert resampled(tone(500, 2, 1200), 1200, 800).abs().max() < 1e-3  # above half the lower rate
-
-
-def test_segments_reach_from_the_beginning_to_the_end() -> None:
-    assert [part[0].item() for part in segments(torch.arange(100), 20)] == [0, 40, 80]
-    assert len(segments(torch.arange(20), 20)) == 1
 
 
 def test_louder_is_a_correlation_with_time() -> None:

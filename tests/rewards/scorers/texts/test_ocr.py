@@ -27,7 +27,7 @@ pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 
 CAPITALS = string.ascii_uppercase
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def golden_text(golden_json: Callable[[str], Any]) -> dict[str, Any]:
     return golden_json("rewards_ocr_text")
 
@@ -127,26 +127,37 @@ def test_a_video_scores_the_mean_over_all_frames_as_in_the_golden_column(golden_
         assert sum(some) / max(len(some), 1) == pytest.approx(case["adv_grpo_drop_zero_frames"], abs=1e-12)
 
 
-def test_drawn_signs_are_read(quick: ocr.Ocr) -> None:
-    images, prompts = signs(100)
-    scores = rewards.score(quick, images=images, prompts=prompts)
-    assert np.mean(scores.parts["exact"]) > 0.97
-    assert scores.values == scores.parts["ned_max"]
-
-
-def test_the_detector_reads_signs_too(detecting: ocr.Ocr) -> None:
-    images, prompts = signs(20)
-    assert np.mean(rewards.score(detecting, images=images, prompts=prompts).parts["exact"]) >= 0.95
-
-
-def test_a_wrong_word_scores_little(quick: ocr.Ocr) -> None:
+def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a wrong word scores little."""
     images, prompts = signs(40)
-    scores = rewards.score(quick, images=images.roll(1, 0), prompts=prompts)
-    assert np.mean(scores.values) < 0.25 and np.mean(scores.parts["ctc"]) < 0.25
+    scores = rewards.score(quick, images=images, prompts=prompts)
+    assert np.mean(scores.parts["exact"]) > 0.97 and scores.values == scores.parts["ned_max"]
+    wrong = rewards.score(quick, images=images.roll(1, 0), prompts=prompts)
+    assert np.mean(wrong.values) < 0.25 and np.mean(wrong.parts["ctc"]) < 0.25
+    found = rewards.score(detecting, images=images[:10], prompts=prompts[:10])
+    assert np.mean(found.parts["exact"]) >= 0.9
+    for variant in (*ocr.VARIANTS, "ctc"):
+        monkeypatch.setattr(quick, "variant", variant)
+        assert rewards.score(quick, images=images[:3], prompts=prompts[:3]).values == pytest.approx([1] * 3, abs=0.05)
 
 
-@pytest.mark.parametrize("text", ["hello", "Moon", "OPEN", "route66"])
-@pytest.mark.parametrize("size", [64, 160])
+def test_prompts_columns_and_frames(quick: ocr.Ocr) -> None:
+    """A prompt without a text has no score, a column may have the text, a video counts with all its frames."""
+    images, prompts = signs(3)
+    scores = rewards.score(quick, images=images, prompts=["two red circles", 'a sign that says ""', 'a sign "OPEN"'])
+    assert [math.isnan(value) for value in scores.values] == [True, True, False]
+    assert [math.isnan(value) for value in scores.parts["ctc"]] == [True, True, False]
+    assert scores.unscored == 2 and scores.failed == 0
+    reward = rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS, "target": "text"})
+    assert rewards.needs(reward) == rewards.Needs(("images", "text"))
+    texts = [ocr.quoted(prompt) for prompt in prompts]
+    scores = rewards.score(reward, images=images, prompts=["a sign"] * 3, columns={"text": texts})
+    assert scores.parts["exact"] == [1.0] * 3
+    video = torch.stack([torch.stack([images[0]] * 2), torch.stack([images[1], torch.full((3, 64, 64), 0.8)])])
+    assert rewards.score(quick, images=video, prompts=prompts[:2]).values == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("text", "size"), [("hello", 64), ("Moon", 160), ("OPEN", 64), ("route66", 160)])
 def test_text_in_either_case_is_read_anywhere(detecting: ocr.Ocr, text: str, size: int) -> None:
     image = np.asarray(written(text, size, y=0.05))
     assert [line.text for line in detecting.read(image)] == [text.lower()]
@@ -192,38 +203,6 @@ def test_pictures_without_text_score_zero(quick: ocr.Ocr, detecting: ocr.Ocr) ->
         assert max(scores.parts["ctc"]) < 0.1
 
 
-def test_prompts_without_a_text_have_no_score(quick: ocr.Ocr) -> None:
-    images, _ = signs(3)
-    scores = rewards.score(quick, images=images, prompts=["two red circles", 'a sign that says ""', 'a sign "OPEN"'])
-    assert [math.isnan(value) for value in scores.values] == [True, True, False]
-    assert scores.unscored == 2 and scores.failed == 0
-    assert [math.isnan(value) for value in scores.parts["ctc"]] == [True, True, False]
-
-
-def test_the_text_can_come_from_a_column() -> None:
-    reward = rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS, "target": "text"})
-    assert rewards.needs(reward) == rewards.Needs(("images", "text"))
-    images, prompts = signs(4)
-    texts = [ocr.quoted(prompt) for prompt in prompts]
-    scores = rewards.score(reward, images=images, prompts=["a sign"] * 4, columns={"text": texts})
-    assert scores.parts["exact"] == [1.0] * 4
-
-
-def test_the_dense_score_rises_long_before_the_word_is_read(quick: ocr.Ocr) -> None:
-    """From noise to sign in eleven steps, the dense score takes more values than the edit distance."""
-    rng = np.random.default_rng(3)
-    images, prompts = signs(12, seed=4)
-    levels: dict[str, list[int]] = {"ctc": [], "ned_max": []}
-    for image, prompt in zip(images, prompts, strict=True):
-        noise = torch.from_numpy(rng.uniform(size=image.shape)).float()
-        steps = torch.stack([a * image + (1 - a) * noise for a in torch.linspace(0, 1, 11)])
-        parts = rewards.score(quick, images=steps, prompts=[prompt] * 11).parts
-        assert parts["ctc"][-1] > 0.9 and parts["ctc"][0] < 0.3
-        for part, counts in levels.items():
-            counts.append(len(set(np.round(parts[part], 3))))
-    assert np.mean(levels["ctc"]) > 2 * np.mean(levels["ned_max"])
-
-
 def test_the_dense_score_sums_over_alignments() -> None:
     """Two columns, one letter: P(a) = 1 - P(blank blank), worked by hand."""
     table = np.array([[0.6, 0.3, 0.1], [0.2, 0.7, 0.1]], np.float32)
@@ -232,29 +211,6 @@ def test_the_dense_score_sums_over_alignments() -> None:
     assert ocr.ctc([line], "ab") == pytest.approx(math.sqrt(0.3 * 0.1), abs=1e-6)
     assert ocr.ctc([line], "aa") == 0.0, "two equal letters need a blank between, so three columns"
     assert ocr.ctc([line], "c") == 0.0 and ocr.ctc([], "a") == 0.0
-
-
-@pytest.mark.parametrize("variant", [*ocr.VARIANTS, "ctc"])
-def test_every_variant_can_be_trained_on(variant: str, quick: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, prompts = signs(3)
-    monkeypatch.setattr(quick, "variant", variant)
-    assert rewards.score(quick, images=images, prompts=prompts).values == pytest.approx([1, 1, 1], abs=0.05)
-
-
-def test_scores_do_not_depend_on_the_batch_or_on_earlier_calls(detecting: ocr.Ocr) -> None:
-    images, prompts = signs(4, seed=2)
-    together = rewards.score(detecting, images=images, prompts=prompts)
-    alone = [
-        rewards.score(detecting, images=images[i : i + 1], prompts=[prompts[i]]).parts["ctc"][0] for i in (3, 2, 1, 0)
-    ]
-    assert together.parts["ctc"] == alone[::-1]
-
-
-def test_a_video_is_scored_by_all_its_frames(quick: ocr.Ocr) -> None:
-    images, prompts = signs(2)
-    blank = torch.full((3, 64, 64), 0.8)
-    video = torch.stack([torch.stack([images[0], images[0]]), torch.stack([images[1], blank])])
-    assert rewards.score(quick, images=video, prompts=prompts).values == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -266,9 +222,15 @@ def test_a_video_is_scored_by_all_its_frames(quick: ocr.Ocr) -> None:
         ({"fold": "cases"}, "ocr: unknown fold 'cases'. Did you mean 'case'"),
         ({"engine": "tesserakt"}, "ocr: unknown engine 'tesserakt'. Did you mean 'tesseract'"),
         ({"engine": "tesseract", "variant": "ctc"}, "variant 'ctc' needs the probabilities that only 'rapidocr' gives"),
+        ({"engine": "tesseract"}, r"needs 'pytesseract'.*pip install 'genrl-diffusion\[tesseract\]'"),
+        ({"engine": "paddleocr"}, r"needs 'paddleocr'.*pip install 'genrl-diffusion\[paddle\]'"),
     ],
 )
-def test_wrong_arguments_are_refused(args: dict[str, str], words: str) -> None:
+def test_wrong_arguments_and_missing_engines_are_refused(
+    args: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
     with pytest.raises(ValueError, match=words):
         rewards.load("ocr", args)
 
@@ -316,13 +278,3 @@ def test_paddleocr_gets_blue_first_and_its_unsure_lines_are_dropped(monkeypatch:
     red[:, 0] = 1
     assert rewards.score(reward, images=red, prompts=['"open"']).values == [1.0]
     assert given[0]["device"] == "cpu" and given[1][0, 0].tolist() == [0, 0, 255]
-
-
-def test_a_missing_engine_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    hidden = ("pytesseract", "paddleocr")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
-    with pytest.raises(ValueError, match=r"needs 'pytesseract'.*pip install 'genrl-diffusion\[tesseract\]'"):
-        rewards.load("ocr", {"engine": "tesseract"})
-    with pytest.raises(ValueError, match=r"needs 'paddleocr'.*pip install 'genrl-diffusion\[paddle\]'"):
-        rewards.load("ocr", {"engine": "paddleocr"})

@@ -36,6 +36,9 @@ LOOKED = (
 )
 def test_the_form_is_paid_for_part_by_part(text: str, worth: float) -> None:
     assert tool_format(text) == pytest.approx(min(1.0, worth))
+    other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
+    assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
+    assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
 
 
 def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:
@@ -44,13 +47,6 @@ def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:
     assert tool_success(parsed=True, executed=True, accurate=False) == pytest.approx(0.3)
     assert tool_success(parsed=True, executed=True, accurate=True) == pytest.approx(0.8)
     assert para_grpo(1.0, 0.9, 0.8) == pytest.approx(2.7)
-
-
-def test_another_tool_has_a_tag_and_numbers_of_its_own() -> None:
-    text = "<think> i look closer </think> <clip>[1,4]</clip>"
-    assert tool_format(text, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
-    assert tool_format(text) == pytest.approx(0.2 + 0.2 + 0.1)
-    assert tool_format(text + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
 
 
 def test_vrag_rl_pays_for_what_is_said_only_where_the_form_is_kept() -> None:

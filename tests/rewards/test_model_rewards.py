@@ -1,4 +1,4 @@
-"""Models in half precision: nearly the same scores, and float32 where it counts."""
+"""Rewards that hold a model, each on a small one: half precision, gradients, batches, videos."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import torch
 import rewards
 from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 from tests.rewards import tiny_blip, tiny_open_clip
+from tests.rewards.asking import refused, scored
+from tests.rewards.gradients import assert_gradients_agree
 from tests.rewards.tiny_clip import save_tiny_clip
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
+
+
+NAMES = ["clipscore", "pickscore", "aesthetic", "hpsv2", "imagereward", "dino", "video_consistency"]
+PROMPTS = ["a cat", "two dogs"]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +42,15 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
     }
 
 
-NAMES = ["clipscore", "pickscore", "aesthetic", "imagereward", "hpsv2", "dino", "video_consistency"]
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rewards.scorers.preference.hpsv2.ARCHITECTURE", tiny_open_clip.NAME)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_gives_nearly_the_same_scores(
-    arguments: dict[str, dict[str, str]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, dict[str, str]], name: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("rewards.scorers.preference.hpsv2.ARCHITECTURE", tiny_open_clip.NAME)
     shape = (2, 2, 3, 32, 32) if name == "video_consistency" else (2, 3, 32, 32)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     columns = {}
@@ -53,15 +60,28 @@ def test_half_precision_gives_nearly_the_same_scores(
     found = {}
     for dtype in ("float32", "bfloat16"):
         reward = rewards.load(name, arguments[name], dtype=dtype)
-        scores = rewards.score(reward, images=images, prompts=["a cat", "two dogs"], columns=columns)
-        assert not scores.failures, scores.failures[0].traceback
+        scores = scored(reward, images=images, prompts=PROMPTS, columns=columns)
         found[dtype] = scores.values
     scale = 1 + max(map(abs, found["float32"]))
     assert found["bfloat16"] == pytest.approx(found["float32"], abs=0.05 * scale)
     if name not in ("dino", "video_consistency"):
         assert found["bfloat16"] != found["float32"]
-    with pytest.raises(ValueError, match="unknown dtype 'int8'. Known: float32, bfloat16, float16"):
-        rewards.load(name, arguments[name] | {"dtype": "int8"})
+    refused("unknown dtype 'int8'. Known: float32, bfloat16, float16", name, arguments[name] | {"dtype": "int8"})
+
+
+@pytest.mark.parametrize(("name", "within"), [*((name, 0.005) for name in NAMES[:4]), ("imagereward", 0.03)])
+def test_gradients_batches_and_videos(arguments: dict[str, dict[str, str]], name: str, within: float) -> None:
+    """The two paths agree and reach the picture; a sample's company does not count; a video is its frames' mean."""
+    reward = rewards.load(name, arguments[name] | ({"scale": "over_26"} if name == "pickscore" else {}))
+    images = torch.rand(2, 3, 41, 33, generator=torch.Generator().manual_seed(3))
+    assert_gradients_agree(reward, images, PROMPTS, within=within)
+    together = rewards.score(reward, images=images, prompts=PROMPTS).values
+    alone = [rewards.score(reward, images=images[k : k + 1], prompts=PROMPTS[k : k + 1]).values[0] for k in range(2)]
+    assert together == pytest.approx(alone, abs=1e-5)
+    video = rewards.score(reward, images=torch.stack([images, images.flip(0)]), prompts=PROMPTS).values
+    for value, prompt in zip(video, PROMPTS, strict=True):
+        frames = rewards.score(reward, images=images, prompts=[prompt] * 2).values
+        assert value == pytest.approx(sum(frames) / 2, abs=1e-5)
 
 
 def test_the_logit_scale_is_not_rounded(arguments: dict[str, dict[str, str]]) -> None:
