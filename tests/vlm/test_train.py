@@ -15,15 +15,14 @@ from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.recipe.advantages import ConsistencyBonus
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, open_rewards, order, sample
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from rewards.scorers.texts.verifiable import answer_in
-from tests.run_folders import differences, rows, start_ranks, wait
-from tests.vlm import vlm_ranks, vlm_runs
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
 
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
@@ -93,12 +92,20 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"trainer": {"preset": "dapo", "micro_batch": 5}}, {"vlm": {"gradient_checkpointing": True}}]
+)
+def test_what_saves_memory_changes_nothing_but_rounding(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first update: groups that are cut; blocks that are computed again."""
     found = []
-    for micro in (None, 5):  # 5: groups are cut
-        with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "micro_batch": micro})) as run:
+    for own in ({"trainer": {"preset": changes.get("trainer", {}).get("preset", "grpo")}}, changes):
+        with vlm_runs.opened(vlm_runs.config(tmp_path, **own)) as run:
+            assert bool(run.policy.checkpointed) == ("vlm" in own)
             found.append(gradients_of_an_update(run, monkeypatch)[1])
     scale = max(float(gradient.abs().max()) for gradient in found[0].values())
+    assert scale > 0
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
@@ -117,23 +124,6 @@ def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
     assert second["sampler/gap_max"] < 1e-4  # the sampler has the weights of the last update
 
 
-@pytest.mark.parametrize("lora", [{"rank": 2}, None], ids=["lora", "full"])
-def test_blocks_that_are_computed_again_change_nothing_but_rounding(
-    lora: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the first update; prompts are computed once for each answer."""
-    found = []
-    for again in (False, True):
-        made = vlm_runs.config(tmp_path, vlm={"lora": lora, "gradient_checkpointing": again})
-        with vlm_runs.opened(made) as run:
-            assert bool(run.policy.checkpointed) == again
-            found.append(gradients_of_an_update(run, monkeypatch)[1])
-    scale = max(float(gradient.abs().max()) for gradient in found[0].values())
-    assert scale > 0
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
-
-
 def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path) -> None:
     with vlm_runs.opened(vlm_runs.config(tmp_path)) as run:
         answers, _ = run.draw()
@@ -144,21 +134,6 @@ def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path
             learn(run, answers, ready)
         with pytest.raises(RuntimeError, match="the trainer and the sampler assign different log-probabilities"):
             run.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With DCPO's statistics by question and GRPO-CARE's average, which are part of a checkpoint."""
-    monkeypatch.setattr(ConsistencyBonus, "average", (0.995, 1))
-    for preset in ("dcpo", "grpo_care"):
-        place = tmp_path / preset
-        (place / "a").mkdir(parents=True)
-        (place / "b").mkdir()
-        trained = {"preset": preset}
-        train(vlm_runs.config(place / "a", trainer=trained, iterations=3, task={"rows": 6}))
-        train(vlm_runs.config(place / "b", trainer=trained, iterations=1, task={"rows": 6}))
-        again = vlm_runs.config(place / "b", trainer=trained, iterations=3, task={"rows": 6})
-        train(again, resume=place / "b" / "run")
-        assert differences(place / "a" / "run", place / "b" / "run") == []
 
 
 def test_groups_without_spread_are_drawn_again(tmp_path: Path) -> None:
@@ -191,38 +166,6 @@ def test_evaluation_says_what_is_right_and_what_can_be_guessed(tmp_path: Path) -
     assert first["eval/accuracy_blind"] < first["eval/accuracy_mean"] - 0.1  # the embedded model sees
     assert last["eval/accuracy_blind"] < last["eval/accuracy_mean"]
     assert (tmp_path / "run" / "samples" / "step-000001.jsonl").is_file()
-
-
-def test_a_lora_trains_and_its_adapter_is_written(tmp_path: Path) -> None:
-    train(vlm_runs.config(tmp_path, vlm={"lora": {"rank": 4, "alpha": 8.0}}))
-    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
-
-
-def test_the_written_model_is_one_for_transformers(tmp_path: Path) -> None:
-    train(vlm_runs.config(tmp_path))
-    again = Policy(str(tmp_path / "run" / "model"))
-    assert any(
-        not torch.equal(a, b) for a, b in zip(again.parameters, Policy(str(vlm_runs.MODEL)).parameters, strict=True)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["grpo", "stable_reinforce"])
-def test_two_processes_do_what_one_does(preset: str, tmp_path: Path) -> None:
-    """The same answers, statistics over all of them, and one gradient. (Adam makes steps of its rounding.)"""
-    trained = {"preset": preset, "updates": 2, "micro_batch": 4}
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        config = vlm_runs.config(tmp_path / name, trainer=trained)
-        if name == "one":
-            train(config)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    (one,), (two,) = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    assert one.keys() == two.keys()
-    for key in one:
-        assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), key
 
 
 def test_every_pass_asks_every_question_once() -> None:

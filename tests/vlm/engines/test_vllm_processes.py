@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,66 +30,56 @@ COMMON: dict[str, Any] = {
 }
 
 
+@contextmanager
+def served(shared: bool, model: Path) -> Iterator[dict[str, Any]]:
+    """Settings of one server, or of an engine in each process."""
+    if not shared:
+        yield {"sleep": False}
+        return
+    with serving(model) as url:
+        yield {"url": url}
+
+
 def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *given: Any, **changes: Any) -> list[Any]:
-    """The metrics of a run in two processes."""
+    """The metrics of a run in two processes, which answer with the weights after the last step."""
     place.mkdir()
     make(place, *given, generation={"engine": "vllm", "vllm": vllm}, **{**COMMON, **changes})
     processes = start_ranks(2, vlm_ranks.by_vllm, str(place / "tiny.yaml"), log=place / "log.txt")
     codes = wait(processes, 300)
     assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
-    return rows(place / "run")
-
-
-def same(one: list[Any], other: list[Any], *, rel: float = 1e-4) -> None:
-    """Rewards of what was sampled, evaluations and gradients."""
-    names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
-    assert len(names) > 5 and len(one) == len(other)
-    for mine, yours in zip(one, other, strict=True):
-        for name in [name for name in names if name in mine]:
-            assert mine[name] == pytest.approx(yours[name], rel=rel, abs=1e-6), name
-
-
-def test_each_process_has_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which draws what one process draws, with the weights after the last step."""
-    found = trained(tmp_path / "two", {"sleep": False})
+    found = rows(place / "run")
     assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shared", "fsdp", "lora"), [(False, False, None), (False, True, {"rank": 2}), (True, True, None)]
+)
+def test_two_processes_draw_what_one_draws(
+    shared: bool, fsdp: bool, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an engine in each or by one server, which gets the weights once for each version; also from shards."""
+    own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
+    with served(shared, vlm_runs.MODEL) as vllm:
+        two = trained(tmp_path / "two", vllm, **own, distributed={"fsdp": fsdp})
+        if shared:
+            assert Handler.llm.version == "3" and Handler.llm.calls.count("reload_weights") == 4
     fake_vllm.install(monkeypatch)
     (tmp_path / "one").mkdir()
-    train(vlm_runs.config(tmp_path / "one", generation={"engine": "vllm", "vllm": {"sleep": False}}, **COMMON))
-    same(found, rows(tmp_path / "one" / "run"))
+    generation = {"engine": "vllm", "vllm": {"sleep": False}}
+    one = rows(train(vlm_runs.config(tmp_path / "one", generation=generation, **COMMON, **own)))
+    names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
+    assert len(names) > 5 and len(one) == len(two)
+    for mine, yours in zip(one, two, strict=True):
+        for name in [name for name in names if name in mine]:
+            assert mine[name] == pytest.approx(yours[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{"rank": 2}, None], ids=["lora", "full"])
-def test_engines_get_what_is_held_in_shards(lora: Any, tmp_path: Path) -> None:
-    own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
-    whole = trained(tmp_path / "whole", {"sleep": True}, **own)
-    shards = trained(tmp_path / "shards", {"sleep": True}, distributed={"fsdp": True}, **own)
-    assert all(row["sampler/gap_max"] < 1e-4 for row in shards[1:])
-    same(shards, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_a_server_is_shared(fsdp: bool, tmp_path: Path) -> None:
-    """It draws what engines in the processes draw, and gets the weights once for each version."""
-    own = {"distributed": {"fsdp": fsdp}, "vlm": {"gradient_checkpointing": True}}
-    engines = trained(tmp_path / "engines", {"sleep": False}, **own)
-    with serving(vlm_runs.MODEL) as url:
-        shared = trained(tmp_path / "shared", {"url": url}, **own)
-        assert Handler.llm.version == "3"
-        assert Handler.llm.calls.count("reload_weights") == 4
-    same(shared, engines)
-    assert all(row["sampler/gap_max"] < 1e-4 for row in shared[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
-def test_agents_share_a_server(preset: str, tmp_path: Path) -> None:
-    model = agent_runs.MODEL if preset == "vl_dac" else agent_runs.CROP
-    with serving(model) as url:
-        found = trained(tmp_path / preset, {"url": url}, agent_runs.config, preset)
-    assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
+def test_agents_share_a_server(tmp_path: Path) -> None:
+    with served(True, agent_runs.MODEL) as vllm:
+        trained(tmp_path / "two", vllm, agent_runs.config, "vl_dac")
 
 
 class Ranks:

@@ -31,7 +31,6 @@ from genrl.vlm.recipe.surrogates import (
 )
 from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
-from tests.reference.tokens import exact_loss
 from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
@@ -54,16 +53,12 @@ def one(name: str, **changes) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_gives_a_finite_loss_and_moves_valid_tokens_only(name: str) -> None:
+def test_every_preset_moves_valid_tokens_only_and_padding_changes_nothing(name: str) -> None:
     loss, gradient = one(name)
     assert bool(loss.isfinite()) and bool(gradient.isfinite().all()) and bool((gradient != 0).any())
-    mask = rollout(masked=name != "bgpo").mask
-    assert bool((gradient[~mask] == 0).all())
-
-
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"bgpo"}))
-def test_what_is_masked_and_how_much_is_padded_changes_nothing(name: str) -> None:
-    loss, gradient = one(name)
+    if name == "bgpo":  # no column of it is masked
+        return
+    assert bool((gradient[~rollout().mask] == 0).all())
     # q_hawkeye reads NaN among the valid tokens of `degraded` as "no twin"; masked NaN are not valid tokens
     for changes in ({"junk": 123.0}, {"junk": float("nan")}, {"junk": -7.0, "pad": 3}):
         if name == "tw_grpo" and changes.get("pad"):
@@ -302,32 +297,6 @@ def test_on_policy_they_are_all_reinforce(surrogate: Surrogate) -> None:
         assert torch.allclose(gradient, wanted, rtol=1e-12)
 
 
-def test_gspo_token_of_equal_advantages_is_gspo() -> None:
-    for batch in (rollout(), on_policy(rollout(1))):
-        widths = {"low": 0.05, "high": 0.05}
-        first = Preset(GroupAdvantage(), SequenceClip(**widths), "seq_mean")
-        second = replace(first, surrogate=SequenceTokenClip(**widths))
-        for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
-            assert torch.allclose(one_value, other, rtol=1e-12)
-
-
-def test_dr_grpo_of_equal_lengths_is_a_mean_of_rows() -> None:
-    batch = rollout(masked=False)
-    first = replace(PRESETS["dr_grpo"], length=batch.mask.shape[1])
-    second = replace(first, aggregation="seq_mean", length=None)
-    for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
-        assert torch.allclose(one_value, other, rtol=1e-12)
-
-
-def test_bgpo_on_policy_is_exact() -> None:
-    batch = replace(rollout(masked=False), old_log_prob=None)
-    loss, gradient = loss_and_gradient(PRESETS["bgpo"], batch)
-    leaf = batch.log_prob.clone().requires_grad_()
-    advantage = estimate(PRESETS["bgpo"], batch).batch.advantage
-    exact = exact_loss(leaf, leaf.detach(), advantage).mean()
-    assert torch.allclose(loss, exact.detach()) and torch.allclose(gradient, torch.autograd.grad(exact, leaf)[0])
-
-
 def test_the_kl_is_not_weighted_unless_asked() -> None:
     batch = replace(rollout(), rewards=torch.ones(12).double())  # no advantage: only the KL is left
     chosen = replace(PRESETS["tw_grpo"], regularisers=(Kl(beta=1.0),))
@@ -367,13 +336,10 @@ def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
     [
         ("vppo", "masked_image"),
         ("forking_tokens", "entropy"),
-        ("tw_grpo", "divergence"),
-        ("q_hawkeye", "degraded"),
         ("q_hawkeye", "scores"),
         ("grpo_care", "ema"),
         ("vl_dac", "value"),
         ("vl_dac", "credit"),
-        ("gdpo", "components"),
     ],
 )
 def test_a_missing_tensor_is_named_with_its_reader(name: str, missing: str) -> None:

@@ -16,8 +16,8 @@ from genrl.vlm.methods.rlfr.train import opened, shaped
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.rollout.targets import tell
 from genrl.vlm.train import train
-from tests.run_folders import differences, rows, start_ranks, wait
-from tests.vlm import vlm_ranks, vlm_runs
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 
@@ -83,30 +83,6 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
         right = answers.scores["exact"] >= 1
         assert figures["flow/charged"] > 0 and right.any() and flow.leave.weight.grad is not None
         assert float(flow.leave.weight.grad.abs().max()) > 0
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, config)
-    assert differences(whole, resumed) == []
-    first, last = rows(whole)
-    assert first["ratio/max"] == first["ratio/mean"] == 1.0, "on policy to the bit"
-    assert last["grad_norm/flow"] > 0 and last["flow/error_right"] != first["flow/error_right"]
-
-
-@pytest.mark.slow
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        made = config(tmp_path / name)
-        if name == "one":
-            train(made)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    (one,), (two,) = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    assert one.keys() == two.keys()
-    for key in one:
-        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
 
 
 def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
 from tests.run_folders import rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
-from tests.vlm.methods.test_vlm_strategies import same_when_resumed
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 SFT: dict[str, Any] = {"algorithm": "sft", "target": TARGET, "batch_size": 8}
@@ -107,13 +106,6 @@ def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
         assert not run.loop.optimizer.state and run.config.trainer.preset == "grpo"
 
 
-@pytest.mark.parametrize(("ema", "keep"), [(None, 9), ({"decay": 0.5}, 3)])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, ema: Any, keep: int) -> None:
-    """Gone on from the second of the checkpoints that are there: after two iterations, where a stage ends, or three."""
-    changes = {"ema": ema, "checkpoint": {"keep": keep}}
-    same_when_resumed(staged(tmp_path / "a", **changes), staged(tmp_path / "b", **changes), tmp_path)
-
-
 def test_epochs_are_passes_over_all_questions(tmp_path: Path) -> None:
     config = vlm_runs.config(tmp_path, trainer=SFT | {"updates": None}, task={"rows": 20}, iterations=2)
     asked: list[str] = []
@@ -131,22 +123,6 @@ def test_epochs_are_passes_over_all_questions(tmp_path: Path) -> None:
             run.questions.__class__.__getitem__ = questions
         assert run.loop.optimizer_steps == 6, "of 8, 8 and 4 questions"
     assert len(asked) == 40 and len(set(asked[:20])) == len(set(asked[20:])) == 20 and asked[:20] != asked[20:]
-
-
-@pytest.mark.slow
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    trained = SFT | {"updates": None, "batch_size": 6, "micro_batch": 2}
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        config = vlm_runs.config(tmp_path / name, trainer=trained, task={"rows": 15}, evaluation={"every": 1})
-        if name == "one":
-            train(config)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    one, two = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    for key in one[1]:
-        assert two[1][key] == pytest.approx(one[1][key], rel=2e-3, abs=1e-5), key
 
 
 @pytest.mark.slow

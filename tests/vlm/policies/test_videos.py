@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +20,6 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt, Turn, without_clips
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.tasks.rows import Row
-from genrl.vlm.train import train
-from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.policies.test_token_policy import ROUNDING, N, picture, sample
 
@@ -173,32 +169,3 @@ def test_what_cannot_be_is_said(load: Callable[[str], Policy], monkeypatch: pyte
     bare = Policy(str(tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model")))
     with pytest.raises(ValueError, match="a:1: this model is given clips as videos, which are resized by torchvision"):
         bare.encode(Prompt((good, "?"), where="a:1"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
-def test_a_run_on_clips(family: str, tmp_path: Path) -> None:
-    """VPPO with its masked clips, black ones in the evaluation, and clips of different lengths in a batch."""
-    lines: list[dict[str, Any]] = []
-    for number in range(4):
-        names = [f"{number}-{k}.png" for k in range(2 + number)]
-        for k, name in enumerate(names):
-            picture(10 * number + k, 32, 24).save(tmp_path / name)
-        lines.append({"prompt": "In <video>, what ?", "video": names, "answer": "A"})
-    for name in ("rows", "held_out"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    low = tmp_path / "low.py"  # random weights are never right
-    low.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
-    train_rows, eval_rows = (str(tmp_path / f"{name}.jsonl") for name in ("rows", "held_out"))
-    config = vlm_runs.config(
-        tmp_path,
-        vlm={"path": str(tiny_checkpoints.save(family, tmp_path / "model"))},
-        task={"name": None, "train": train_rows, "eval": eval_rows, "image": None, "video": "video"},
-        rewards=[{"name": f"{low}:low"}],
-        trainer={"preset": "vppo", "regularisers": [{"name": "kl"}], "updates": 2, "micro_batch": 3},
-        optimizer={"lr": 1e-3},
-        evaluation={"every": 1, "questions": 4},
-        iterations=2,
-    )
-    trained = [row for row in rows(train(config)) if "grad_norm" in row]
-    assert len(trained) == 2 and all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)

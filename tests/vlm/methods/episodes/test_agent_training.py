@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +23,7 @@ from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.train import train
-from tests.ports import free_port
-from tests.run_folders import differences, rows, start_ranks, wait
-from tests.vlm import vlm_ranks
+from tests.run_folders import rows
 from tests.vlm.methods.episodes import agent_runs
 
 
@@ -179,34 +174,6 @@ def test_an_iteration_in_which_all_environments_die_is_an_error(
             run.act()
 
 
-@pytest.mark.slow
-def test_where_those_of_one_process_die_no_other_waits(tmp_path: Path) -> None:
-    dies = {"parallel": 2, "steps": 2, "processes": True}
-    agent_runs.config(tmp_path, "vl_dac", environment={**dies, "name": f"{tmp_path / 'pays.py'}:Pays"})
-    own = "        if os.environ['RANK'] == '1': os._exit(7)\n        self.left -= 1\n"
-    text = agent_runs.PAYS.replace("import numpy", "import os, numpy").replace("        self.left -= 1\n", own)
-    (tmp_path / "pays.py").write_text(text)
-    port = free_port()
-    ranks = []
-    for rank in "01":  # not `start_ranks`, whose processes may have none of their own
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-c", "from genrl.cli.app import app; app()", "train", str(tmp_path / "tiny.yaml")]
-        own_place = (
-            os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-        )
-        ranks.append(
-            subprocess.Popen(command, env=own_place, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
-        )
-    try:
-        for process in ranks:
-            told = " ".join(process.communicate(timeout=100)[0].split())
-            assert process.returncode == 1
-            assert "all environments of process 1 hung or died in one iteration" in told, told[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-
-
 @pytest.mark.parametrize("preset", ["vl_dac", "poad"])
 def test_a_step_whose_environment_is_lost_is_not_trained(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,17 +306,6 @@ def test_updates_end_where_the_policy_has_moved_too_far(tmp_path: Path) -> None:
     assert rows(tmp_path / "never" / "run")[0]["updates"] == 4 > rows(tmp_path / "soon" / "run")[0]["updates"]
 
 
-@pytest.mark.parametrize("preset", ["vl_dac", "para_grpo"])
-def test_a_resumed_run_is_the_uninterrupted_one(preset: str, tmp_path: Path) -> None:
-    """With episodes in their middle, which are played again, and the critic."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    train(agent_runs.config(tmp_path / "a", preset, iterations=3))
-    train(agent_runs.config(tmp_path / "b", preset, iterations=2))
-    train(agent_runs.config(tmp_path / "b", preset, iterations=3), resume=tmp_path / "b" / "run")
-    assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
-
-
 def test_steps_of_an_iteration_that_is_left_are_not_in_the_checkpoint(tmp_path: Path) -> None:
     """What is remembered at the end of an iteration is saved where the next one is left in its middle."""
     with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac")) as run:
@@ -358,25 +314,6 @@ def test_steps_of_an_iteration_that_is_left_are_not_in_the_checkpoint(tmp_path: 
         kept = json.dumps(run.loop.memory)
         run.act()
         assert json.dumps(run.loop.memory) == kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["vl_dac", "vrag_rl"])
-def test_two_processes_do_what_one_does(preset: str, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        # the presets' token_mean is one of each process's tokens
-        own = {"trainer": {"aggregation": "token_mean_global"}, "evaluation": {"every": 1, "questions": 4}}
-        config = agent_runs.config(tmp_path / name, preset, **own)
-        if name == "one":
-            train(config)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    for one, two in zip(rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run"), strict=True):
-        assert one.keys() == two.keys()
-        for key in one:
-            assert two[key] == pytest.approx(one[key], rel=2e-3, abs=5e-5), key
 
 
 def test_a_run_from_the_command_line(tmp_path: Path) -> None:
@@ -393,17 +330,6 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["scores"]["eval/success_mean"] in (0, 0.5, 1)
     assert (films / "episode-00.png").is_file()
     assert CliRunner().invoke(app, ["eval", str(run), "--num-prompts", "2"]).exit_code == 2
-
-
-def test_the_embedded_agent_reads_and_answers_in_minigrid(tmp_path: Path) -> None:
-    """No word that it is told is unknown to it, its actions are the environment's, and an iteration runs."""
-    pytest.importorskip("minigrid")
-    place = {"name": "MiniGrid-Empty-Random-5x5-v0", "answer": "plain", "parallel": 2, "steps": 2}
-    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:
-        acted, row = run.act()
-        run.estimate(acted)
-        assert run.policy.tokenizer.unk_token_id not in acted.rows.prompts[0].tokens.ids.tolist()
-        assert row["rollout/invalid"] == 0
 
 
 class TestRefused:

@@ -17,7 +17,7 @@ from genrl.vlm.episodes import episodes
 from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.train import train
-from tests.run_folders import assert_one_run, differences, rows
+from tests.run_folders import assert_one_run, rows
 from tests.vlm import fake_vllm
 from tests.vlm.methods.episodes import agent_runs
 
@@ -111,25 +111,6 @@ def test_a_sub_agent_reads_the_part_that_it_is_given(tmp_path: Path) -> None:
         assert isinstance(picture, Image.Image)
         dark = run.policy.encode(Prompt((Image.new("RGB", picture.size), text)))
         assert table.episodes[0].heard[0] == generate(run.policy, [dark], 1, greedy, [("k",)]).texts
-
-
-@pytest.mark.parametrize("preset", ["vl_dac", "para_grpo"])
-def test_a_resumed_run_is_the_uninterrupted_one(preset: str, tmp_path: Path) -> None:
-    """In the middle of episodes, too: what sub-agents said is said again, not drawn again."""
-    (tmp_path / "asks.py").write_text(ASKS)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    environment: dict[str, Any] = {"name": f"{tmp_path / 'asks.py'}:Asks", "parallel": 4, "steps": 3}
-    if preset == "para_grpo":
-        environment = {"name": "crop", "options": {"agents": True}}
-    a, b = (
-        lambda n, p=place: agent_runs.config(tmp_path / p, preset, environment=environment, iterations=n)
-        for place in ("a", "b")
-    )
-    train(a(3))
-    train(b(2))
-    train(b(3), resume=tmp_path / "b" / "run")
-    assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
 
 
 def test_a_question_before_any_answer_is_refused(tmp_path: Path) -> None:
