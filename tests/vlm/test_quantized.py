@@ -19,11 +19,9 @@ from tests.vlm import tiny_checkpoints, vlm_runs
 
 
 def changes(place: Path, model: Path, **vlm: Any) -> dict[str, Any]:
-    reward = place / "low.py"
-    reward.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
     return {
         "vlm": {"path": str(model), "lora": {"rank": 2}, **vlm},
-        "rewards": [{"name": f"{reward}:low"}],
+        "rewards": [vlm_runs.low(place)],
         "trainer": {"preset": "grpo", "regularisers": [{"name": "kl"}], "micro_batch": 4},
         "optimizer": {"lr": 1e-2},
     }

@@ -16,9 +16,11 @@ from tests.run_folders import assert_resumes, rows
 from tests.vlm import test_economy, test_music, test_sequence_training, tiny_musicgen, vlm_runs
 from tests.vlm.methods import test_rlfr, test_sft
 from tests.vlm.methods.episodes import agent_runs, test_archer, test_paid_turns, test_sub_agents
+from tests.vlm.policies import test_masked_formats
 from tests.vlm.tiers import fast_first
 
 STAGES = [{"iterations": 1, "trainer": test_sft.SFT, "optimizer": {"lr": 1e-3}}, {"iterations": 1}]
+SPREAD = [{"name": f"{test_masked_formats.__file__}:shortness"}]
 FEW = {"prompts_per_iteration": 2, "group_size": 4}
 
 
@@ -30,8 +32,8 @@ def optimised(place: Path, name: str, lr: float = 1e-4) -> VLMConfig:
     return vlm_runs.config(place, optimizer={"name": name, "lr": lr}, generation=FEW)
 
 
-def sequences(kind: str, preset: str) -> Callable[[Path], VLMConfig]:
-    return lambda place: test_sequence_training.config(place, kind, preset)
+def sequences(kind: str, preset: str, **changes: Any) -> Callable[[Path], VLMConfig]:
+    return lambda place: test_sequence_training.config(place, kind, preset, **changes)
 
 
 def music(place: Path, preset: str, vlm: dict[str, Any] | None = None) -> VLMConfig:
@@ -59,7 +61,7 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "chosen questions and answers": lambda place: test_economy.config(place),
     "chosen questions of rlfr": lambda place: test_economy.config(place, trainer={"preset": "rlfr"}),
     "rlfr": lambda place: test_rlfr.config(place),
-    "sft, then grpo": lambda place: vlm_runs.config(place, stages=STAGES),
+    "sft, then grpo": lambda place: vlm_runs.config(place, stages=STAGES, iterations=2),
     "episodes that go on": lambda place: agent_runs.config(place, "vl_dac"),
     "groups of episodes": lambda place: agent_runs.config(place, "para_grpo"),
     "sub-agents": asking,
@@ -68,8 +70,8 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "ui_s1": lambda place: test_paid_turns.config(place, {"preset": "ui_s1"}),
     "pictures": sequences("image", "grpo"),
     "pictures by dpo": sequences("image", "dpo"),
-    "masked text": sequences("masked_text", "just_grpo"),
-    "masked text by bgpo": sequences("masked_text", "bgpo"),
+    "masked text": sequences("masked_text", "just_grpo", rewards=SPREAD),
+    "masked text by bgpo": sequences("masked_text", "bgpo", rewards=SPREAD),
     "bodies": sequences("voxels", "hi_grpo"),
     "tunes": sequences("audio", "music_rl"),
     "musicgen": lambda place: music(place, "music_rl"),

@@ -51,6 +51,13 @@ def config(place: Path, **changes: Any) -> VLMConfig:
     return found
 
 
+def low(place: Path) -> dict[str, str]:
+    """A reward that random weights, which are never right, can learn: that their bytes are small."""
+    file = place / "low.py"
+    file.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
+    return {"name": f"{file}:low"}
+
+
 @contextmanager
 def opened(settings: VLMConfig) -> Iterator[AnswersRun]:
     """A new run, as `train` opens it: for tests that look at a method from inside."""

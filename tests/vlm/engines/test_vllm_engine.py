@@ -181,12 +181,6 @@ def test_a_server_draws_what_an_engine_in_this_process_draws(sampler: Sampler, s
     torch.testing.assert_close(one.log_prob, other.log_prob, rtol=0, atol=1e-6)
 
 
-def test_a_run_on_a_server(server: str, tmp_path: Path) -> None:
-    train(vlm_runs.config(tmp_path, generation={**VLLM, "vllm": {"url": server}}, iterations=2))
-    assert all(row["sampler/gap_max"] < 1e-4 for row in rows(tmp_path / "run"))
-    assert (tmp_path / "run" / "weights" / "model.safetensors").is_file()
-
-
 def test_a_server_or_a_package_that_is_not_there_is_named_with_the_command(server: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no vLLM server answers at http://127.0.0.1:9/v1/models.*vllm serve tiny"):
         Server("http://127.0.0.1:9", tmp_path, "tiny")

@@ -108,7 +108,9 @@ def test_what_another_run_loaded_is_refused(tmp_path: Path) -> None:
             other.generate([prompt], 1, sampling, [(0,)])
 
 
-def test_a_server_that_draws_ahead_is_for_one_process(tmp_path: Path) -> None:
+def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to shard over"):
+        check_processes(vlm_runs.config(tmp_path, distributed={"fsdp": True}), 1)
     generation = {"engine": "vllm", "staleness": 1, "vllm": {"url": "http://localhost:1"}}
     config = vlm_runs.config(tmp_path, generation=generation, iterations=2)
     check_processes(config, 1)

@@ -25,23 +25,6 @@ def say(word: str) -> str:
     return f'{{"thoughts": "so", "action": "{word}"}}'
 
 
-@pytest.mark.parametrize("game", GAMES)
-def test_the_same_seed_is_the_same_game_over_fifty_steps(game: Game) -> None:
-    found = []
-    for _ in range(2):
-        one, steps, episode = opened(game, 3), [], 3
-        words = np.random.default_rng(0).choice([*one.words, "nonsense"], 50)
-        for word in words:
-            (picture, _), reward, ended, cut, info = one.step(say(str(word)))
-            steps.append((np.asarray(picture).tobytes(), reward, ended, cut, info["valid"]))
-            if ended or cut:
-                episode += 1
-                one.reset(episode, "train")
-        found.append((steps, episode))
-    assert found[0] == found[1] and len({step[0] for step in found[0][0]}) > 3
-    assert opened(game, 4).render().tobytes() != opened(game, 5).render().tobytes()
-
-
 def test_the_target_is_reached_by_the_shortest_way() -> None:
     for seed in range(20):
         one = opened("numberline", seed)

@@ -36,9 +36,11 @@ from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
 
 
-def loss_and_gradient(chosen: Preset, batch: TokenBatch, size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Of the whole step, as the sum over micro-batches of `size` rows."""
-    ready = estimate(chosen, batch, prompts=PROMPTS).batch
+def loss_and_gradient(
+    chosen: Preset, batch: TokenBatch, size: int | None = None, **totals: int
+) -> tuple[Tensor, Tensor]:
+    """Of the whole step, as the sum over micro-batches of `size` rows. totals: others than those of the batch."""
+    ready = replace(estimate(chosen, batch, prompts=PROMPTS).batch, **totals)
     leaf = batch.log_prob.clone().requires_grad_()
     ready = ready.with_log_prob(leaf)
     whole = chosen.group_loss is not None
@@ -68,6 +70,23 @@ def test_every_preset_moves_valid_tokens_only_and_padding_changes_nothing(name: 
         assert torch.allclose(gradient, other_gradient[:, : gradient.shape[1]], rtol=1e-12, atol=1e-14), changes
 
 
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_raises_what_is_better_than_its_group(name: str) -> None:
+    """On policy, where all that a preset compares is the reward: the signs agree."""
+    batch = for_preset(name, rollout(masked=name != "bgpo"))
+    means = batch.rewards.view(3, 4).mean(1).repeat_interleave(4)
+    centred, everywhere = batch.rewards - means, batch.rewards[:, None].expand(batch.mask.shape)
+    extra = dict.fromkeys(("accuracy", "high", "low"), batch.rewards) | {"greedy": means, "turn_reward": everywhere}
+    extra |= {"components": everywhere[:, :2], "matched": torch.ones_like(batch.mask)}
+    by_token = batch.extra["credit"].ndim == 2
+    extra["credit"] = centred[:, None].expand(batch.mask.shape) if by_token else centred
+    old = batch.old_log_prob
+    batch = replace(batch, log_prob=old, ref_log_prob=old, sampler_log_prob=old, extra={**batch.extra, **extra})
+    _, gradient = loss_and_gradient(replace(preset(name), regularisers=()), batch)
+    found = torch.stack([-gradient.sum(1), centred])
+    assert float(torch.corrcoef(found)[0, 1]) > 0.3
+
+
 @pytest.mark.parametrize("name", sorted(name for name in PRESETS if PRESETS[name].aggregation in INVARIANT))
 def test_micro_batches_add_up_to_the_step(name: str) -> None:
     chosen, batch = preset(name), for_preset(name, rollout(masked=name != "bgpo"))
@@ -79,15 +98,6 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
         other, other_gradient = loss_and_gradient(chosen, batch, size)
         assert torch.allclose(loss, other, rtol=1e-10), size
         assert torch.allclose(gradient, other_gradient, rtol=1e-10, atol=1e-14), size
-
-
-def test_batch_statistics_are_of_the_whole_rollout() -> None:
-    """The weights of rows do not depend on which rows share a micro-batch, as they would with local min and max."""
-    chosen = replace(PRESETS["vppo"], aggregation="seq_mean", regularisers=())
-    loss, gradient = loss_and_gradient(chosen, rollout())
-    for size in (1, 3, 6):
-        other, other_gradient = loss_and_gradient(chosen, rollout(), size)
-        assert torch.allclose(loss, other) and torch.allclose(gradient, other_gradient, atol=1e-14)
 
 
 # --- golden arrays through the composition
@@ -126,8 +136,8 @@ def golden_batch(case: dict[str, np.ndarray], **extra: Tensor) -> TokenBatch:
     )
 
 
-def agrees(chosen: Preset, batch: TokenBatch, case: dict[str, np.ndarray], suffix: str = "") -> None:
-    loss, gradient = loss_and_gradient(chosen, batch)
+def agrees(chosen: Preset, batch: TokenBatch, case: dict[str, np.ndarray], suffix: str = "", **totals: int) -> None:
+    loss, gradient = loss_and_gradient(chosen, batch, **totals)
     assert torch.allclose(loss, torch.as_tensor(case[f"out_loss{suffix}"]), rtol=1e-9, atol=1e-10)
     assert torch.allclose(gradient, torch.as_tensor(case[f"out_grad{suffix}"]), rtol=1e-9, atol=1e-10)
 
@@ -141,9 +151,7 @@ def test_golden_trl_losses(golden, name: str) -> None:
         params = json.loads(str(case["params"]))
         if "tp" in params:  # constants that a preset has no key for: tests/objectives/tokens
             continue
-        chosen = given_advantage(PRESETS[name])
         beta = params.get("beta", 0.0)
-        chosen = replace(chosen, regularisers=(Kl(beta=beta),) if beta else (), length=params.get("maxlen"))
         low, high = params.get("eps_low", 0.2), params.get("eps_high", 0.2)
         surrogate = {
             "cispo": Cispo(highest=high),
@@ -152,14 +160,13 @@ def test_golden_trl_losses(golden, name: str) -> None:
             "gspo": SequenceClip(low=low, high=high),
             "luspo": SequenceClip(low=low, high=high),
         }.get(name, Clip(low=low, high=high, cap=params.get("delta")))
-        batch = golden_batch(case)
-        ready = estimate(replace(chosen, surrogate=surrogate), batch).batch
-        leaf = batch.log_prob.clone().requires_grad_()
-        ready = replace(ready, log_prob=leaf, tokens=int(params["num_items"]))
-        loss = policy_loss(replace(chosen, surrogate=surrogate), ready).loss
-        assert torch.allclose(loss, torch.as_tensor(case["out_loss"]), rtol=1e-9, atol=1e-10)
-        gradient = torch.autograd.grad(loss, leaf)[0]
-        assert torch.allclose(gradient, torch.as_tensor(case["out_grad"]), rtol=1e-9, atol=1e-10)
+        chosen = replace(
+            given_advantage(PRESETS[name]),
+            surrogate=surrogate,
+            regularisers=(Kl(beta=beta),) if beta else (),
+            length=params.get("maxlen"),
+        )
+        agrees(chosen, golden_batch(case), case, tokens=int(params["num_items"]))
 
 
 def test_golden_vppo(golden) -> None:
@@ -275,9 +282,7 @@ def test_golden_perception(golden) -> None:
             )
             perception = Perception(gamma=float(case["gamma"]), eta=float(case["eta1"]))
             chosen = replace(given_advantage(PRESETS["q_hawkeye"]), transforms=(), regularisers=(perception,))
-            loss, gradient = loss_and_gradient(chosen, batch)
-            assert torch.allclose(loss, torch.as_tensor(case["out_perception_loss"]), rtol=1e-9, atol=1e-10)
-            assert torch.allclose(gradient, torch.as_tensor(case["out_grad"]), rtol=1e-9, atol=1e-10)
+            agrees(chosen, batch, case | {"out_loss": case["out_perception_loss"]})
 
 
 # --- equivalences

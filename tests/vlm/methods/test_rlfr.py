@@ -44,12 +44,8 @@ def test_hidden_states_are_those_of_the_answers_tokens_and_of_the_ones_before(tm
             first += length
 
 
-def test_layers_are_shares_of_the_depth_each_once() -> None:
-    assert layers_of((0.25, 0.5, 0.75), 28) == [7, 14, 21]
-    assert layers_of((0.5, 0.75, 1.0), 2) == [1]
-
-
 def test_a_new_flow_is_still_and_noise_does_not_depend_on_who_draws_it() -> None:
+    assert layers_of((0.25, 0.5, 0.75), 28) == [7, 14, 21] and layers_of((0.5, 0.75, 1.0), 2) == [1]
     flow = LatentFlow(8, 2, 0)
     of = Latents(torch.randn(5, 2, 8), torch.randn(5, 2, 8), torch.tensor([0.25, 0.5]))
     noise = noise_of([("a",), ("b",)], [2, 3], (2, 8))
@@ -96,8 +92,7 @@ def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path:
         fitted, new = (float(one.error(of, noise, t).mean().detach()) for one in (flow, LatentFlow(128, 1, 0)))
         assert fitted < 0.8 * new
     found = rows(train(config(tmp_path, {"demonstrations": None}, iterations=4, optimizer={"lr": 1e-5})))
-    errors = [row["flow/error_right"] for row in found]
-    assert errors[-1] < 0.9 * errors[0]
+    assert found[-1]["flow/error_right"] < 0.9 * found[0]["flow/error_right"]
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in found)
 
 
@@ -105,7 +100,6 @@ def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path:
     ("changes", "message"),
     [
         ({"trainer": {"preset": "gspo"}}, "the flow pays tokens, and sequence_clip takes one advantage"),
-        ({"trainer": {"preset": "real"}}, "classification takes one advantage"),
         ({"generation": {"staleness": 1}}, "rlfr learns from samples of the present weights"),
         ({"distributed": {"fsdp": True}}, "not tried in shards"),
         ({"flow": {"threshold": 1.0}}, "threshold"),

@@ -13,11 +13,12 @@ from genrl.config import ConfigError, VLMConfig
 from genrl.runtime.replay import replay
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
+from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.targets import target_of, tell
 from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
-from tests.run_folders import rows, start_ranks, wait
-from tests.vlm import vlm_ranks, vlm_runs
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 SFT: dict[str, Any] = {"algorithm": "sft", "target": TARGET, "batch_size": 8}
@@ -66,11 +67,20 @@ def test_passes_and_packing_change_nothing_but_rounding(tmp_path: Path, monkeypa
         close(found[0][1], gradient)
 
 
-def test_packed_answers_are_trained_on_policy(tmp_path: Path) -> None:
-    """The first update of GRPO: its ratio is exactly 1 with packed rows too."""
-    folder = train(vlm_runs.config(tmp_path, vlm={"packing": True}, trainer={"preset": "grpo", "micro_batch": 3}))
-    (row,) = rows(folder)
-    assert row["ratio/mean"] == row["ratio/max"] == 1.0 and row["sampler/gap_mean"] < 1e-5
+def test_epochs_are_passes_over_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vlm_runs.config(tmp_path, trainer=SFT | {"updates": None}, task={"rows": 20}, iterations=2)
+    asked: list[str] = []
+    own = Questions.__getitem__
+
+    def noted(self: Questions, number: int) -> Row:
+        asked.append(own(self, number).name)
+        return own(self, number)
+
+    with vlm_runs.opened(config) as run:
+        monkeypatch.setattr(Questions, "__getitem__", noted)
+        sft.train(run, run.settings)
+        assert run.loop.optimizer_steps == 6, "of 8, 8 and 4 questions"
+    assert len(asked) == 40 and len(set(asked[:20])) == len(set(asked[20:])) == 20 and asked[:20] != asked[20:]
 
 
 STAGES = [
@@ -86,13 +96,10 @@ def staged(place: Path, **changes: Any) -> VLMConfig:
 
 
 def test_stages_have_methods_and_rates_of_their_own(tmp_path: Path) -> None:
-    found = rows(train(staged(tmp_path, evaluation={"every": 2})))
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
-    assert ["target/padding" in row for row in found[1:]] == [True, True, False, False]
-    assert ["ratio/mean" in row for row in found[1:]] == [False, False, True, True]
-    assert [row["lr"] for row in found[1:]] == pytest.approx([1e-3, 5e-4, 1e-4, 1e-4])
-    assert found[2]["eval/loss"] < found[0]["eval/loss"], "what is taught is learnt"
-    assert "eval/accuracy_mean" in found[4]
+    found = rows(train(staged(tmp_path)))
+    assert ["target/padding" in row for row in found] == [True, True, False, False]
+    assert ["ratio/mean" in row for row in found] == [False, False, True, True]
+    assert [row["lr"] for row in found] == pytest.approx([1e-3, 5e-4, 1e-4, 1e-4])
 
 
 def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
@@ -104,44 +111,6 @@ def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
         run.loop.iteration = 2
         run.enter()
         assert not run.loop.optimizer.state and run.config.trainer.preset == "grpo"
-
-
-def test_epochs_are_passes_over_all_questions(tmp_path: Path) -> None:
-    config = vlm_runs.config(tmp_path, trainer=SFT | {"updates": None}, task={"rows": 20}, iterations=2)
-    asked: list[str] = []
-    with vlm_runs.opened(config) as run:
-        questions = run.questions.__class__.__getitem__
-
-        def noted(self: Any, number: int) -> Row:
-            asked.append(questions(self, number).name)
-            return questions(self, number)
-
-        run.questions.__class__.__getitem__ = noted
-        try:
-            sft.train(run, run.settings)
-        finally:
-            run.questions.__class__.__getitem__ = questions
-        assert run.loop.optimizer_steps == 6, "of 8, 8 and 4 questions"
-    assert len(asked) == 40 and len(set(asked[:20])) == len(set(asked[20:])) == 20 and asked[:20] != asked[20:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_two_processes_with_shards_do_what_one_does(tmp_path: Path, lora: Any) -> None:
-    """The last step has three questions: one process has a pass more than the other."""
-    trained = SFT | {"updates": None, "batch_size": 4, "micro_batch": 1}
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        changes = {"task": {"rows": 7}, "vlm": {"lora": lora}, "distributed": {"fsdp": name == "two"}}
-        config = vlm_runs.config(tmp_path / name, trainer=trained, **changes)
-        if name == "one":
-            train(config)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    one, two = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    for key in ("loss", "grad_norm", "target/tokens_mean"):
-        assert two[0][key] == pytest.approx(one[0][key], rel=1e-4), key
 
 
 def test_a_loss_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
@@ -189,36 +158,26 @@ class TestTargets:
                 answer_ids(answers.rows[0].prompt, "an <image>", policy.processor, policy.stop_ids)
 
 
-REFUSED = {
-    "of a stage's own method": (
-        {"stages": [{"iterations": 1, "trainer": {"preset": "dapo", "epochs": 0}}]},
-        "stages.0.trainer.epochs",
-    ),
-    "of a preset beside it": (
-        {"stages": [{"iterations": 1, "trainer": SFT, "preset": "dapo"}]},
-        "write it in the stage's trainer",
-    ),
-    "of a method with an environment": (
-        {"stages": [{"iterations": 1, "trainer": {"algorithm": "episodes"}}]},
-        "start a run from this one's model",
-    ),
-    "of groups of one": (
-        {"generation": {"group_size": 1}, "stages": [{"iterations": 1, "trainer": {"preset": "grpo"}}]},
-        "compares the answers of a group",
-    ),
-    "of a run that samples without rewards": ({"rewards": []}, "answers are worth nothing"),
-    "of packing and shared prompts": ({"vlm": {"packing": True, "prefix_attention": "sdpa"}}, "share no prompts"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
-    changes, text = REFUSED[name]
-    with pytest.raises(ConfigError, match=text):
-        vlm_runs.config(tmp_path, **changes)
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    grpo = {"preset": "grpo"}
+    for stage, text in (
+        ({"trainer": {"preset": "dapo", "epochs": 0}}, "stages.0.trainer.epochs"),
+        ({"trainer": SFT, "preset": "dapo"}, "write it in the stage's trainer"),
+        ({"trainer": {"algorithm": "episodes"}}, "start a run from this one's model"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            vlm_runs.config(tmp_path, stages=[{"iterations": 1, **stage}])
+    for changes, text in (
+        ({"generation": {"group_size": 1}, "stages": [{"iterations": 1, "trainer": grpo}]}, "answers of a group"),
+        ({"rewards": []}, "answers are worth nothing"),
+        ({"vlm": {"packing": True, "prefix_attention": "sdpa"}}, "share no prompts"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            vlm_runs.config(tmp_path, **changes)
 
 
 def test_without_rewards_the_loss_is_evaluated_alone(tmp_path: Path) -> None:
+    """And falls: what is taught is learnt."""
     config = vlm_runs.config(tmp_path, trainer=SFT, rewards=[], evaluation={"every": 1})
     found = rows(train(config))
     assert found[1]["eval/loss"] < found[0]["eval/loss"] and "eval/accuracy_mean" not in found[1]

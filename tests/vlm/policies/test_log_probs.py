@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from genrl.vlm.policies import log_probs
 from genrl.vlm.policies.log_probs import completion_log_probs
 
 FORBIDDEN = torch.tensor([3, 11])
@@ -86,22 +85,6 @@ def test_value_and_gradient_equal_the_naive_ones(
         expected = torch.autograd.grad((theirs * data["upstream"]).sum(), leaves, retain_graph=True)
         for one, other in zip(got, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)
-
-
-def test_torchs_operator_and_the_own_chunks_agree_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = inputs(0, 4, 9, torch.float32)
-    arguments = (data["hidden"], data["weight"], data["tokens"])
-
-    def run() -> tuple[Tensor, list[Tensor]]:
-        value = completion_log_probs(*arguments, temperature=0.8, forbidden=FORBIDDEN, chunk=5).log_prob
-        return value.detach(), list(torch.autograd.grad((value * data["upstream"]).sum(), arguments[:2]))
-
-    fused, fused_gradients = run()
-    monkeypatch.delattr(log_probs.F, "linear_cross_entropy")
-    own, own_gradients = run()
-    assert torch.allclose(fused, own, atol=2e-6)
-    for one, other in zip(fused_gradients, own_gradients, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_bfloat16_states_give_float32_log_probabilities() -> None:

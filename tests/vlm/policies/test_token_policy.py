@@ -26,18 +26,7 @@ from tests.vlm import tiny_checkpoints
 from tests.vlm.tiers import fast_first
 
 ROUNDING = 2e-5
-"""Per token, float32. Largest of 1,000 tokens of each family against the model's own forward, one row at a time:
-
-            qwen2_vl  qwen2_5_vl  qwen3_vl  smolvlm  idefics3  llava   llava_next
-sampler     3.8e-6    4.8e-6      3.3e-6    6.2e-6   6.2e-6    3.8e-6  1.0e-5
-shared      2.4e-6    3.3e-6      3.8e-6    7.6e-6   7.6e-6    2.9e-6  2.4e-6
-per row     2.4e-6    1.9e-6      1.4e-6    1.9e-6   1.9e-6    2.9e-6  1.9e-6
-
-            llava_onevision  internvl  gemma3  mistral3  pixtral  glm4v   glm46v  kimi_k25
-sampler     3.3e-6           3.8e-6    1.4e-6  7.6e-6    2.4e-6   2.9e-6  2.9e-6  3.8e-6
-shared      1.4e-6           1.9e-6    9.5e-7  1.4e-6    2.4e-6   1.9e-6  1.9e-6  9.5e-7
-per row     1.9e-6           2.4e-6    9.5e-7  3.8e-6    2.9e-6   1.9e-6  1.9e-6  9.5e-7
-"""
+"""Per token, float32. Largest of 1,000 tokens of each family against the model's own forward: 1.0e-5."""
 N, LENGTH = 3, 6
 
 
@@ -278,11 +267,10 @@ def test_draws_follow_the_distribution() -> None:
     assert torch.allclose(draw.log_probs[0], want.log()[token], atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_an_image_goes_through_the_vision_tower_once_for_its_group(
-    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch, family: str
+    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load(family)
+    policy = load("qwen2_5_vl")
     prompts = [policy.encode(prompt) for prompt in questions()]
     once = sum(len(prompt.tokens.pixels["pixel_values"]) for prompt in prompts[:2])  # images, or patches of all
     body, seen = policy.model.base_model, [0]
@@ -372,24 +360,17 @@ def test_a_prompt_that_does_not_fit_is_named_before_any_work(
 
 
 def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    for family in ("qwen2_5_vl", "smolvlm", "llava"):
-        blind = tmp_path / family
-        shutil.copytree(folder(family), blind)
-        for name in ("preprocessor_config.json", "processor_config.json"):
-            (blind / name).unlink(missing_ok=True)
-        with pytest.raises(ValueError, match="image processor"):
-            Policy(str(blind))
-    (blind / "model.safetensors").unlink()
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (folder("llava") / name).exists():
-            shutil.copy(folder("llava") / name, blind / name)
-    with pytest.raises(ValueError, match="has no weights that can be read"):
-        Policy(str(blind))
-    mute = tmp_path / "mute"
-    shutil.copytree(folder("llava"), mute)
-    (mute / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="has no chat template"):
-        Policy(str(mute))
+    for family, lacking, text in (
+        ("qwen2_5_vl", ["preprocessor_config.json", "processor_config.json"], "image processor"),
+        ("smolvlm", ["preprocessor_config.json", "processor_config.json"], "image processor"),
+        ("llava", ["model.safetensors"], "has no weights that can be read"),
+        ("llava_next", ["chat_template.jinja"], "has no chat template"),
+    ):
+        whole = Path(shutil.copytree(folder(family), tmp_path / family))
+        for name in lacking:
+            (whole / name).unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=text):
+            Policy(str(whole))
     with pytest.raises(ValueError, match="no checkpoint of a transformers model"):
         Policy(str(tmp_path / "nothing"))
     text = tmp_path / "text"
@@ -405,7 +386,6 @@ def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], t
     ("config", "reason"),
     [
         ({"model_type": "minicpmv4_6"}, r"\(minicpmv4_6\) has layers of linear_attention, which keep one state"),
-        ({"model_type": "qwen3_5"}, r"\(qwen3_5\) has layers of linear_attention"),
         ({"model_type": "florence2"}, r"\(florence2\) reads questions by an encoder"),
         ({"model_type": "kimi_vl", "auto_map": {"AutoConfig": "code.KimiVLConfig"}}, "such code is not executed"),
         ({"model_type": "internvl_chat", "auto_map": {"AutoConfig": "code.InternVLChatConfig"}}, "InternVL3-8B-hf"),

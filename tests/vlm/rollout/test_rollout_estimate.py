@@ -109,16 +109,6 @@ def test_a_reward_of_the_row_is_at_its_last_token() -> None:
     assert torch.allclose(baseline, token_advantages.whitened(centred[:, None].expand(batch.mask.shape), batch.mask))
 
 
-def test_a_row_without_score_takes_no_part_in_whitening() -> None:
-    batch = rollout()
-    rewards = batch.rewards.clone()
-    rewards[3] = torch.nan
-    got = advantage(Preset(WhitenedReturns(), Clip(), "seq_mean"), replace(batch, rewards=rewards))
-    others = torch.arange(len(rewards)) != 3
-    alone = token_advantages.whitened(rewards[others, None].expand(-1, 7), batch.mask[others])
-    assert bool((got[3] == 0).all()) and torch.allclose(got[others], alone)
-
-
 def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
     batch = replace(rollout(), rewards=torch.zeros(12).double())
     preset = Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean", reward_terms=(KlInReward(beta=0.5),))
@@ -180,10 +170,6 @@ def test_a_penalty_lowers_the_entropy_and_a_bonus_raises_it() -> None:
     for coefficient in (0.06, -0.01):
         preset = replace(CENTRED, regularisers=(EntropyPenalty(coefficient=coefficient),))
         assert torch.allclose(part(preset, batch, "entropy_penalty"), coefficient * entropy)
-
-
-def test_a_bonus_is_the_mean_entropy_of_the_tokens() -> None:
-    batch = rollout()
     preset = replace(CENTRED, regularisers=(EntropyBonus(coefficient=0.01),))
     wanted = -0.01 * batch.extra["policy_entropy"][batch.mask].mean()
     assert torch.allclose(part(preset, batch, "entropy_bonus"), wanted)
@@ -244,14 +230,6 @@ def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss() -> N
     first = estimate(preset, replace(batch, extra={"degraded": batch.extra["degraded"]})).batch
     half = policy_loss(preset, first.select(torch.arange(6))).metrics["loss/perception"]
     assert torch.allclose(some, 2 * half)  # K is a mean over the tokens of the call
-
-
-def test_remax_with_a_baseline_of_nothing_is_reinforce() -> None:
-    batch = rollout()
-    nothing = replace(batch, extra={**batch.extra, "greedy": torch.zeros(len(batch.mask))})
-    assert torch.equal(estimate(PRESETS["remax"], nothing).batch.advantage, batch.rewards)
-    found = estimate(PRESETS["remax"], batch).batch.advantage.numpy()
-    assert np.allclose(found, batch.rewards.numpy() - batch.extra["greedy"].numpy())
 
 
 def test_ranks_of_a_task_are_those_of_all_its_answers() -> None:

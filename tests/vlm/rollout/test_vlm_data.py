@@ -81,23 +81,6 @@ def test_a_data_set_with_pictures(tmp_path: Path) -> None:
         Questions(wrong, "train")
 
 
-def test_a_data_set_with_several_pictures_a_row(tmp_path: Path) -> None:
-    made = [tasks.row("key_frames", "train", k) for k in range(2)]
-    columns = {
-        "problem": [str(row.columns["question"]) for row in made],
-        "clip": [row.columns["frames"] for row in made],
-        "answer": [str(row.columns["answer"]) for row in made],
-    }
-    kinds = {"problem": datasets.Value("string"), "clip": datasets.List(datasets.Image())}
-    features = datasets.Features(kinds | {"answer": datasets.Value("string")})
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "train.parquet")
-    task = {"name": None, "train": f"{tmp_path}:train", "prompt": "problem", "image": "clip"}
-    found = Questions(vlm_runs.config(tmp_path, task=task), "train")[1]
-    shown = [np.array(part) for part in found.prompt.parts[:-1]]
-    assert [p.tolist() for p in shown] == [np.array(frame).tolist() for frame in made[1].columns["frames"]]
-    assert found.prompt.parts[-1] == made[1].columns["question"]
-
-
 def test_an_unreadable_picture_is_named_with_its_row(tmp_path: Path) -> None:
     source = written(tmp_path, 4, "a")
     (tmp_path / "a-0.png").write_bytes(b"no picture")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,18 @@ def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch:
         compare(run, found)
 
 
+def losing(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch, lost: Callable[[int, int], bool]) -> None:
+    """Environments die over an answer. lost: of the slot, and how many answers its environment was given."""
+    work, said = run.table.host.do, Counter[int]()
+
+    def failing(pieces: Any) -> Any:
+        told, spoken = work(pieces), [slot for slot in pieces if isinstance(pieces[slot], Say)]
+        said.update(spoken)
+        return told | {slot: Outcome(lost="died") for slot in spoken if lost(slot, said[slot])}
+
+    monkeypatch.setattr(run.table.host, "do", failing)
+
+
 def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,13 +152,7 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
     own = {"updates": 2, "regularisers": [{"name": "kl", "beta": 0.1}]}
     config = agent_runs.config(tmp_path, "grpo", trainer=own, generation={"group_size": 3})
     with agent_runs.opened(config) as run:
-        work = run.table.host.do
-
-        def failing(pieces: Any) -> Any:
-            told = work(pieces)
-            return {k: Outcome(lost="died") if k == 1 and isinstance(pieces[k], Say) else told[k] for k in told}
-
-        monkeypatch.setattr(run.table.host, "do", failing)
+        losing(run, monkeypatch, lambda slot, said: slot == 1)
         acted, row = run.act()
         ready, _ = run.estimate(acted)
         learn(run, acted, ready)
@@ -163,13 +171,7 @@ def test_an_iteration_in_which_all_environments_die_is_an_error(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
-        work = run.table.host.do
-
-        def failing(pieces: Any) -> Any:
-            told = work(pieces)
-            return {k: Outcome(lost="died") if isinstance(pieces[k], Say) else told[k] for k in told}
-
-        monkeypatch.setattr(run.table.host, "do", failing)
+        losing(run, monkeypatch, lambda slot, said: True)
         with pytest.raises(RuntimeError, match="all environments hung or died in one iteration"):
             run.act()
 
@@ -180,15 +182,7 @@ def test_a_step_whose_environment_is_lost_is_not_trained(
 ) -> None:
     """Nor does it end anything: the step before it is bootstrapped by the value of what the lost one was shown."""
     with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
-        work, said = run.table.host.do, []
-
-        def failing(pieces: Any) -> Any:
-            told = work(pieces)
-            said.extend(k for k in pieces if k == 1 and isinstance(pieces[k], Say))
-            lost = said.count(1) == 2 and isinstance(pieces.get(1), Say)
-            return {k: Outcome(lost="died") if k == 1 and lost else told[k] for k in told}
-
-        monkeypatch.setattr(run.table.host, "do", failing)
+        losing(run, monkeypatch, lambda slot, said: (slot, said) == (1, 2))
         assert run.critic is not None
         torch.nn.init.constant_(run.critic.layers[-1].bias, 0.5)
         acted, row = run.act()
@@ -306,16 +300,6 @@ def test_updates_end_where_the_policy_has_moved_too_far(tmp_path: Path) -> None:
     assert rows(tmp_path / "never" / "run")[0]["updates"] == 4 > rows(tmp_path / "soon" / "run")[0]["updates"]
 
 
-def test_steps_of_an_iteration_that_is_left_are_not_in_the_checkpoint(tmp_path: Path) -> None:
-    """What is remembered at the end of an iteration is saved where the next one is left in its middle."""
-    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac")) as run:
-        _, row = run.act()
-        run.remember(row)
-        kept = json.dumps(run.loop.memory)
-        run.act()
-        assert json.dumps(run.loop.memory) == kept
-
-
 def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     agent_runs.config(tmp_path, "vl_dac", evaluation={"every": 1, "questions": 3})
     file, run = tmp_path / "tiny.yaml", tmp_path / "run"
@@ -339,9 +323,7 @@ class TestRefused:
             ({"task": {"name": "shapes"}}, "questions, or an environment"),
             ({"rewards": [{"name": "exact"}]}, "an environment has a reward of its own"),
             ({"trainer": {"preset": "grpo", "critic": {}}}, "grpo has no critic"),
-            ({"trainer": {"filter": "spread"}}, "it belongs to another trainer.algorithm"),
             ({"environment": None, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}, "learns from episodes"),
-            ({"environment": {"name": "gird"}}, "did you mean grid"),
             ({"trainer": {"preset": "vppo"}}, "reads what only questions have"),
             ({"trainer": {"regularisers": []}}, "a critic's advantage and its loss go together"),
         ],

@@ -130,8 +130,7 @@ def test_episodes_of_older_weights_are_one_run_wherever_it_stops(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Main agent and sub-agents: those after i - 2 iterations; p_old is of the present ones."""
     fake_vllm.install(monkeypatch)
     asked = looking(monkeypatch)
@@ -155,7 +154,7 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engi
     monkeypatch.setattr(EpisodesRun, "act", acted)
     monkeypatch.setattr(EpisodesRun, "_groups", played)
     four = {"prompts_per_iteration": 2, "group_size": 4}  # with two, an engine may give a group without spread
-    generation = {**agent_runs.TWO_BY_TWO, **four, "staleness": 2, "engine": engine}
+    generation = {**agent_runs.TWO_BY_TWO, **four, "staleness": 2, "engine": "vllm"}
     run = train(crops(tmp_path, generation=generation, iterations=4, optimizer={"lr": 1e-3}))
     assert len(asked) >= 4 and any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
     for iteration, those in enumerate(used):
