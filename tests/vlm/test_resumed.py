@@ -19,7 +19,10 @@ from tests.vlm.methods.episodes import agent_runs, test_archer, test_paid_turns,
 from tests.vlm.policies import test_masked_formats
 from tests.vlm.tiers import fast_first
 
-STAGES = [{"iterations": 1, "trainer": test_sft.SFT, "optimizer": {"lr": 1e-3}}, {"iterations": 1}]
+STAGES = [
+    {"iterations": 1, "trainer": test_sft.SFT, "optimizer": {"lr": 1e-3}},
+    {"iterations": 1, "optimizer": {"lr": 1e-4}},
+]
 SPREAD = [{"name": f"{test_masked_formats.__file__}:shortness"}]
 FEW = {"prompts_per_iteration": 2, "group_size": 4}
 

@@ -21,6 +21,7 @@ from genrl.vlm.train import train
 from rewards.scorers.texts.verifiable import answer_in
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
+from tests.vlm.tiers import fast_first
 
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
@@ -108,18 +109,14 @@ def test_what_saves_memory_changes_nothing_but_rounding(
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-@pytest.mark.parametrize("preset", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in RUNS])
+@pytest.mark.parametrize("preset", fast_first(RUNS, QUICK))
 def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
-    """Two iterations of two updates: the first is on policy, weights move, all figures are numbers."""
-    config = vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2}, iterations=2)
-    train(config)
-    first, second = rows(tmp_path / "run")
-    assert first["sampler/gap_max"] < 1e-4
+    """An iteration of two updates: the first is on policy, weights move, all figures are numbers."""
+    (row,) = rows(train(vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2})))
     # a clip range of 3e-4 may leave the second update no gradient
-    few = {1, 2} if preset in ("gspo", "gspo_token", "luspo") else {2}
-    assert {first["updates"], second["updates"]} <= few
-    assert 0 < first["grad_norm"] and all(value is not None for value in second.values())
-    assert second["sampler/gap_max"] < 1e-4  # the sampler has the weights of the last update
+    assert row["updates"] == 2 or (row["updates"] == 1 and preset in ("gspo", "gspo_token", "luspo"))
+    assert row["sampler/gap_max"] < 1e-4 and row["grad_norm"] > 0
+    assert all(value is not None for value in row.values())
 
 
 def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path) -> None:
@@ -134,28 +131,22 @@ def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path
             run.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
 
 
-def test_groups_without_spread_are_drawn_again(tmp_path: Path) -> None:
-    train(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "filter": "spread", "resample": 4}))
-    (row,) = rows(tmp_path / "run")
+def test_groups_without_spread_are_drawn_again_and_without_any_nothing_changes(tmp_path: Path) -> None:
+    trainer = {"preset": "dapo", "filter": "spread", "resample": 4}
+    (row,) = rows(train(vlm_runs.config(tmp_path, trainer=trainer)))
     assert row["rollout/rounds"] > 1 and row["rollout/kept"] == pytest.approx(1 / row["rollout/rounds"])
     assert row["zero_std_ratio"] == 0
-
-
-def test_an_iteration_without_groups_changes_nothing(tmp_path: Path) -> None:
     constant = tmp_path / "constant.py"
     constant.write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    config = vlm_runs.config(tmp_path, rewards=[{"name": f"{constant}:one"}], trainer={"filter": "spread"})
-    train(config)
-    (row,) = rows(tmp_path / "run")
+    own = {"rewards": [{"name": f"{constant}:one"}], "output": str(tmp_path / "constant")}
+    (row,) = rows(train(vlm_runs.config(tmp_path, trainer={"filter": "spread"}, **own)))
     assert row["updates"] == 0 and row["rollout/kept"] == 0 and "loss" not in row
 
 
 def test_evaluation_says_what_is_right_and_what_can_be_guessed(tmp_path: Path) -> None:
-    train(vlm_runs.config(tmp_path, evaluation={"every": 1, "questions": 48}))
-    first, last = rows(tmp_path / "run")
+    first, _ = rows(train(vlm_runs.config(tmp_path, evaluation={"every": 1, "questions": 48})))
     assert first["eval/accuracy_low"] < first["eval/accuracy_mean"] < first["eval/accuracy_high"]
     assert first["eval/accuracy_blind"] < first["eval/accuracy_mean"] - 0.1  # the embedded model sees
-    assert last["eval/accuracy_blind"] < last["eval/accuracy_mean"]
     assert (tmp_path / "run" / "samples" / "step-000001.jsonl").is_file()
 
 

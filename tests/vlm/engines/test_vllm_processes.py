@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.server import Server, Shared
-from genrl.vlm.engines.vllm import Sampler
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.weights import checkpoint_weights, stream_of
@@ -80,32 +77,6 @@ def test_two_processes_draw_what_one_draws(
 def test_agents_share_a_server(tmp_path: Path) -> None:
     with served(True, agent_runs.MODEL) as vllm:
         trained(tmp_path / "two", vllm, agent_runs.config, "vl_dac")
-
-
-class Ranks:
-    """Two processes as `Shared` sees them, one after the other."""
-
-    def __init__(self, is_main_process: bool) -> None:
-        self.is_main_process, self.waits = is_main_process, 0
-
-    def wait_for_everyone(self) -> None:
-        self.waits += 1
-
-
-def test_what_another_run_loaded_is_refused(tmp_path: Path) -> None:
-    """The second of two processes hands nothing over, and notices weights that are not those of its run."""
-    policy = Policy(str(vlm_runs.MODEL))
-    prompt = policy.encode(vlm_runs.first_question(vlm_runs.config(tmp_path)))
-    with serving(vlm_runs.MODEL) as url:
-        server = Server(url, tmp_path / "weights", "tiny")
-        main, other = (Sampler(Shared(server, Ranks(first)), policy) for first in (True, False))  # type: ignore[arg-type]
-        sampling = Sampling(4)
-        assert main.generate([prompt], 1, sampling, [(0,)]).texts == other.generate([prompt], 1, sampling, [(0,)]).texts
-        assert Handler.llm.calls.count("reload_weights") == 1
-        for sampler in (main, other):
-            sampler.stepped()
-        with pytest.raises(RuntimeError, match=r"version \['0'\], the trainer is at 1: does another run use"):
-            other.generate([prompt], 1, sampling, [(0,)])
 
 
 def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_one(tmp_path: Path) -> None:

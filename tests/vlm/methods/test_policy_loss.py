@@ -375,11 +375,3 @@ def test_errors_before_a_wrong_loss() -> None:
         micro_batches(ready, 3, whole_groups=True)
     with pytest.raises(ValueError, match="mask must be 1 everywhere"):
         policy_loss(PRESETS["bgpo"], estimate(PRESETS["bgpo"], batch).batch)
-
-
-def test_the_state_of_the_smoothed_advantage_goes_on() -> None:
-    first = estimate(PRESETS["dcpo"], rollout(), prompts=PROMPTS)
-    second = estimate(PRESETS["dcpo"], rollout(1), prompts=PROMPTS, visits=json.loads(json.dumps(first.visits)))
-    fresh = estimate(PRESETS["dcpo"], rollout(1), prompts=PROMPTS)
-    assert [second.visits[prompt][0] for prompt in PROMPTS] == [2, 2, 2]
-    assert not torch.allclose(second.batch.advantage, fresh.batch.advantage)

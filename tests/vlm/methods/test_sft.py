@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
-from genrl.runtime.replay import replay
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
 from genrl.vlm.rollout.data import Questions
@@ -111,22 +110,6 @@ def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
         run.loop.iteration = 2
         run.enter()
         assert not run.loop.optimizer.state and run.config.trainer.preset == "grpo"
-
-
-def test_a_loss_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
-    place = staged(tmp_path)
-    with vlm_runs.opened(place) as run:
-        run.enter()
-        told = tell(run.policy, [run.questions[0]], TARGET)
-        run.process.run.config.write_text((tmp_path / "tiny.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-        next(iter(run.policy.parameters)).data.fill_(torch.nan)
-        given = sft.recorded(told, torch.tensor([0]), int(told.mask.sum()))
-        run.loop.backward(run.settings, sft.loss(run.settings, run.policy, given), given)
-        with pytest.raises(RuntimeError):
-            run.loop.step(["policy"])
-        (dump,) = (file.parent for file in run.process.run.dumps.rglob("dump.json"))
-    found = replay(dump, run.process.run.folder)
-    assert not found.tensors["loss"].isfinite()
 
 
 class TestTargets:

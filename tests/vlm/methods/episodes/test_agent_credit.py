@@ -7,9 +7,7 @@ import torch
 
 from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.episodes.episodes import Decision
-from genrl.vlm.episodes.rows import Rows, laid, rows_of
-from genrl.vlm.methods.sharing import padded
+from genrl.vlm.episodes.rows import Rows, laid
 
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 
@@ -85,18 +83,3 @@ def test_turns_become_rows_and_the_turns_of_some_rows_too() -> None:
     both = torch.tensor([1, 0])
     turns = rows.of(both)
     assert laid(values[turns], rows.places(both, turns)).tolist() == [[4, 5, 0], [1, 2, 3]]
-
-
-def test_rows_are_as_long_as_the_longest_answer_that_is_one_of_them() -> None:
-    """Answers are padded as they were drawn, together with one that was lost, and longer."""
-
-    def answer(tokens: list[int], padding: int) -> Decision:
-        made = torch.tensor(tokens + [0] * padding)
-        there = torch.arange(len(made)) < len(tokens)
-        return Decision(0, None, made, there, -made.float(), False, 0.0, False, False, True, False)  # type: ignore[arg-type]
-
-    rows = rows_of([[answer([3, 4], 3)], [answer([5], 4)]])
-    assert rows.tokens.tolist() == [[3, 4], [5, 0]] and rows.mask.tolist() == [[True, True], [True, False]]
-    assert rows.place.tolist() == [[0, 1], [2, -1]] and rows.laid(rows.sampler).tolist() == [[-3, -4], [-5, 0]]
-    with pytest.raises(ValueError, match=r"\[2, 2\] tokens cannot be padded to 1"):
-        padded(rows.tokens, 1)
