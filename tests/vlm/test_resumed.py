@@ -56,6 +56,7 @@ def asking(place: Path) -> VLMConfig:
 
 RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "grpo": lambda place: answers(place, "grpo", ema={"decay": 0.5}),
+    "packed rows": lambda place: answers(place, "grpo", vlm={"packing": True}),
     "statistics of questions": lambda place: answers(place, "dcpo"),
     "an average as the judge": lambda place: answers(place, "grpo_care"),
     "adafactor": lambda place: optimised(place, "adafactor"),

@@ -59,6 +59,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(found[name], value) for name, value in average.items())
 
 
+@pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_evaluates_the_average(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two processes (gloo) that hold all of the model do what one does; shards are in test_shards.py."""
+"""Two processes (gloo) do what one does; more of shards is in test_shards.py."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "rlfr": lambda place: test_rlfr.config(place),
     # the last step has three questions: one process has a pass more than the other
     "sft": lambda place: vlm_runs.config(place, trainer=UNEVEN, task={"rows": 7}, evaluation=ONE),
+    "sft in shards": lambda place: vlm_runs.config(
+        place, trainer=UNEVEN, task={"rows": 7}, distributed={"fsdp": place.name == "two"}
+    ),
     # the preset's token_mean is one of each process's tokens
     "agents": lambda place: agent_runs.config(
         place, "vl_dac", trainer={"aggregation": "token_mean_global"}, evaluation=ONE

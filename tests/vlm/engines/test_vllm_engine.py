@@ -229,12 +229,7 @@ def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) 
 
     assert weights() == ()
     assert weights(generation=VLLM) == (EngineMismatch(),)
-    own = {
-        "preset": "dapo",
-        "weights": [{"name": "engine_mismatch", "level": "token", "mode": "truncate", "high": 2.0}],
-    }
-    wanted = EngineMismatch(level="token", mode="truncate", high=2.0)
-    assert weights(generation=VLLM, trainer=own) == (wanted,)
+
     vppo = weights(generation=VLLM, trainer={"preset": "vppo"})
     assert vppo[-1] == EngineMismatch() and len(vppo) == 2
     para = weights(generation=VLLM, trainer={"preset": "para_grpo"})

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
 from genrl.vlm.methods.sft import train as sft
@@ -18,27 +17,10 @@ from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
+from tests.vlm.by_hand import assert_same, naive_log_probs, watched
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 SFT: dict[str, Any] = {"algorithm": "sft", "target": TARGET, "batch_size": 8}
-
-
-def step(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of a step on the first eight questions."""
-    seen: dict[str, Tensor] = {}
-
-    def watched(groups: Any) -> dict[str, float]:
-        seen.update({n: p.grad.clone() for n, p in run.loop.weights.named.items() if p.grad is not None})
-        return {"policy": 0.0}
-
-    monkeypatch.setattr(run.loop, "step", watched)
-    return sft.update(run, run.settings, list(range(8)))["loss"], seen
-
-
-def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    scale = max(float(gradient.abs().max()) for gradient in one.values())
-    assert one.keys() == other.keys() and scale > 1e-3
-    assert max(float((other[name] - gradient).abs().max()) for name, gradient in one.items()) < 1e-5 * scale
 
 
 def test_passes_and_packing_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,22 +30,16 @@ def test_passes_and_packing_change_nothing_but_rounding(tmp_path: Path, monkeypa
         config = vlm_runs.config(tmp_path, trainer=SFT | {"micro_batch": micro}, vlm={"packing": packing})
         with vlm_runs.opened(config) as run:
             run.enter()
-            found.append(step(run, monkeypatch))
+            seen = watched(run, monkeypatch)
+            found.append((sft.update(run, run.settings, list(range(8)))["loss"], seen[0]))
             if len(found) == 1:
-                total, tokens = 0.0, 0
                 told = tell(run.policy, [run.questions[k] for k in range(8)], TARGET)
-                for prompt, ids, kept in zip(told.prompts, told.tokens, told.mask, strict=True):
-                    answer = ids[kept]
-                    inputs = run.policy.inputs([prompt], answer[None])
-                    with torch.no_grad():
-                        logits = run.policy.model(**inputs).logits[0, prompt.length - 1 : -1].double()
-                    logits[:, run.policy.forbidden] = -torch.inf
-                    total -= float(logits.log_softmax(-1).gather(1, answer[:, None]).sum())
-                    tokens += len(answer)
-                assert found[0][0] == pytest.approx(total / tokens, rel=1e-5)
+                with torch.no_grad():
+                    own = torch.cat(naive_log_probs(run.policy, told.prompts, told.tokens, told.mask))
+                assert found[0][0] == pytest.approx(-float(own.double().mean()), rel=1e-5)
     for loss, gradient in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-6)
-        close(found[0][1], gradient)
+        assert_same(gradient, found[0][1], apart=1e-5)
 
 
 def test_epochs_are_passes_over_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,19 +86,6 @@ def test_which_weights_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eng
     assert all(row["sampler/gap_max"] > 1e-3 for row in rows(run)[1:])
 
 
-@pytest.mark.slow
-def test_weights_that_stand_still_are_their_own_older_ones(tmp_path: Path) -> None:
-    """But for what is logged of it, one run."""
-    still = {"optimizer": {"lr": 1e-30}, "idle_iterations": None}
-    new, old = (
-        rows(train(vlm_runs.config(tmp_path, output=str(tmp_path / str(k)), **changes(k), **still))) for k in (0, 1)
-    )
-    for ours, theirs in zip(new, old, strict=True):
-        same = [name for name in ours if name.startswith(("rollout", "reward", "grad", "entropy"))]
-        assert [theirs[name] for name in same] == pytest.approx([ours[name] for name in same], rel=1e-4)
-    assert [row["importance/max_abs_dev"] for row in old[1:]] == pytest.approx([0.0] * 3, abs=1e-4)
-
-
 def test_a_loss_by_hand(tmp_path: Path) -> None:
     """Two answers of two tokens: w = p_old / p_drawn of each, 0 above 5, times the surrogate."""
     config = vlm_runs.config(tmp_path, **changes(1, trainer={"preset": "dapo"}))

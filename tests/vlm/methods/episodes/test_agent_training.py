@@ -22,51 +22,25 @@ from genrl.vlm.episodes import episodes
 from genrl.vlm.episodes.rows import Rows
 from genrl.vlm.episodes.run import Acted, EpisodesRun
 from genrl.vlm.methods.episodes.train import learn
-from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.train import train
 from tests.run_folders import rows
+from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched
 from tests.vlm.methods.episodes import agent_runs
 
 
-def naive_log_probs(run: EpisodesRun, acted: Rows) -> list[Tensor]:
-    """Of each turn's tokens [n], from the logits of the turn by itself."""
-    policy, temperature = run.policy, run.config.generation.temperature
-    found = []
-    for number, prompt in enumerate(acted.prompts):
-        own = acted.tokens[number][acted.mask[number]]
-        logits = policy.model(**policy.inputs([prompt], own[None])).logits[0, prompt.length - 1 : -1]
-        scores = (logits / temperature).index_fill(1, policy.forbidden, IMPOSSIBLE).log_softmax(-1)
-        found.append(scores.gather(1, own[:, None])[:, 0])
-    return found
+def own_log_probs(run: EpisodesRun, acted: Rows) -> list[Tensor]:
+    """Of each turn's tokens [n]."""
+    return naive_log_probs(run.policy, acted.prompts, acted.tokens, acted.mask, run.config.generation.temperature)
 
 
 def an_update(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted, Estimated, dict[str, Tensor], Any]:
     """What was acted and estimated in the first iteration, the gradient of its first step, and the figures."""
-    seen: list[dict[str, Tensor]] = []
-    step = run.loop.step
-
-    def watched(groups: Any) -> dict[str, float]:
-        seen.append({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
-        return step(groups)
-
-    monkeypatch.setattr(run.loop, "step", watched)
+    seen = watched(run, monkeypatch)
     acted, _ = run.act()
     ready, _ = run.estimate(acted)
-    before = {name: p.detach().clone() for name, p in run.loop.weights.named.items()}
     figures = learn(run, acted, ready)
-    for name, parameter in run.loop.weights.named.items():
-        parameter.data.copy_(before[name])
     return acted, ready, seen[0], figures
-
-
-def compare(run: EpisodesRun, found: dict[str, Tensor]) -> None:
-    """The gradients that now lie in the parameters with those of the update."""
-    wanted = {name: p.grad for name, p in run.loop.weights.named.items() if p.grad is not None}
-    scale = max(float(gradient.abs().max()) for gradient in wanted.values())
-    assert scale > 1e-3
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
 @pytest.mark.parametrize("preset", ["vl_dac", "poad", "token_ppo"])
@@ -88,7 +62,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
                 one = steps[k][slot]
                 ahead = one.reward + 0.95 * 0.95 * ahead * (not one.terminated)
                 credit[k, slot] = ahead
-        log_probs = naive_log_probs(run, acted.rows)
+        log_probs = own_log_probs(run, acted.rows)
         lengths = torch.tensor([len(one) for one in log_probs])
         if preset == "vl_dac":  # the mean of each step's tokens, of an advantage that all of them share
             advantage = (credit.flatten() - credit.mean()) / (credit.std() + 1e-8)
@@ -111,7 +85,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
             loss = -sum((a.float() * one).sum() for a, one in zip(whitened, log_probs, strict=True)) / lengths.sum()
         assert credit.unique().numel() > 3
         loss.backward()
-        compare(run, found)
+        assert_same(found, gradients(run))
 
 
 def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +99,12 @@ def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch:
         reward = acted.totals.view(2, 3)
         assert acted.totals.tolist() == [episode.total for episode in run.table.episodes.values()]
         advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
-        log_probs, loss = naive_log_probs(run, acted.rows), torch.zeros(())
+        log_probs, loss = own_log_probs(run, acted.rows), torch.zeros(())
         for row in range(6):
             own = torch.cat([log_probs[turn] for turn in (acted.rows.row == row).nonzero()[:, 0].tolist()])
             loss = loss - float(advantage[row]) * own.mean() / 6
         loss.backward()
-        compare(run, found)
+        assert_same(found, gradients(run))
 
 
 def losing(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch, lost: Callable[[int, int], bool]) -> None:
