@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,26 +40,6 @@ def questions(seed: int = 0) -> list[Prompt]:
         Prompt((picture(seed + 1, 36, 36), "?", picture(seed + 2, 40, 20), " same?"), system="Be brief"),
         Prompt(("No picture.",)),
     ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("vlm")
-    return cache(lambda family: tiny_checkpoints.save(family, root / family))
-
-
-@pytest.fixture(scope="module")
-def load(folder: Callable[[str], Path]) -> Callable[[str], Policy]:
-    """A policy with adapters that are not zero, one per family; tests leave it as it was."""
-
-    def make(family: str) -> Policy:
-        policy = Policy(str(folder(family)), lora=Lora(rank=2))
-        torch.manual_seed(1)
-        for parameter in policy.parameters:
-            parameter.data.normal_(std=0.1)
-        return policy
-
-    return cache(make)
 
 
 def sample(policy: Policy, prompts: list[Encoded], n: int = N, name: str = "") -> Completions:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from genrl.vlm.collect import _asked
-from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.pictures import black, masked, with_pictures
-from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt, Turn, without_clips
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.tasks.rows import Row
 from tests.vlm import tiny_checkpoints, vlm_runs
+from tests.vlm.by_hand import naive_log_probs
 from tests.vlm.policies.test_token_policy import ROUNDING, N, picture, sample
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
@@ -42,28 +40,6 @@ def questions() -> list[Prompt]:
     ]
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Policy]:
-    root = tmp_path_factory.mktemp("videos")
-
-    def make(family: str) -> Policy:
-        policy = Policy(str(tiny_checkpoints.save(family, root / family)), lora=Lora(rank=2))
-        torch.manual_seed(1)
-        for parameter in policy.parameters:
-            parameter.data.normal_(std=0.1)
-        return policy
-
-    return cache(make)
-
-
-def by_itself(policy: Policy, prompt: Encoded, tokens: Tensor) -> Tensor:
-    """Log-probabilities of one row [T] by the whole model without padding, at the positions of the policy: after a clip
-    transformers' own are others (`videos.gone_on`)."""
-    logits = policy.model(**policy.inputs([prompt], tokens[None]), use_cache=False).logits[0, prompt.length - 1 : -1]
-    scores = logits.index_fill(1, policy.forbidden, -torch.inf).log_softmax(-1)
-    return scores.gather(1, tokens[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_shared_prompts_and_rows_equal_one_by_one(load: Callable[[str], Policy], family: str) -> None:
     policy = load(family)
@@ -72,10 +48,9 @@ def test_sampler_shared_prompts_and_rows_equal_one_by_one(load: Callable[[str], 
     written = sample(policy, prompts)
     assert not torch.isin(written.tokens, policy.forbidden).any()
     with torch.no_grad():
-        want = torch.zeros_like(written.log_prob)
-        for row, number in enumerate(written.group.tolist()):
-            kept = written.mask[row]
-            want[row, kept] = by_itself(policy, prompts[number], written.tokens[row, kept])
+        # at the positions of the policy: after a clip transformers' own are others (`videos.gone_on`)
+        own = naive_log_probs(policy, [prompts[k] for k in written.group], written.tokens, written.mask)
+        want = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         arguments = (prompts, written.tokens, written.mask)
         shared = policy.log_probs(*arguments, group=written.group)
         plain = policy.log_probs(*arguments, group=written.group, share_prefix=False)

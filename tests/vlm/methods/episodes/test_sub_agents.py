@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.episodes import episodes
-from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.train import train
 from tests.run_folders import assert_one_run, rows
-from tests.vlm import fake_vllm
 from tests.vlm.methods.episodes import agent_runs
 
 ASKS = '''
@@ -116,40 +112,6 @@ def test_episodes_of_older_weights_are_one_run_wherever_it_stops(tmp_path: Path)
     found = rows(run)
     assert [row["staleness"] for row in found] == [0.0, 1.0, 2.0, 2.0]
     assert_one_run(train, run, tmp_path)
-
-
-@pytest.mark.slow
-def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Main agent and sub-agents: those after i - 2 iterations; p_old is of the present ones."""
-    fake_vllm.install(monkeypatch)
-    asked = looking(monkeypatch)
-    before: list[dict[str, Tensor]] = []
-    used: list[dict[str, Tensor]] = []
-    act, play = EpisodesRun.act, EpisodesRun._groups
-
-    def weights(run: EpisodesRun) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in run.loop.weights.named.items()}
-
-    def acted(run: EpisodesRun) -> Any:
-        before.append(weights(run))
-        found = act(run)
-        assert all(torch.equal(value, before[-1][name]) for name, value in weights(run).items())
-        return found
-
-    def played(run: EpisodesRun, *arguments: Any) -> Any:
-        used.append(weights(run))
-        return play(run, *arguments)
-
-    monkeypatch.setattr(EpisodesRun, "act", acted)
-    monkeypatch.setattr(EpisodesRun, "_groups", played)
-    four = {"prompts_per_iteration": 2, "group_size": 4}  # with two, an engine may give a group without spread
-    generation = {**agent_runs.TWO_BY_TWO, **four, "staleness": 2, "engine": "vllm"}
-    run = train(crops(tmp_path, generation=generation, iterations=4, optimizer={"lr": 1e-3}))
-    assert len(asked) >= 4 and any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
-    for iteration, those in enumerate(used):
-        assert all(torch.equal(value, those[name]) for name, value in before[max(0, iteration - 2)].items())
-    gaps = [row["sampler/gap_max"] for row in rows(run) if "sampler/gap_max" in row]
-    assert len(gaps) >= 3 and min(gaps[-3:]) > 1e-3
 
 
 def test_a_server_samples_no_episodes_ahead(tmp_path: Path) -> None:
