@@ -82,7 +82,10 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "an adapter of musicgen": lambda place: music(place, "music_rl", test_music.LORA),
     "preferences of music": music_preference,
 }
-SLOW = ("adafactor", "prodigy", "chosen questions of rlfr", "ui_s1", "pictures by dpo", "an adapter of musicgen")
+SLOW = (
+    *("adafactor", "adamw_8bit", "prodigy", "chosen questions of rlfr", "sub-agents", "trloo", "ui_s1"),
+    *("pictures by dpo", "an adapter of musicgen"),
+)
 
 
 @pytest.mark.parametrize("name", fast_first(RUNS, [name for name in RUNS if name not in SLOW]))

@@ -25,7 +25,7 @@ from tests.vlm.tiers import fast_first
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
 
-QUICK = ["grpo", "vppo", "tw_grpo", "q_hawkeye", "grpo_care", "reg_grpo", "dcpo"]
+QUICK = ("vppo", "tw_grpo", "q_hawkeye", "reg_grpo")  # others are in test_resumed.py
 
 
 def an_update(run: AnswersRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, dict[str, Tensor]]:
