@@ -41,8 +41,9 @@ def test_right_answers_are_kept_with_their_questions(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "own" / "counts.json").read_text())["kept"] == counts.kept
     with pytest.raises(ValueError, match="is there already"):
         gathered(tmp_path)
+    (tmp_path / "second").mkdir()
     with pytest.raises(ValueError, match="none of 72 answers reaches 5"):
-        gathered(tmp_path / "pictures", threshold=5.0)
+        gathered(tmp_path / "second", threshold=5.0)
 
 
 def test_a_low_threshold_keeps_the_shortest_or_any(tmp_path: Path) -> None:

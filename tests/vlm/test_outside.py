@@ -87,7 +87,8 @@ def test_a_task_from_a_file(code: Path) -> None:
     assert held_out[3].name == "stripes/eval/3" and held_out[3].columns["shade"] % 2 == 0
     assert trained[3].columns["shade"] % 2 == 1 and trained[3].columns["question"] == held_out[3].columns["question"]
     evaluation = {"every": 1, "questions": 8, "blind": False}
-    assert_resumes(train, vlm_runs.config(code, task=task, iterations=2, evaluation=evaluation), code)
+    own = {"rewards": [{"name": "exact"}, vlm_runs.low(code)], "evaluation": evaluation, "iterations": 2}
+    assert_resumes(train, vlm_runs.config(code, task=task, **own), code)
     assert rows(code / "run")[-1]["eval/accuracy_mean"] is not None
     judged = CliRunner().invoke(app, ["eval", str(code / "run"), "--num-prompts", "4"])
     assert judged.exit_code == 0 and "right answers" in judged.output

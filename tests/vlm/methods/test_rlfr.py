@@ -81,6 +81,7 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
         assert float(flow.leave.weight.grad.abs().max()) > 0
 
 
+@pytest.mark.slow
 def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path: Path) -> None:
     settings = config(tmp_path, {"pretraining": 30})
     method: Any = settings.trainer
