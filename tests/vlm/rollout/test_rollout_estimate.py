@@ -35,7 +35,7 @@ from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.surrogates import Clip
-from genrl.vlm.recipe.weights import EngineMismatch, TopEntropy
+from genrl.vlm.recipe.weights import TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch
 from tests.vlm.rollouts import rollout
 
@@ -125,25 +125,6 @@ def test_ranks_are_within_a_group() -> None:
     batch = rollout()
     got = advantage(replace(CENTRED, advantage=RankQuantiles()), batch)
     assert torch.allclose(got, token_advantages.rank_quantiles(batch.rewards, batch.group))
-
-
-def test_icepop_leaves_out_tokens_on_both_sides_and_says_how_many() -> None:
-    """Ratios 1/4, 2, 6 and 1: outside of 0.5 to 5 a token has weight 0, and half of these four are outside."""
-    old = torch.full((2, 2), -1.0)
-    ratio = torch.tensor([[0.25, 2.0], [6.0, 1.0]])
-    batch = TokenBatch(
-        mask=torch.ones(2, 2, dtype=torch.bool),
-        group=torch.zeros(2, dtype=torch.int64),
-        rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
-        old_log_prob=old,
-        sampler_log_prob=old - ratio.log(),
-    )
-    icepop = EngineMismatch(level="token", mode="mask", low=0.5, high=5.0)
-    ready, _, metrics = estimate(replace(CENTRED, weights=(icepop,)), batch)
-    assert ready.weight is not None
-    assert ready.weight.flatten().tolist() == pytest.approx([0.0, 2.0, 0.0, 1.0])
-    assert metrics["importance_left_out"] == metrics["sampler_corrected"] == 0.5
-    assert metrics["importance_mean"] == pytest.approx(0.75)
 
 
 def test_totals_and_metrics_are_of_the_rollout() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,11 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
     assert found.metrics["importance_mean"] == pytest.approx(sum(weights) / 4)
     assert found.metrics["importance_left_out"] == 0.25
     assert found.metrics["importance_max_abs_dev"] == pytest.approx(1.0)
+    icepop = EngineMismatch(level="token", mode="mask", low=0.5, high=5.0)  # leaves out tokens on both sides
+    found = estimate(replace(preset, weights=(icepop,)), batch)
+    assert found.batch.weight is not None
+    assert found.batch.weight.flatten().tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
+    assert found.metrics["importance_left_out"] == found.metrics["sampler_corrected"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 
 from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.episodes.rows import Rows, laid
 
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 
@@ -63,23 +62,3 @@ def test_a_new_critic_says_nothing_and_does_not_train_the_model() -> None:
     assert states.grad is None and sum(isinstance(layer, torch.nn.Linear) for layer in head.layers) == 3
     for one, other in zip(head.parameters(), ValueHead(4, (6, 5), seed=0).parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_turns_become_rows_and_the_turns_of_some_rows_too() -> None:
-    mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
-    rows = Rows(
-        prompts=[None] * 3,  # type: ignore[list-item]  # not looked at
-        tokens=torch.zeros(3, 2, dtype=torch.int64),
-        mask=mask,
-        sampler=torch.zeros(3, 2),
-        row=torch.tensor([0, 0, 1]),
-        place=torch.tensor([[0, 1, 2], [4, 5, -1]]),
-    )
-    values = torch.tensor([[1.0, 2.0], [3.0, 99.0], [4.0, 5.0]])
-    assert rows.laid(values).tolist() == [[1, 2, 3], [4, 5, 0]]
-    some = torch.tensor([1])
-    turns = rows.of(some)
-    assert turns.tolist() == [2] and laid(values[turns], rows.places(some, turns)).tolist() == [[4, 5, 0]]
-    both = torch.tensor([1, 0])
-    turns = rows.of(both)
-    assert laid(values[turns], rows.places(both, turns)).tolist() == [[4, 5, 0], [1, 2, 3]]

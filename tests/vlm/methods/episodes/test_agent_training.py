@@ -89,8 +89,9 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
 
 
 def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GRPO over groups of episodes: an episode is one row, whose mean is over the tokens of all of its turns."""
-    config = agent_runs.config(tmp_path, "grpo", trainer={"regularisers": []}, generation={"group_size": 3})
+    """GRPO over groups of episodes, in passes of two: an episode is a row, whose mean is over all its turns' tokens."""
+    trainer = {"regularisers": [], "micro_batch": 2}
+    config = agent_runs.config(tmp_path, "grpo", trainer=trainer, generation={"group_size": 3})
     with agent_runs.opened(config) as run:
         acted, ready, found, figures = an_update(run, monkeypatch)
         assert acted.totals is not None and figures["ratio/max"] == 1.0
