@@ -1,4 +1,4 @@
-"""Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, GRPO, the reward model of preferences."""
+"""Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, the reward model of preferences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole tiny runs: the gradient of an update by hand, every preset, resume, evaluation, what is written."""
+"""Whole tiny runs: the gradient of an update by hand, every preset, which groups are trained on, evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLFR: what tokens are charged in a run, how its flow learns, what a checkpoint has of it, and what is refused."""
+"""RLFR: what tokens are charged in a run, how its flow learns, and what is refused."""
 
 from __future__ import annotations
 

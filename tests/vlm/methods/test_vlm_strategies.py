@@ -1,4 +1,4 @@
-"""Strategies of data: curriculum, pass counts, stages, augmentation, synthesis; what resumed runs of them do."""
+"""Strategies of data: curriculum, pass counts, stages, augmentation, synthesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny whole runs of agents: the gradient of an update by hand, warm-up, resume, groups of episodes, evaluation."""
+"""Tiny whole runs of agents: the gradient of an update by hand, warm-up, lost environments, groups, the commands."""
 
 from __future__ import annotations
 
