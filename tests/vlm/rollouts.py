@@ -14,7 +14,6 @@ from genrl.vlm.rollout.token_batch import TokenBatch
 
 GROUPS, SIZE, LENGTH = 3, 4, 7
 PROMPTS = [f"prompt {k}" for k in range(GROUPS)]
-BY_ROW = ("credit", "accuracy", "scores", "task", "components")
 
 
 def preset(name: str) -> Preset:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from genrl.vlm.collect import Rule, collect
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from rewards.failures import RewardFailed
@@ -41,6 +41,9 @@ def test_right_answers_are_kept_with_their_questions(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "own" / "counts.json").read_text())["kept"] == counts.kept
     with pytest.raises(ValueError, match="is there already"):
         gathered(tmp_path)
+    (tmp_path / "second").mkdir()
+    with pytest.raises(ValueError, match="none of 72 answers reaches 5"):
+        gathered(tmp_path / "second", threshold=5.0)
 
 
 def test_a_low_threshold_keeps_the_shortest_or_any(tmp_path: Path) -> None:
@@ -63,57 +66,15 @@ def test_a_reward_that_raises_too_often_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / "own" / "train.jsonl").exists()
 
 
-def test_none_good_enough_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="none of 72 answers reaches 5"):
-        gathered(tmp_path, threshold=5.0)
-
-
-def test_what_is_written_is_the_questions_and_is_trained_on(tmp_path: Path) -> None:
-    file = tmp_path / "tiny.yaml"
+def test_the_command_says_what_was_kept(tmp_path: Path) -> None:
     vlm_runs.config(tmp_path, task={"rows": 12})
-    text = words(
-        run("collect", str(vlm_runs.MODEL), "--config", str(file), "--out", str(tmp_path / "own"), "--samples", "4")
-    )
+    arguments = ["--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "own"), "--samples", "4"]
+    text = words(run("collect", str(vlm_runs.MODEL), *arguments))
     assert "of 12 have an answer that was kept" in text and "of 48 reach 1" in text
-    data = str(tmp_path / "own" / "train.jsonl")
-    (tmp_path / "second").mkdir()
-    config = vlm_runs.config(
-        tmp_path / "second",
-        task={"name": None, "train": data},
-        trainer={"algorithm": "sft", "target": "response", "batch_size": 2},
-    )
-    written, asked = Questions(config, "train"), Questions(vlm_runs.config(tmp_path, task={"rows": 12}), "train")
-    policy = Policy(str(vlm_runs.MODEL))
-    own = {tuple(policy.encode(asked[k].prompt).tokens.ids.tolist()): asked[k].prompt for k in range(12)}
-    for number in range(len(written)):
-        one = policy.encode(written[number].prompt)
-        prompts = [prompt for ids, prompt in own.items() if ids == tuple(one.tokens.ids.tolist())]
-        assert prompts
-        pixels = [policy.encode(asked[k].prompt).tokens.pixels["pixel_values"] for k in range(12)]
-        assert any(torch.equal(one.tokens.pixels["pixel_values"], each) for each in pixels)
-    assert rows(train(config))[0]["loss"] > 0
-
-
-def test_places_of_pictures_that_do_not_come_first_are_written(tmp_path: Path) -> None:
-    from PIL import Image
-
-    from genrl.vlm.collect import _asked
-    from genrl.vlm.tasks.rows import Row
-
-    picture = Image.new("RGB", (8, 8))
-    row = Row("a", Prompt(("left ", picture, " right ", picture, " same ?")), {"answer": "yes", "frames": [picture]})
-    found = _asked(row, tmp_path, 3)
-    assert found == {
-        "answer": "yes",
-        "prompt": "left <image> right <image> same ?",
-        "image": ["pictures/000003-0.png", "pictures/000003-1.png"],
-    }
 
 
 def test_several_pictures_and_places_are_read_back_and_trained_on(tmp_path: Path) -> None:
     """Three questions: two pictures with places, two before the text, none: the same tokens."""
-    from PIL import Image
-
     source, own = tmp_path / "source", tmp_path / "own"
     source.mkdir()
     for k in range(2):

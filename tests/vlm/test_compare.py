@@ -27,7 +27,7 @@ BASE = str(ASSETS / "tiny-tunes")
 
 @pytest.mark.slow
 def test_tunes_of_a_run_and_of_the_model_that_it_began_with(tmp_path: Path) -> None:
-    changes = {"optimizer": {"lr": 0.05}, "evaluation": {"every": 1, "questions": 6}, "iterations": 1}
+    changes = {"optimizer": {"lr": 0.05}, "evaluation": {"every": 0, "questions": 6}, "iterations": 1}
     run = train(config(tmp_path, "audio", "music_rl", **changes))
     out = tmp_path / "compare.html"
     said = commands.run("compare", BASE, str(run), "--out", str(out), "--category", "answer")

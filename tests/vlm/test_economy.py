@@ -11,7 +11,6 @@ import torch
 from genrl.config import VLMConfig
 from genrl.runtime import economy
 from genrl.vlm.rollout.rollout import totals
-from tests.run_folders import differences, last_state, rows
 from tests.vlm import vlm_runs
 
 ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {"cooldown": 0}}, "keep": 2}
@@ -19,19 +18,6 @@ ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {"cooldown"
 
 def config(place: Path, **changes: Any) -> VLMConfig:
     return vlm_runs.config(place, **{"economy": ECONOMY, "task": {"rows": 12}, **changes})
-
-
-@pytest.mark.parametrize("preset", ["grpo", "rlfr"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, preset: str) -> None:
-    def configured(place: Path, **changes: Any) -> VLMConfig:
-        return config(place, trainer={"preset": preset}, **changes)
-
-    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
-    assert differences(whole, resumed) == []
-    first, second = rows(whole)
-    assert first["ratio/max"] == first["ratio/mean"] == 1.0 and second["selection/known"] > 0
-    memory = last_state(whole).state["memory"]
-    assert memory["questions"] == 16 and sum(entry[2] for entry in memory["prompts"].values()) == 8
 
 
 def test_the_answers_with_most_variance_are_trained_on(tmp_path: Path) -> None:

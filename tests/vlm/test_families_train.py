@@ -1,4 +1,4 @@
-"""Whole runs of models as users have them: trained, evaluated, resumed bit for bit, exported; all weights, and LoRA."""
+"""Whole runs of models as users have them: trained, resumed bit for bit, exported; all weights, or LoRA."""
 
 from __future__ import annotations
 
@@ -16,22 +16,19 @@ from tests.vlm import tiny_checkpoints, vlm_runs
 
 NEWER = ("llava_onevision", "internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25")
 RUNS = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True), ("smolvlm", False)]
-RUNS += [(family, adapted) for family in NEWER for adapted in (False, True)]
+RUNS += [(family, number % 2 == 1) for number, family in enumerate(NEWER)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "adapted"), RUNS)
-def test_train_evaluate_resume_export(family: str, adapted: bool, tmp_path: Path) -> None:
+def test_train_resume_export(family: str, adapted: bool, tmp_path: Path) -> None:
     """VPPO with a KL: pictures with black patches and a reference beside the usual passes, ragged pixels cut."""
     model = tiny_checkpoints.save(family, tmp_path / "model")
-    reward = tmp_path / "low.py"  # random weights are never right; that their bytes are small can be learnt
-    reward.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
     changes = {
         "vlm": {"path": str(model), **({"lora": {"rank": 2}} if adapted else {})},
-        "rewards": [{"name": f"{reward}:low"}],
+        "rewards": [vlm_runs.low(tmp_path)],
         "trainer": {"preset": "vppo", "regularisers": [{"name": "kl"}], "updates": 2, "micro_batch": 3},
         "optimizer": {"lr": 1e-3},
-        "evaluation": {"every": 1, "questions": 4, "blind": False},
     }
     config = vlm_runs.config(tmp_path, iterations=2, **changes)
     assert_resumes(train, config, tmp_path)

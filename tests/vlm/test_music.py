@@ -1,4 +1,4 @@
-"""Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, GRPO, the reward model of preferences."""
+"""Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, the reward model of preferences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from genrl.vlm.train import train
 from rewards.models.checkpoints import transformers
 from rewards.models.musicgen import MusicgenReward, read_wav, with_reward_head
 from tests.rewards.tiny_clap import save_tiny_clap
-from tests.run_folders import differences, rows
+from tests.run_folders import rows
 from tests.vlm import tiny_musicgen, vlm_runs
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "vlm"
@@ -80,24 +80,12 @@ def pairs(place: Path, model: str, number: int = 12) -> dict[str, Any]:
 
 
 class TestMusicRL:
-    @pytest.mark.parametrize(("preset", "vlm"), [("music_rl", None), ("music_rl", LORA), ("grpo", LORA)])
-    def test_a_resumed_run_is_the_uninterrupted_one(
-        self, preset: str, vlm: dict[str, Any] | None, model: str, tmp_path: Path
-    ) -> None:
-        whole = train(config(tmp_path / "whole", model, preset, vlm))
-        half = train(config(tmp_path / "half", model, preset, vlm, iterations=1))
-        train(config(tmp_path / "half", model, preset, vlm, output=str(half)), resume=half)
-        assert differences(whole, half) == []
-        first, second = [row for row in rows(whole) if "loss" in row]
-        assert math.isfinite(first["loss"]) and first["grad_norm"] > 0
-        assert first["kl"] == pytest.approx(0.0, abs=1e-6) and second["kl"] > 1e-6
-        assert first["sampler/gap_mean"] < 1e-5
-        if preset == "grpo":
-            assert first["ratio/max"] == first["ratio/mean"] == 1.0
-        else:  # values begin at 0
-            square = first["reward/total_mean"] ** 2 + first["reward/total_std"] ** 2
-            assert first["loss/value"] == pytest.approx(square, rel=1e-4) and first["grad_norm/baseline"] > 0
-            assert first["loss"] == pytest.approx(first["loss/policy"] + first["loss/value"], rel=1e-5)
+    def test_its_first_loss_is_that_of_values_of_nothing(self, model: str, tmp_path: Path) -> None:
+        (first,) = rows(train(config(tmp_path, model, "music_rl", iterations=1)))
+        square = first["reward/total_mean"] ** 2 + first["reward/total_std"] ** 2
+        assert first["kl"] == pytest.approx(0.0, abs=1e-6) and first["sampler/gap_mean"] < 1e-5
+        assert first["loss/value"] == pytest.approx(square, rel=1e-4) and first["grad_norm/baseline"] > 0
+        assert first["loss"] == pytest.approx(first["loss/policy"] + first["loss/value"], rel=1e-5)
 
     def test_of_a_lora_the_value_has_adapters_of_its_own_on_the_same_weights(self, model: str, tmp_path: Path) -> None:
         with vlm_runs.opened(config(tmp_path, model, "music_rl", LORA)) as run:
@@ -156,13 +144,8 @@ class TestMusicRL:
     def test_the_recipe_for_the_published_model_runs_on_a_tiny_one(self, model: str, tmp_path: Path) -> None:
         captions = tmp_path / "captions.jsonl"
         captions.write_text("\n".join(json.dumps({"caption": f"a {word} tune"}) for word in ("low", "high", "steady")))
-        changes = [f"vlm.path={model}", f"task.train={captions}", "evaluation.every=0", "checkpoint.every=1"]
-        changes += [
-            "task.eval=null",
-            "generation.max_new_tokens=7",
-            "generation.prompts_per_iteration=3",
-            "iterations=1",
-        ]
+        changes = [f"vlm.path={model}", f"task.train={captions}", "task.eval=null", "evaluation.every=0"]
+        changes += ["checkpoint.every=1", "generation={prompts_per_iteration: 3, max_new_tokens: 7}", "iterations=1"]
         changes += [f"rewards.0.args.model={save_tiny_clap(tmp_path / 'clap')}", f"output={tmp_path / 'run'}"]
         run = train(load(CONFIGS / "musicgen_small.yaml", changes))
         (row,) = [row for row in rows(run) if "loss" in row]
@@ -170,17 +153,8 @@ class TestMusicRL:
 
 
 class TestRewardModel:
-    def test_a_resumed_run_is_the_uninterrupted_one_and_it_learns(self, model: str, tmp_path: Path) -> None:
-        sections = pairs(tmp_path / "data", model)
-
-        def run(name: str, **changes: Any) -> Any:
-            (tmp_path / name).mkdir(exist_ok=True)
-            return vlm_runs.config(tmp_path / name, **{**sections, **changes})
-
-        whole = train(run("whole", iterations=12))
-        half = train(run("half", iterations=5))
-        train(run("half", iterations=12, output=str(half)), resume=half)
-        assert differences(whole, half) == []
+    def test_it_learns_and_scores_sounds(self, model: str, tmp_path: Path) -> None:
+        whole = train(vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model), iterations=12))
         told = [row for row in rows(whole) if "loss" in row]
         assert told[0]["loss"] == pytest.approx(math.log(2)) and told[0]["pairs/accuracy"] == 0.5  # all scores 0
         assert told[-1]["loss"] < 0.6 and told[-1]["pairs/accuracy"] > 0.8
@@ -201,6 +175,7 @@ class TestRewardModel:
             wanted = held.scores(ids.input_ids, ids.attention_mask, codes)
         assert codes[0].shape == (4, 5) and scores[0] == pytest.approx(float(wanted), abs=1e-5)
 
+    @pytest.mark.slow
     def test_the_embedded_stages_run_one_after_the_other(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -223,12 +198,6 @@ class TestRewardModel:
             found = loss(settings.trainer, run.policy, given)
             wanted = -torch.nn.functional.logsigmoid(found["margin"]).sum() / 8
         assert torch.allclose(found["loss"].detach(), wanted) and found["loss"].requires_grad
-
-    def test_the_shortest_piece_has_a_score_and_codes(self, model: str) -> None:
-        held, text = with_reward_head(model), torch.tensor([[3, 4, 1]])
-        codes = held.heard(torch.randn(3 * tiny_musicgen.FRAME) / 3, tiny_musicgen.RATE)
-        with torch.no_grad():
-            assert codes.shape == (4, 3) and held.scores(text, torch.ones_like(text), [codes]).shape == (1,)
 
     def test_a_process_without_held_out_pairs_has_none_right(
         self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,10 +234,8 @@ class TestRewardModel:
     @pytest.mark.parametrize(
         ("changed", "text"),
         [
-            ({"preferred": [[1, 2, 3], [3, 4, 5]]}, "a piece is 4 lists of 3 or more codes"),
             ({"preferred": [[1]] * 4}, "train.jsonl:2: .* a piece is 4 lists of 3 or more codes"),
             ({"preferred": [[1] * 3, [1] * 3, [1] * 3, [8] * 3]}, "codes are 0 to 7, found 1 to 8"),
-            ({"preferred": [[1], [1], [1], [1, 2]]}, "train.jsonl:2: no piece in the column 'preferred'"),
             ({"preferred": None}, "columns: preferred, other"),
             ({"preferred": None, "preferred_path": "b.wav"}, "2 channels; this model hears one channel of 800"),
             (
@@ -297,7 +264,6 @@ class TestRewardModel:
             ({"vlm": {"output": "music"}}, "write output: music_reward"),
             ({"vlm": {"output": "music_reward", **LORA}}, "trained whole"),
             ({"rewards": [{"name": "exact"}]}, "pairs say what is better"),
-            ({"economy": {"selection": {"by": "success"}}}, "economy.selection.*answers that are given are not scored"),
             ({"economy": {"keep": 2}, "generation": {"group_size": 4}}, "economy.keep.*reads whole groups"),
         ],
     )
@@ -306,7 +272,3 @@ class TestRewardModel:
         merged = {**sections, **changes, "vlm": {**sections["vlm"], **changes.get("vlm", {})}}
         with pytest.raises(ConfigError, match=text):
             vlm_runs.config(tmp_path, **merged)
-
-    def test_a_score_answers_nothing(self, model: str, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="a score answers nothing; write music_preference"):
-            config(tmp_path, model, "grpo", {"output": "music_reward"})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +12,9 @@ from genrl.config import ConfigError
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.loading import loaded
 from genrl.vlm.policies.policy import Policy
-from tests.run_folders import differences, rows
+from genrl.vlm.train import train
+from tests.run_folders import assert_resumes, rows
 from tests.vlm import tiny_checkpoints, vlm_runs
-
-
-def changes(place: Path, model: Path, **vlm: Any) -> dict[str, Any]:
-    reward = place / "low.py"
-    reward.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
-    return {
-        "vlm": {"path": str(model), "lora": {"rank": 2}, **vlm},
-        "rewards": [{"name": f"{reward}:low"}],
-        "trainer": {"preset": "grpo", "regularisers": [{"name": "kl"}], "micro_batch": 4},
-        "optimizer": {"lr": 1e-2},
-    }
 
 
 @pytest.mark.slow
@@ -37,15 +25,20 @@ def changes(place: Path, model: Path, **vlm: Any) -> dict[str, Any]:
 )
 def test_train_resume_export(family: str, kind: str, again: bool, tmp_path: Path) -> None:
     model = tiny_checkpoints.save(family, tmp_path / "model")
-    settings = changes(tmp_path, model, quantize=kind, gradient_checkpointing=again)
-    configured = partial(vlm_runs.config, **settings)
-    run, resumed = vlm_runs.whole_and_resumed(tmp_path, configured)
-    assert differences(run, resumed) == []
+    config = vlm_runs.config(
+        tmp_path,
+        vlm={"path": str(model), "lora": {"rank": 2}, "quantize": kind, "gradient_checkpointing": again},
+        rewards=[vlm_runs.low(tmp_path)],
+        trainer={"preset": "grpo", "regularisers": [{"name": "kl"}], "micro_batch": 4},
+        optimizer={"lr": 1e-2},
+        iterations=2,
+    )
+    assert_resumes(train, config, tmp_path)
+    run = Path(config.output)
     trained = [row for row in rows(run) if "grad_norm" in row]
     assert len(trained) == 2 and all(abs(row["ratio/max"] - 1) < 1e-5 for row in trained)
     assert all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
 
-    config = configured(tmp_path, iterations=2)
     policy = load_trained(config, run)
     question = policy.encode(vlm_runs.first_question(config))
     tokens, mask, group = torch.arange(65, 71)[None], torch.ones(1, 6), torch.tensor([0])

@@ -59,6 +59,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(found[name], value) for name, value in average.items())
 
 
+@pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_evaluates_the_average(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,14 +99,13 @@ def left_in(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, config: Any
     return straight, stopped, after
 
 
-@pytest.mark.parametrize("preset", ["dcpo", "grpo_care"])
 def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With DCPO's statistics by question, GRPO-CARE's average and the run's own, to the bit."""
+    """With GRPO-CARE's average and the run's own, to the bit."""
     monkeypatch.setattr(ConsistencyBonus, "average", (0.995, 1))
     changes: dict[str, Any] = {
-        "trainer": {"preset": preset, "epochs": 2},
+        "trainer": {"preset": "grpo_care", "epochs": 2},
         "task": {"rows": 6},
         "ema": {"decay": 0.5},
         "checkpoint": {"every": 9},
@@ -119,6 +119,7 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     assert after == 1 and differences(straight, stopped) == []
 
 
+@pytest.mark.slow
 def test_an_agents_iteration_goes_back_to_the_episodes_of_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,36 +151,29 @@ def test_the_monitor_ends_a_run_whose_answers_get_worse(
     assert len(found) == 4 and equal(last_state(run).tensors["weights"], found[1]) == (action == "roll_back")
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        ({"monitor": {"reward": "exakt", "tolerance": 0.1}}, "did you mean 'exact'.* exact, tag_format, accuracy"),
-        ({"monitor": {"reward": "accuracy", "tolerance": 0.1}, "every": 0}, "nothing can be watched"),
-        ({"monitor": {"reward": "exact", "tolerance": 0.1, "patience": 3}}, "only 2 evaluations follow the first"),
-    ],
-)
-def test_what_cannot_be_watched(evaluation: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        vlm_runs.config(tmp_path, iterations=2, evaluation={**EVALUATED, **evaluation})
+def test_what_cannot_be_watched(tmp_path: Path) -> None:
+    for monitor, every, message in (
+        ({"reward": "exakt"}, 1, "did you mean 'exact'.* exact, tag_format, accuracy"),
+        ({"reward": "accuracy"}, 0, "nothing can be watched"),
+        ({"reward": "exact", "patience": 3}, 1, "only 2 evaluations follow the first"),
+    ):
+        evaluation = {**EVALUATED, "every": every, "monitor": {"tolerance": 0.1, **monitor}}
+        with pytest.raises(ConfigError, match=message):
+            vlm_runs.config(tmp_path, iterations=2, evaluation=evaluation)
+    episodes = {"every": 1, "monitor": {"reward": "success", "tolerance": 0.1, "patience": 1}}
+    agent_runs.config(tmp_path, "grpo", evaluation=episodes)
+    episodes["monitor"] = {**episodes["monitor"], "reward": "exact"}
+    with pytest.raises(ConfigError, match="they are: success"):
+        agent_runs.config(tmp_path, "grpo", evaluation=episodes)
 
 
-def test_episodes_are_watched_by_their_success(tmp_path: Path) -> None:
-    for reward in ("success", "exact"):
-        evaluation = {"every": 1, "monitor": {"reward": reward, "tolerance": 0.1, "patience": 1}}
-        if reward == "success":
-            agent_runs.config(tmp_path, "grpo", evaluation=evaluation)
-        else:
-            with pytest.raises(ConfigError, match="they are: success"):
-                agent_runs.config(tmp_path, "grpo", evaluation=evaluation)
-
-
-def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device that holds so many answers in a pass of training, from the second one on; the sizes that are tried."""
+def room_for(most: int, monkeypatch: pytest.MonkeyPatch, first: int = 1) -> list[int]:
+    """A device that holds so many answers in a pass of training, after so many passes; the sizes that are tried."""
     log_probs, tried = Policy.log_probs, []
 
     def full(policy: Policy, prompts: Any, answers: torch.Tensor, *rest: Any, **options: Any) -> Any:
         tried.append(len(answers))
-        if len(tried) > 1 and len(answers) > most:
+        if len(tried) > first and len(answers) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return log_probs(policy, prompts, answers, *rest, **options)
 
@@ -217,17 +211,10 @@ def test_a_process_begins_with_what_a_pass_can_have(tmp_path: Path, updates: int
     assert AnswersRun.micro_batch_sizes(run) == sizes  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_memory_may_run_out_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the answers are scored, here of an agent, whose episodes are played again."""
-    log_probs, tried = Policy.log_probs, []
-
-    def full(policy: Policy, prompts: Any, answers: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        tried.append(len(answers))
-        if len(answers) > 6:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return log_probs(policy, prompts, answers, *rest, **options)
-
-    monkeypatch.setattr(Policy, "log_probs", full)
+    tried = room_for(6, monkeypatch, first=0)
     found = train(agent_runs.config(tmp_path, "vl_dac", trainer={"fit_batch": True}))
     assert tried[0] == 12 and max(tried[1:]) <= 6
     wanted = train(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 6}, output=str(tmp_path / "by hand")))

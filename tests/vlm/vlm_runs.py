@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from genrl.config import VLMConfig, load
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
-from genrl.vlm.train import KIND, train
+from genrl.vlm.train import KIND
 from tests import opened as opening
 
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-vlm"
@@ -51,6 +51,13 @@ def config(place: Path, **changes: Any) -> VLMConfig:
     return found
 
 
+def low(place: Path) -> dict[str, str]:
+    """A reward that random weights, which are never right, can learn: that their bytes are small."""
+    file = place / "low.py"
+    file.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
+    return {"name": f"{file}:low"}
+
+
 @contextmanager
 def opened(settings: VLMConfig) -> Iterator[AnswersRun]:
     """A new run, as `train` opens it: for tests that look at a method from inside."""
@@ -61,13 +68,3 @@ def opened(settings: VLMConfig) -> Iterator[AnswersRun]:
 def first_question(settings: VLMConfig) -> Prompt:
     """Of those that a run trains on."""
     return Questions(settings, "train")[0].prompt
-
-
-def whole_and_resumed(place: Path, configured: Callable[..., VLMConfig]) -> tuple[Path, Path]:
-    """The folders of a run of two iterations, and of one that ended after the first and was resumed. configured: called
-    with a folder and `iterations`, and `output` where a run goes on."""
-    for name in ("whole", "resumed"):
-        (place / name).mkdir()
-    whole = train(configured(place / "whole", iterations=2))
-    half = train(configured(place / "resumed", iterations=1))
-    return whole, train(configured(place / "resumed", iterations=2, output=str(half)), resume=half)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.server import Server, Shared
-from genrl.vlm.engines.vllm import Sampler
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.weights import checkpoint_weights, stream_of
@@ -28,95 +27,61 @@ COMMON: dict[str, Any] = {
 }
 
 
+@contextmanager
+def served(shared: bool, model: Path) -> Iterator[dict[str, Any]]:
+    """Settings of one server, or of an engine in each process."""
+    if not shared:
+        yield {"sleep": False}
+        return
+    with serving(model) as url:
+        yield {"url": url}
+
+
 def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *given: Any, **changes: Any) -> list[Any]:
-    """The metrics of a run in two processes."""
+    """The metrics of a run in two processes, which answer with the weights after the last step."""
     place.mkdir()
     make(place, *given, generation={"engine": "vllm", "vllm": vllm}, **{**COMMON, **changes})
     processes = start_ranks(2, vlm_ranks.by_vllm, str(place / "tiny.yaml"), log=place / "log.txt")
     codes = wait(processes, 300)
     assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
-    return rows(place / "run")
-
-
-def same(one: list[Any], other: list[Any], *, rel: float = 1e-4) -> None:
-    """Rewards of what was sampled, evaluations and gradients."""
-    names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
-    assert len(names) > 5 and len(one) == len(other)
-    for mine, yours in zip(one, other, strict=True):
-        for name in [name for name in names if name in mine]:
-            assert mine[name] == pytest.approx(yours[name], rel=rel, abs=1e-6), name
-
-
-def test_each_process_has_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which draws what one process draws, with the weights after the last step."""
-    found = trained(tmp_path / "two", {"sleep": False})
+    found = rows(place / "run")
     assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shared", "fsdp", "lora"), [(False, False, None), (False, True, {"rank": 2}), (True, True, None)]
+)
+def test_two_processes_draw_what_one_draws(
+    shared: bool, fsdp: bool, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an engine in each or by one server, which gets the weights once for each version; also from shards."""
+    own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
+    with served(shared, vlm_runs.MODEL) as vllm:
+        two = trained(tmp_path / "two", vllm, **own, distributed={"fsdp": fsdp})
+        if shared:
+            assert Handler.llm.version == "3" and Handler.llm.calls.count("reload_weights") == 4
     fake_vllm.install(monkeypatch)
     (tmp_path / "one").mkdir()
-    train(vlm_runs.config(tmp_path / "one", generation={"engine": "vllm", "vllm": {"sleep": False}}, **COMMON))
-    same(found, rows(tmp_path / "one" / "run"))
+    generation = {"engine": "vllm", "vllm": {"sleep": False}}
+    one = rows(train(vlm_runs.config(tmp_path / "one", generation=generation, **COMMON, **own)))
+    names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
+    assert len(names) > 5 and len(one) == len(two)
+    for mine, yours in zip(one, two, strict=True):
+        for name in [name for name in names if name in mine]:
+            assert mine[name] == pytest.approx(yours[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{"rank": 2}, None], ids=["lora", "full"])
-def test_engines_get_what_is_held_in_shards(lora: Any, tmp_path: Path) -> None:
-    own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
-    whole = trained(tmp_path / "whole", {"sleep": True}, **own)
-    shards = trained(tmp_path / "shards", {"sleep": True}, distributed={"fsdp": True}, **own)
-    assert all(row["sampler/gap_max"] < 1e-4 for row in shards[1:])
-    same(shards, whole)
+def test_agents_share_a_server(tmp_path: Path) -> None:
+    with served(True, agent_runs.MODEL) as vllm:
+        trained(tmp_path / "two", vllm, agent_runs.config, "vl_dac")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_a_server_is_shared(fsdp: bool, tmp_path: Path) -> None:
-    """It draws what engines in the processes draw, and gets the weights once for each version."""
-    own = {"distributed": {"fsdp": fsdp}, "vlm": {"gradient_checkpointing": True}}
-    engines = trained(tmp_path / "engines", {"sleep": False}, **own)
-    with serving(vlm_runs.MODEL) as url:
-        shared = trained(tmp_path / "shared", {"url": url}, **own)
-        assert Handler.llm.version == "3"
-        assert Handler.llm.calls.count("reload_weights") == 4
-    same(shared, engines)
-    assert all(row["sampler/gap_max"] < 1e-4 for row in shared[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
-def test_agents_share_a_server(preset: str, tmp_path: Path) -> None:
-    model = agent_runs.MODEL if preset == "vl_dac" else agent_runs.CROP
-    with serving(model) as url:
-        found = trained(tmp_path / preset, {"url": url}, agent_runs.config, preset)
-    assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
-
-
-class Ranks:
-    """Two processes as `Shared` sees them, one after the other."""
-
-    def __init__(self, is_main_process: bool) -> None:
-        self.is_main_process, self.waits = is_main_process, 0
-
-    def wait_for_everyone(self) -> None:
-        self.waits += 1
-
-
-def test_what_another_run_loaded_is_refused(tmp_path: Path) -> None:
-    """The second of two processes hands nothing over, and notices weights that are not those of its run."""
-    policy = Policy(str(vlm_runs.MODEL))
-    prompt = policy.encode(vlm_runs.first_question(vlm_runs.config(tmp_path)))
-    with serving(vlm_runs.MODEL) as url:
-        server = Server(url, tmp_path / "weights", "tiny")
-        main, other = (Sampler(Shared(server, Ranks(first)), policy) for first in (True, False))  # type: ignore[arg-type]
-        sampling = Sampling(4)
-        assert main.generate([prompt], 1, sampling, [(0,)]).texts == other.generate([prompt], 1, sampling, [(0,)]).texts
-        assert Handler.llm.calls.count("reload_weights") == 1
-        for sampler in (main, other):
-            sampler.stepped()
-        with pytest.raises(RuntimeError, match=r"version \['0'\], the trainer is at 1: does another run use"):
-            other.generate([prompt], 1, sampling, [(0,)])
-
-
-def test_a_server_that_draws_ahead_is_for_one_process(tmp_path: Path) -> None:
+def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to shard over"):
+        check_processes(vlm_runs.config(tmp_path, distributed={"fsdp": True}), 1)
     generation = {"engine": "vllm", "staleness": 1, "vllm": {"url": "http://localhost:1"}}
     config = vlm_runs.config(tmp_path, generation=generation, iterations=2)
     check_processes(config, 1)

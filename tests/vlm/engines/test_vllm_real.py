@@ -184,23 +184,12 @@ def test_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
     draws_as_the_trainer_scores(Server(url, tmp_path / "weights", str(folder)), Policy(str(folder)), tmp_path)
 
 
-def test_a_run_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
-    url, folder = served
-    settings = {"engine": "vllm", "vllm": {"url": url}}
-    train(vlm_runs.config(tmp_path, vlm={"path": str(folder)}, generation=settings, iterations=2))
-    for row in rows(tmp_path / "run"):
-        if "sampler/gap_max" in row:
-            assert row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0
-
-
-def test_a_run_of_two_processes_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
+def test_runs_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
+    """Of two processes, and of an agent on a server of its own."""
     url, folder = served
     in_two_processes(tmp_path, vlm={"path": str(folder)}, generation={"engine": "vllm", "vllm": {"url": url}})
-
-
-def test_agents_on_a_server(tmp_path: Path) -> None:
     with serving(agent_runs.CROP, tmp_path / "model") as (url, folder):
         generation = agent_runs.TWO_BY_TWO | {"engine": "vllm", "vllm": {"url": url}}
         own = {"vlm": {"path": str(folder)}, "generation": generation, "optimizer": {"lr": 1e-3}}
-        train(agent_runs.config(tmp_path, "grpo", iterations=2, **own))
-    assert all(row["sampler/gap_max"] < ROUNDING for row in rows(tmp_path / "run"))
+        train(agent_runs.config(tmp_path, "grpo", iterations=2, output=str(tmp_path / "agent"), **own))
+    assert all(row["sampler/gap_max"] < ROUNDING for row in rows(tmp_path / "agent"))

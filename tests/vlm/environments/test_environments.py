@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.config.vlm_agents import Environment
 from genrl.vlm.environments import grid
+from genrl.vlm.environments.cards import GAMES
 from genrl.vlm.environments.contract import Environment as Contract
-from genrl.vlm.environments.contract import Observation
 from genrl.vlm.environments.discrete import Misuse, named
 from genrl.vlm.environments.opening import open_environment
 
@@ -30,29 +26,36 @@ def say(word: str) -> str:
     return f'{{"thoughts": "so", "action": "{word}"}}'
 
 
-def same(one: Observation, other: Observation) -> bool:
-    pairs = [(a, b) if isinstance(a, str) else (a.tobytes(), b.tobytes()) for a, b in zip(one, other, strict=True)]  # type: ignore[union-attr]
-    return all(a == b for a, b in pairs)
+TEXTS = [say(word) for word in ("left", "forward", "+", "-", "hit", "stand", "1", "right")]
+TEXTS += ["nonsense", "<search> red circle </search>", "<bbox>[0,0,20,20]</bbox>", "<clip>[1,3]</clip>"]
+EPISODES: list[tuple[str, dict[str, Any]]] = [
+    *((f"cards-{game}", {}) for game in GAMES),
+    *(("grid", {}), ("crop", {}), ("search", {}), ("FrozenLake-v1", {})),
+    *(("watch", {"rule": "conan"}), ("watch", {"rule": "para_grpo", "budgets": [2, 8]})),
+]
 
 
-@pytest.mark.parametrize("name", ["grid", "crop", "FrozenLake-v1"])
-def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str) -> None:
+def played(name: str, options: dict[str, Any], seed: int) -> list[Any]:
+    """Pictures and texts, rewards, ends and remarks of the same texts; the next seed where an episode ends."""
+    one, found = opened(name=name, options=options), []
+    told: Any = (one.reset(seed, "train"),)
+    for text in np.random.default_rng(0).choice(TEXTS, 40):
+        seen = [part if isinstance(part, str) else part.tobytes() for part in told[0]]  # type: ignore[union-attr]
+        found.append((seen, *told[1:]))
+        if any(told[2:4]):
+            seed += 1
+            one.reset(seed, "train")
+        told = one.step(str(text))
+    return found
+
+
+@pytest.mark.parametrize(("name", "options"), EPISODES)
+def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str, options: dict[str, Any]) -> None:
     if name == "FrozenLake-v1":
         pytest.importorskip("pygame")
-    texts = [say("left"), "nonsense", say("forward"), "<bbox>[0,0,20,20]</bbox>", say("right")] * 2
-    found = []
-    for _ in range(2):
-        one, steps = opened(name=name), []
-        steps.append((one.reset(5, "train"), 0.0, False))
-        for text in texts:
-            seen, reward, terminated, truncated, info = one.step(text)
-            steps.append((seen, reward, bool(info["valid"])))
-            if terminated or truncated:
-                break
-        found.append(steps)
-    assert len(found[0]) == len(found[1]) > 2
-    for (seen, *told), (again, *told_again) in zip(*found, strict=True):
-        assert same(seen, again) and told == told_again
+    first = played(name, options, 3)
+    assert first == played(name, options, 3)
+    assert name == "FrozenLake-v1" or first != played(name, options, 4)
 
 
 def room_of(one: Contract, seed: int, split: Any = "train") -> grid.Grid:
@@ -106,10 +109,6 @@ class TestGrid:
         assert shown.shape == (56, 56, 3) and (shown[4 * 8 + 4, 2 * 8 + 4] == grid.COLOURS[grid.GOAL]).all()
         assert room.render().shape == (56, 56, 3)
 
-    def test_too_many_blocks_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="0 to 12 of the 25 cells, got 13"):
-            opened(options={"blocks": 13})
-
 
 class TestAnswersWithoutAnAction:
     def test_do_nothing_in_a_step_that_counts_and_costs(self) -> None:
@@ -147,7 +146,6 @@ class TestAnswersWithoutAnAction:
         ('{"thoughts": "left"}', "json", None),
         ('{"action": 1}', "json", None),
         ('["left"]', "json", None),
-        ("left", "json", None),
         ('{"action": "left"', "json", None),
         ("left", "plain", 0),
         (" Pick Up ", "plain", 3),
@@ -159,12 +157,6 @@ class TestAnswersWithoutAnAction:
 )
 def test_words_become_actions(text: str, answer: Any, found: int | None) -> None:
     assert named(text, ["left", "right", "up", "pick up"], answer) == (3 if text == " Pick Up " else found)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.text(max_size=30), st.sampled_from(["json", "plain"]))
-def test_any_text_is_an_action_or_none(text: str, answer: Any) -> None:
-    assert named(text, ["left", "right"], answer) in (None, 0, 1)
 
 
 class Odd(gymnasium.Env[Any, Any]):
@@ -194,24 +186,15 @@ class TestRefused:
         ("options", "text"),
         [
             ({"name": "gird"}, "did you mean grid"),
-            ({"name": "FrozenLak-v1"}, "did you mean FrozenLake"),
             ({"name": "Pendulum-v1"}, "cannot be named in words"),
-            ({"name": "grid", "options": {"limits": 3}}, "limits"),
             ({"name": "grid", "actions": ("a", "b")}, "has 3 actions"),
             ({"name": "grid", "actions": ("a", "b", "A")}, "two actions have one word"),
             ({"name": "nowhere.py:f"}, "there is no file"),
-            ({"name": "crop", "options": {"rule": "best"}}, "rule is accuracy"),
         ],
     )
     def test_with_advice(self, options: dict[str, Any], text: str) -> None:
         with pytest.raises(ValueError, match=text):
             opened(**options)
-
-    def test_an_extra_that_is_not_installed_says_how_to_get_it(self) -> None:
-        if importlib.util.find_spec("minigrid"):
-            pytest.skip("it is installed")
-        with pytest.raises(Misuse, match=r"pip install 'genrl-diffusion\[minigrid\]'"):
-            opened(name="MiniGrid-Empty-5x5-v0")
 
     def test_no_words_no_picture_and_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, kind in (("Odd-v0", Odd), ("Seen-v0", Seen)):
@@ -231,15 +214,7 @@ class TestRefused:
             one.step(say("b"))
 
 
-def test_minigrid_is_shown_from_the_agent() -> None:
-    pytest.importorskip("minigrid")
-    one = opened(name="MiniGrid-Empty-5x5-v0")
-    picture, mission = one.reset(0, "train")
-    assert isinstance(picture, Image.Image) and picture.size == (56, 56) and mission == "get to the green goal square"
-    assert "left, right, forward" in one.help
-
-
-def test_an_environment_of_ones_own(tmp_path: Path) -> None:
+def test_an_environment_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "class Own:\n"
@@ -249,19 +224,12 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
         "    def render(self): ...\n"
         "    def close(self): ...\n"
     )
-    one = opened(name=f"{file}:Own")
+    with caplog.at_level("INFO"):
+        one = opened(name=f"{file}:Own")
+    assert f"running the code of {file}" in caplog.text
     assert one.reset(0, "train") == ("well ?",) and one.step("yes")[1] == 1.0
     with pytest.raises(Misuse, match="did you mean Own"):
         opened(name=f"{file}:Owm")
     file.write_text("def half():\n    return object()\n")
     with pytest.raises(Misuse, match="without 'layout'"):
         opened(name=f"{file}:half")
-
-
-def test_running_the_code_of_a_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import gymnasium\n\n\ndef make():\n    return gymnasium.make('CartPole-v1', render_mode='rgb_array')\n"
-    )
-    with caplog.at_level("INFO"), contextlib.suppress(Exception):  # whether CartPole suits is not asked here
-        open_environment(Environment(name=f"{tmp_path / 'mine.py'}:make"))
-    assert f"running the code of {tmp_path / 'mine.py'}" in caplog.text

@@ -49,29 +49,20 @@ def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
         host.close()
 
 
-def test_a_slot_that_is_lost_three_times_running_is_an_error(tmp_path: Path) -> None:
+def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) -> None:
     settings = frail(tmp_path)
     host = Processes(settings)
     try:
         table = Table(settings, host)
+        table.begin({1: 1}, "train")
+        with pytest.raises(RuntimeError, match="Frail raised KeyError: 'inside'"):
+            table.say({1: "raise"})
         for _ in range(2):
             table.begin({0: 1}, "train")
             table.say({0: "die"})
         table.begin({0: 1}, "train")
         with pytest.raises(RuntimeError, match=r"slot 0 died with exit code 7; the last of 3 times.*Say\(text='die'\)"):
             table.say({0: "die"})
-    finally:
-        host.close()
-
-
-def test_what_raises_is_told_with_its_name(tmp_path: Path) -> None:
-    settings = frail(tmp_path)
-    host = Processes(settings)
-    try:
-        table = Table(settings, host)
-        table.begin({0: 1}, "train")
-        with pytest.raises(RuntimeError, match="Frail raised KeyError: 'inside'"):
-            table.say({0: "raise"})
     finally:
         host.close()
 

@@ -13,15 +13,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from genrl.config import VLMConfig, load
 from genrl.config.vlm_agents import Environment
-from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.environments.discrete import Misuse
-from genrl.vlm.environments.hosts import Begin, Processes, Say, open_host
+from genrl.vlm.environments.hosts import Begin, Processes, Say
 from genrl.vlm.environments.miniwob import MiniWoB, read
 from genrl.vlm.environments.opening import open_environment
-from genrl.vlm.episodes.episodes import Table, play
-from genrl.vlm.policies.policy import Policy
 
 ROOT = Path(__file__).resolve().parents[3]
 LACKING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
@@ -103,21 +99,6 @@ class TestPages:
         host.close()
         assert not [one for one in psutil.wait_procs(children, timeout=20)[1] if one.status() != psutil.STATUS_ZOMBIE]
 
-    def test_the_embedded_model_clicks_and_sometimes_rightly(self) -> None:
-        config = load(ROOT / "configs/vlm/miniwob_tiny.yaml", [f"vlm.path={ROOT / 'assets/tiny-vlm-web'}"])
-        assert isinstance(config, VLMConfig) and config.environment is not None
-        policy, host = Policy(config.vlm.path), open_host(config.environment)
-        table, slots = Table(config.environment, host), range(2)
-        sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
-        try:
-            played = [play(policy, table, {slot: start + slot for slot in slots}, "eval", sampling, ("test",))
-                      for start in range(0, 12, 2)]  # fmt: skip
-        finally:
-            host.close()
-        decisions = [one for episodes in played for episode in episodes for one in episode]
-        assert all(one.valid and not one.cut and not one.lost for one in decisions)
-        assert any(one.reward > 0 for one in decisions)
-
 
 def test_what_texts_say() -> None:
     assert read("i see it . click 12", "reference") == ("click", 12)
@@ -137,10 +118,3 @@ def test_what_cannot_be_opened_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Misuse, match="pip install 'genrl-diffusion\\[miniwob\\]'"):
         MiniWoB()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("miniwob") is None, reason="needs the package miniwob")
-def test_unknown_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    with pytest.raises(Misuse, match="no task 'clickety'; did you mean"):
-        MiniWoB(tasks=["clickety"])

@@ -13,10 +13,8 @@ from genrl.vlm.environments import crop, watch
 from genrl.vlm.environments.contract import Question
 from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.opening import open_environment
-from genrl.vlm.environments.search import Index, Search
+from genrl.vlm.environments.search import Index
 from genrl.vlm.environments.watch import Watch
-
-CALLS = ["<search> red circle </search>", "<bbox>[0,0,20,20]</bbox>", "<clip>[1,3]</clip>", "nonsense"]
 
 
 def opened(name: str, seed: int = 3, split: Any = "train", **options: Any) -> Any:
@@ -35,41 +33,18 @@ def pictures(seen: Any) -> list[bytes]:
     return [part.tobytes() for part in seen if isinstance(part, Image.Image)]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("crop", {}), ("search", {}), ("watch", {"rule": "conan"}), ("watch", {"rule": "para_grpo", "budgets": [2, 8]})],
-)
-def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str, options: dict[str, Any]) -> None:
-    found = []
-    for _ in range(2):
-        one, steps = opened(name, turns=5, **options), []
-        for text in [*CALLS, "<answer> star </answer>"]:
-            seen, reward, ended, cut, info = one.step(text)
-            steps.append((pictures(seen), [part for part in seen if isinstance(part, str)], reward, ended, cut, info))
-        found.append((pictures(one.start), steps))
-    assert found[0] == found[1]
-    assert found[0][1][-1][3] and not any(step[3] or step[4] for step in found[0][1][:-1])
-    assert pictures(opened(name, seed=4, **options).start) != found[0][0] or name == "search"
-
-
 @pytest.mark.parametrize("name", ["crop", "search", "watch"])
 def test_held_out_episodes_show_what_training_does_not(name: str) -> None:
     for seed in range(12):
         for split in ("train", "eval"):
             one = opened(name, seed=seed, split=split)
             if isinstance(one, Watch):
-                colours = [
-                    c
-                    for c in watch.COLOURS
-                    if (np.asarray(one.frames[min(one.relevant)]) == watch_tone(c)).all(2).any()
-                ]
-                assert watch.held_out(colours[0], min(one.relevant)) == (split == "eval")
+                first = min(one.relevant)
+                shown = np.asarray(one.frames[first])
+                colour = next(c for c in watch.COLOURS if (shown == crop.PALETTE[c]).all(2).any())
+                assert watch.held_out(colour, first) == (split == "eval")
             else:
                 assert one.thing.held_out == (split == "eval")
-
-
-def watch_tone(colour: str) -> tuple[int, int, int]:
-    return crop.PALETTE[colour]
 
 
 @pytest.mark.parametrize(("name", "turns"), [("crop", 3), ("search", 4), ("watch", 3)])
@@ -159,9 +134,8 @@ class TestSearch:
         _, reward, ended, _, info = one.step(f"<answer> {one.answer} </answer>")
         assert ended and reward == pytest.approx(1.0) and info["parts"]["ndcg"] == 1
         one = opened("search")
-        wrong = next(
-            thing for thing in one.things if thing.colour != one.thing.colour and thing.shape != one.thing.shape
-        )
+        gold = one.thing
+        wrong = next(thing for thing in one.things if thing.colour != gold.colour and thing.shape != gold.shape)
         one.step(f"<search> {wrong.colour} {wrong.shape} </search>")
         one.step(query)
         found = one.fetched.index(one.gold)
@@ -207,12 +181,6 @@ class TestWatch:
         one = opened("watch", rule="conan")
         assert one.step(scores + "<answer> no </answer>")[1] == 0.5
 
-    def test_para_grpo_on_clips(self) -> None:
-        one = opened("watch", rule="para_grpo")
-        one.step("<think> i look closer </think> <clip>[1,2]</clip>")
-        _, reward, _, _, _ = one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")
-        assert reward == pytest.approx(1 + 1 + 0.8)
-
 
 class TestSubAgents:
     def test_each_part_is_a_question_about_it_alone(self) -> None:
@@ -242,13 +210,13 @@ class TestSubAgents:
                 one.step(f"<think> i look closer </think> {call}")
                 worth.append(one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")[1:])
             assert worth[0] == worth[1]
+            assert name == "crop" or worth[0][0] == pytest.approx(1 + 1 + 0.8)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
         ("crop", {"rule": "best"}, "rule is accuracy"),
-        ("crop", {"turns": 0}, "turns must be 1"),
         ("search", {"pages": 0}, "must be 1 or more"),
         ("watch", {"rule": "vrag_rl"}, "rule is accuracy, para_grpo or conan"),
         ("watch", {"budgets": [9]}, "from 1 to 8"),
@@ -259,8 +227,3 @@ class TestSubAgents:
 def test_refused(name: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         opened(name, **options)
-
-
-def test_search_is_an_environment() -> None:
-    assert isinstance(opened("search"), Search) and opened("search").render().shape == (144, 144, 3)
-    assert opened("watch").render().shape == (48, 8 * 48, 3) and opened("crop").render().shape == (144, 144, 3)

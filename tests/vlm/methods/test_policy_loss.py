@@ -31,15 +31,16 @@ from genrl.vlm.recipe.surrogates import (
 )
 from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
-from tests.reference.tokens import exact_loss
 from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
 
 
-def loss_and_gradient(chosen: Preset, batch: TokenBatch, size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Of the whole step, as the sum over micro-batches of `size` rows."""
-    ready = estimate(chosen, batch, prompts=PROMPTS).batch
+def loss_and_gradient(
+    chosen: Preset, batch: TokenBatch, size: int | None = None, **totals: int
+) -> tuple[Tensor, Tensor]:
+    """Of the whole step, as the sum over micro-batches of `size` rows. totals: others than those of the batch."""
+    ready = replace(estimate(chosen, batch, prompts=PROMPTS).batch, **totals)
     leaf = batch.log_prob.clone().requires_grad_()
     ready = ready.with_log_prob(leaf)
     whole = chosen.group_loss is not None
@@ -54,16 +55,12 @@ def one(name: str, **changes) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_gives_a_finite_loss_and_moves_valid_tokens_only(name: str) -> None:
+def test_every_preset_moves_valid_tokens_only_and_padding_changes_nothing(name: str) -> None:
     loss, gradient = one(name)
     assert bool(loss.isfinite()) and bool(gradient.isfinite().all()) and bool((gradient != 0).any())
-    mask = rollout(masked=name != "bgpo").mask
-    assert bool((gradient[~mask] == 0).all())
-
-
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"bgpo"}))
-def test_what_is_masked_and_how_much_is_padded_changes_nothing(name: str) -> None:
-    loss, gradient = one(name)
+    if name == "bgpo":  # no column of it is masked
+        return
+    assert bool((gradient[~rollout().mask] == 0).all())
     # q_hawkeye reads NaN among the valid tokens of `degraded` as "no twin"; masked NaN are not valid tokens
     for changes in ({"junk": 123.0}, {"junk": float("nan")}, {"junk": -7.0, "pad": 3}):
         if name == "tw_grpo" and changes.get("pad"):
@@ -71,6 +68,23 @@ def test_what_is_masked_and_how_much_is_padded_changes_nothing(name: str) -> Non
         other, other_gradient = one(name, **changes)
         assert torch.allclose(loss, other, rtol=1e-12, atol=1e-14), changes
         assert torch.allclose(gradient, other_gradient[:, : gradient.shape[1]], rtol=1e-12, atol=1e-14), changes
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_raises_what_is_better_than_its_group(name: str) -> None:
+    """On policy, where all that a preset compares is the reward: the signs agree."""
+    batch = for_preset(name, rollout(masked=name != "bgpo"))
+    means = batch.rewards.view(3, 4).mean(1).repeat_interleave(4)
+    centred, everywhere = batch.rewards - means, batch.rewards[:, None].expand(batch.mask.shape)
+    extra = dict.fromkeys(("accuracy", "high", "low"), batch.rewards) | {"greedy": means, "turn_reward": everywhere}
+    extra |= {"components": everywhere[:, :2], "matched": torch.ones_like(batch.mask)}
+    by_token = batch.extra["credit"].ndim == 2
+    extra["credit"] = centred[:, None].expand(batch.mask.shape) if by_token else centred
+    old = batch.old_log_prob
+    batch = replace(batch, log_prob=old, ref_log_prob=old, sampler_log_prob=old, extra={**batch.extra, **extra})
+    _, gradient = loss_and_gradient(replace(preset(name), regularisers=()), batch)
+    found = torch.stack([-gradient.sum(1), centred])
+    assert float(torch.corrcoef(found)[0, 1]) > 0.3
 
 
 @pytest.mark.parametrize("name", sorted(name for name in PRESETS if PRESETS[name].aggregation in INVARIANT))
@@ -84,15 +98,6 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
         other, other_gradient = loss_and_gradient(chosen, batch, size)
         assert torch.allclose(loss, other, rtol=1e-10), size
         assert torch.allclose(gradient, other_gradient, rtol=1e-10, atol=1e-14), size
-
-
-def test_batch_statistics_are_of_the_whole_rollout() -> None:
-    """The weights of rows do not depend on which rows share a micro-batch, as they would with local min and max."""
-    chosen = replace(PRESETS["vppo"], aggregation="seq_mean", regularisers=())
-    loss, gradient = loss_and_gradient(chosen, rollout())
-    for size in (1, 3, 6):
-        other, other_gradient = loss_and_gradient(chosen, rollout(), size)
-        assert torch.allclose(loss, other) and torch.allclose(gradient, other_gradient, atol=1e-14)
 
 
 # --- golden arrays through the composition
@@ -131,8 +136,8 @@ def golden_batch(case: dict[str, np.ndarray], **extra: Tensor) -> TokenBatch:
     )
 
 
-def agrees(chosen: Preset, batch: TokenBatch, case: dict[str, np.ndarray], suffix: str = "") -> None:
-    loss, gradient = loss_and_gradient(chosen, batch)
+def agrees(chosen: Preset, batch: TokenBatch, case: dict[str, np.ndarray], suffix: str = "", **totals: int) -> None:
+    loss, gradient = loss_and_gradient(chosen, batch, **totals)
     assert torch.allclose(loss, torch.as_tensor(case[f"out_loss{suffix}"]), rtol=1e-9, atol=1e-10)
     assert torch.allclose(gradient, torch.as_tensor(case[f"out_grad{suffix}"]), rtol=1e-9, atol=1e-10)
 
@@ -146,9 +151,7 @@ def test_golden_trl_losses(golden, name: str) -> None:
         params = json.loads(str(case["params"]))
         if "tp" in params:  # constants that a preset has no key for: tests/objectives/tokens
             continue
-        chosen = given_advantage(PRESETS[name])
         beta = params.get("beta", 0.0)
-        chosen = replace(chosen, regularisers=(Kl(beta=beta),) if beta else (), length=params.get("maxlen"))
         low, high = params.get("eps_low", 0.2), params.get("eps_high", 0.2)
         surrogate = {
             "cispo": Cispo(highest=high),
@@ -157,14 +160,13 @@ def test_golden_trl_losses(golden, name: str) -> None:
             "gspo": SequenceClip(low=low, high=high),
             "luspo": SequenceClip(low=low, high=high),
         }.get(name, Clip(low=low, high=high, cap=params.get("delta")))
-        batch = golden_batch(case)
-        ready = estimate(replace(chosen, surrogate=surrogate), batch).batch
-        leaf = batch.log_prob.clone().requires_grad_()
-        ready = replace(ready, log_prob=leaf, tokens=int(params["num_items"]))
-        loss = policy_loss(replace(chosen, surrogate=surrogate), ready).loss
-        assert torch.allclose(loss, torch.as_tensor(case["out_loss"]), rtol=1e-9, atol=1e-10)
-        gradient = torch.autograd.grad(loss, leaf)[0]
-        assert torch.allclose(gradient, torch.as_tensor(case["out_grad"]), rtol=1e-9, atol=1e-10)
+        chosen = replace(
+            given_advantage(PRESETS[name]),
+            surrogate=surrogate,
+            regularisers=(Kl(beta=beta),) if beta else (),
+            length=params.get("maxlen"),
+        )
+        agrees(chosen, golden_batch(case), case, tokens=int(params["num_items"]))
 
 
 def test_golden_vppo(golden) -> None:
@@ -280,9 +282,7 @@ def test_golden_perception(golden) -> None:
             )
             perception = Perception(gamma=float(case["gamma"]), eta=float(case["eta1"]))
             chosen = replace(given_advantage(PRESETS["q_hawkeye"]), transforms=(), regularisers=(perception,))
-            loss, gradient = loss_and_gradient(chosen, batch)
-            assert torch.allclose(loss, torch.as_tensor(case["out_perception_loss"]), rtol=1e-9, atol=1e-10)
-            assert torch.allclose(gradient, torch.as_tensor(case["out_grad"]), rtol=1e-9, atol=1e-10)
+            agrees(chosen, batch, case | {"out_loss": case["out_perception_loss"]})
 
 
 # --- equivalences
@@ -300,32 +300,6 @@ def test_on_policy_they_are_all_reinforce(surrogate: Surrogate) -> None:
         _, gradient = loss_and_gradient(chosen, batch)
         _, wanted = loss_and_gradient(replace(chosen, surrogate=Reinforce()), batch)
         assert torch.allclose(gradient, wanted, rtol=1e-12)
-
-
-def test_gspo_token_of_equal_advantages_is_gspo() -> None:
-    for batch in (rollout(), on_policy(rollout(1))):
-        widths = {"low": 0.05, "high": 0.05}
-        first = Preset(GroupAdvantage(), SequenceClip(**widths), "seq_mean")
-        second = replace(first, surrogate=SequenceTokenClip(**widths))
-        for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
-            assert torch.allclose(one_value, other, rtol=1e-12)
-
-
-def test_dr_grpo_of_equal_lengths_is_a_mean_of_rows() -> None:
-    batch = rollout(masked=False)
-    first = replace(PRESETS["dr_grpo"], length=batch.mask.shape[1])
-    second = replace(first, aggregation="seq_mean", length=None)
-    for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
-        assert torch.allclose(one_value, other, rtol=1e-12)
-
-
-def test_bgpo_on_policy_is_exact() -> None:
-    batch = replace(rollout(masked=False), old_log_prob=None)
-    loss, gradient = loss_and_gradient(PRESETS["bgpo"], batch)
-    leaf = batch.log_prob.clone().requires_grad_()
-    advantage = estimate(PRESETS["bgpo"], batch).batch.advantage
-    exact = exact_loss(leaf, leaf.detach(), advantage).mean()
-    assert torch.allclose(loss, exact.detach()) and torch.allclose(gradient, torch.autograd.grad(exact, leaf)[0])
 
 
 def test_the_kl_is_not_weighted_unless_asked() -> None:
@@ -367,13 +341,10 @@ def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
     [
         ("vppo", "masked_image"),
         ("forking_tokens", "entropy"),
-        ("tw_grpo", "divergence"),
-        ("q_hawkeye", "degraded"),
         ("q_hawkeye", "scores"),
         ("grpo_care", "ema"),
         ("vl_dac", "value"),
         ("vl_dac", "credit"),
-        ("gdpo", "components"),
     ],
 )
 def test_a_missing_tensor_is_named_with_its_reader(name: str, missing: str) -> None:
@@ -404,11 +375,3 @@ def test_errors_before_a_wrong_loss() -> None:
         micro_batches(ready, 3, whole_groups=True)
     with pytest.raises(ValueError, match="mask must be 1 everywhere"):
         policy_loss(PRESETS["bgpo"], estimate(PRESETS["bgpo"], batch).batch)
-
-
-def test_the_state_of_the_smoothed_advantage_goes_on() -> None:
-    first = estimate(PRESETS["dcpo"], rollout(), prompts=PROMPTS)
-    second = estimate(PRESETS["dcpo"], rollout(1), prompts=PROMPTS, visits=json.loads(json.dumps(first.visits)))
-    fresh = estimate(PRESETS["dcpo"], rollout(1), prompts=PROMPTS)
-    assert [second.visits[prompt][0] for prompt in PROMPTS] == [2, 2, 2]
-    assert not torch.allclose(second.batch.advantage, fresh.batch.advantage)

@@ -1,4 +1,4 @@
-"""RLFR: what tokens are charged in a run, how its flow learns, what a checkpoint has of it, and what is refused."""
+"""RLFR: what tokens are charged in a run, how its flow learns, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from genrl.vlm.methods.rlfr.train import opened, shaped
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.rollout.targets import tell
 from genrl.vlm.train import train
-from tests.run_folders import differences, rows, start_ranks, wait
-from tests.vlm import vlm_ranks, vlm_runs
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 
@@ -44,12 +44,8 @@ def test_hidden_states_are_those_of_the_answers_tokens_and_of_the_ones_before(tm
             first += length
 
 
-def test_layers_are_shares_of_the_depth_each_once() -> None:
-    assert layers_of((0.25, 0.5, 0.75), 28) == [7, 14, 21]
-    assert layers_of((0.5, 0.75, 1.0), 2) == [1]
-
-
 def test_a_new_flow_is_still_and_noise_does_not_depend_on_who_draws_it() -> None:
+    assert layers_of((0.25, 0.5, 0.75), 28) == [7, 14, 21] and layers_of((0.5, 0.75, 1.0), 2) == [1]
     flow = LatentFlow(8, 2, 0)
     of = Latents(torch.randn(5, 2, 8), torch.randn(5, 2, 8), torch.tensor([0.25, 0.5]))
     noise = noise_of([("a",), ("b",)], [2, 3], (2, 8))
@@ -85,30 +81,7 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
         assert float(flow.leave.weight.grad.abs().max()) > 0
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole, resumed = vlm_runs.whole_and_resumed(tmp_path, config)
-    assert differences(whole, resumed) == []
-    first, last = rows(whole)
-    assert first["ratio/max"] == first["ratio/mean"] == 1.0, "on policy to the bit"
-    assert last["grad_norm/flow"] > 0 and last["flow/error_right"] != first["flow/error_right"]
-
-
 @pytest.mark.slow
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        made = config(tmp_path / name)
-        if name == "one":
-            train(made)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    (one,), (two,) = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    assert one.keys() == two.keys()
-    for key in one:
-        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
-
-
 def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path: Path) -> None:
     settings = config(tmp_path, {"pretraining": 30})
     method: Any = settings.trainer
@@ -120,8 +93,7 @@ def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path:
         fitted, new = (float(one.error(of, noise, t).mean().detach()) for one in (flow, LatentFlow(128, 1, 0)))
         assert fitted < 0.8 * new
     found = rows(train(config(tmp_path, {"demonstrations": None}, iterations=4, optimizer={"lr": 1e-5})))
-    errors = [row["flow/error_right"] for row in found]
-    assert errors[-1] < 0.9 * errors[0]
+    assert found[-1]["flow/error_right"] < 0.9 * found[0]["flow/error_right"]
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in found)
 
 
@@ -129,7 +101,6 @@ def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path:
     ("changes", "message"),
     [
         ({"trainer": {"preset": "gspo"}}, "the flow pays tokens, and sequence_clip takes one advantage"),
-        ({"trainer": {"preset": "real"}}, "classification takes one advantage"),
         ({"generation": {"staleness": 1}}, "rlfr learns from samples of the present weights"),
         ({"distributed": {"fsdp": True}}, "not tried in shards"),
         ({"flow": {"threshold": 1.0}}, "threshold"),

@@ -7,39 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
-from genrl.runtime.replay import replay
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
+from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.targets import target_of, tell
 from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
-from tests.run_folders import rows, start_ranks, wait
-from tests.vlm import vlm_ranks, vlm_runs
-from tests.vlm.methods.test_vlm_strategies import same_when_resumed
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
+from tests.vlm.by_hand import assert_same, naive_log_probs, watched
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 SFT: dict[str, Any] = {"algorithm": "sft", "target": TARGET, "batch_size": 8}
-
-
-def step(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of a step on the first eight questions."""
-    seen: dict[str, Tensor] = {}
-
-    def watched(groups: Any) -> dict[str, float]:
-        seen.update({n: p.grad.clone() for n, p in run.loop.weights.named.items() if p.grad is not None})
-        return {"policy": 0.0}
-
-    monkeypatch.setattr(run.loop, "step", watched)
-    return sft.update(run, run.settings, list(range(8)))["loss"], seen
-
-
-def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    scale = max(float(gradient.abs().max()) for gradient in one.values())
-    assert one.keys() == other.keys() and scale > 1e-3
-    assert max(float((other[name] - gradient).abs().max()) for name, gradient in one.items()) < 1e-5 * scale
 
 
 def test_passes_and_packing_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,29 +30,32 @@ def test_passes_and_packing_change_nothing_but_rounding(tmp_path: Path, monkeypa
         config = vlm_runs.config(tmp_path, trainer=SFT | {"micro_batch": micro}, vlm={"packing": packing})
         with vlm_runs.opened(config) as run:
             run.enter()
-            found.append(step(run, monkeypatch))
+            seen = watched(run, monkeypatch)
+            found.append((sft.update(run, run.settings, list(range(8)))["loss"], seen[0]))
             if len(found) == 1:
-                total, tokens = 0.0, 0
                 told = tell(run.policy, [run.questions[k] for k in range(8)], TARGET)
-                for prompt, ids, kept in zip(told.prompts, told.tokens, told.mask, strict=True):
-                    answer = ids[kept]
-                    inputs = run.policy.inputs([prompt], answer[None])
-                    with torch.no_grad():
-                        logits = run.policy.model(**inputs).logits[0, prompt.length - 1 : -1].double()
-                    logits[:, run.policy.forbidden] = -torch.inf
-                    total -= float(logits.log_softmax(-1).gather(1, answer[:, None]).sum())
-                    tokens += len(answer)
-                assert found[0][0] == pytest.approx(total / tokens, rel=1e-5)
+                with torch.no_grad():
+                    own = torch.cat(naive_log_probs(run.policy, told.prompts, told.tokens, told.mask))
+                assert found[0][0] == pytest.approx(-float(own.double().mean()), rel=1e-5)
     for loss, gradient in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-6)
-        close(found[0][1], gradient)
+        assert_same(gradient, found[0][1], apart=1e-5)
 
 
-def test_packed_answers_are_trained_on_policy(tmp_path: Path) -> None:
-    """The first update of GRPO: its ratio is exactly 1 with packed rows too."""
-    folder = train(vlm_runs.config(tmp_path, vlm={"packing": True}, trainer={"preset": "grpo", "micro_batch": 3}))
-    (row,) = rows(folder)
-    assert row["ratio/mean"] == row["ratio/max"] == 1.0 and row["sampler/gap_mean"] < 1e-5
+def test_epochs_are_passes_over_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vlm_runs.config(tmp_path, trainer=SFT | {"updates": None}, task={"rows": 20}, iterations=2)
+    asked: list[str] = []
+    own = Questions.__getitem__
+
+    def noted(self: Questions, number: int) -> Row:
+        asked.append(own(self, number).name)
+        return own(self, number)
+
+    with vlm_runs.opened(config) as run:
+        monkeypatch.setattr(Questions, "__getitem__", noted)
+        sft.train(run, run.settings)
+        assert run.loop.optimizer_steps == 6, "of 8, 8 and 4 questions"
+    assert len(asked) == 40 and len(set(asked[:20])) == len(set(asked[20:])) == 20 and asked[:20] != asked[20:]
 
 
 STAGES = [
@@ -87,13 +71,10 @@ def staged(place: Path, **changes: Any) -> VLMConfig:
 
 
 def test_stages_have_methods_and_rates_of_their_own(tmp_path: Path) -> None:
-    found = rows(train(staged(tmp_path, evaluation={"every": 2})))
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
-    assert ["target/padding" in row for row in found[1:]] == [True, True, False, False]
-    assert ["ratio/mean" in row for row in found[1:]] == [False, False, True, True]
-    assert [row["lr"] for row in found[1:]] == pytest.approx([1e-3, 5e-4, 1e-4, 1e-4])
-    assert found[2]["eval/loss"] < found[0]["eval/loss"], "what is taught is learnt"
-    assert "eval/accuracy_mean" in found[4]
+    found = rows(train(staged(tmp_path)))
+    assert ["target/padding" in row for row in found] == [True, True, False, False]
+    assert ["ratio/mean" in row for row in found] == [False, False, True, True]
+    assert [row["lr"] for row in found] == pytest.approx([1e-3, 5e-4, 1e-4, 1e-4])
 
 
 def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
@@ -105,83 +86,6 @@ def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
         run.loop.iteration = 2
         run.enter()
         assert not run.loop.optimizer.state and run.config.trainer.preset == "grpo"
-
-
-@pytest.mark.parametrize(("ema", "keep"), [(None, 9), ({"decay": 0.5}, 3)])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, ema: Any, keep: int) -> None:
-    """Gone on from the second of the checkpoints that are there: after two iterations, where a stage ends, or three."""
-    changes = {"ema": ema, "checkpoint": {"keep": keep}}
-    same_when_resumed(staged(tmp_path / "a", **changes), staged(tmp_path / "b", **changes), tmp_path)
-
-
-def test_epochs_are_passes_over_all_questions(tmp_path: Path) -> None:
-    config = vlm_runs.config(tmp_path, trainer=SFT | {"updates": None}, task={"rows": 20}, iterations=2)
-    asked: list[str] = []
-    with vlm_runs.opened(config) as run:
-        questions = run.questions.__class__.__getitem__
-
-        def noted(self: Any, number: int) -> Row:
-            asked.append(questions(self, number).name)
-            return questions(self, number)
-
-        run.questions.__class__.__getitem__ = noted
-        try:
-            sft.train(run, run.settings)
-        finally:
-            run.questions.__class__.__getitem__ = questions
-        assert run.loop.optimizer_steps == 6, "of 8, 8 and 4 questions"
-    assert len(asked) == 40 and len(set(asked[:20])) == len(set(asked[20:])) == 20 and asked[:20] != asked[20:]
-
-
-@pytest.mark.slow
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    trained = SFT | {"updates": None, "batch_size": 6, "micro_batch": 2}
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        config = vlm_runs.config(tmp_path / name, trainer=trained, task={"rows": 15}, evaluation={"every": 1})
-        if name == "one":
-            train(config)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    one, two = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    for key in one[1]:
-        assert two[1][key] == pytest.approx(one[1][key], rel=2e-3, abs=1e-5), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_two_processes_with_shards_do_what_one_does(tmp_path: Path, lora: Any) -> None:
-    """The last step has three questions: one process has a pass more than the other."""
-    trained = SFT | {"updates": None, "batch_size": 4, "micro_batch": 1}
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        changes = {"task": {"rows": 7}, "vlm": {"lora": lora}, "distributed": {"fsdp": name == "two"}}
-        config = vlm_runs.config(tmp_path / name, trainer=trained, **changes)
-        if name == "one":
-            train(config)
-        else:
-            file = str(tmp_path / name / "tiny.yaml")
-            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
-    one, two = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
-    for key in ("loss", "grad_norm", "target/tokens_mean"):
-        assert two[0][key] == pytest.approx(one[0][key], rel=1e-4), key
-
-
-def test_a_loss_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
-    place = staged(tmp_path)
-    with vlm_runs.opened(place) as run:
-        run.enter()
-        told = tell(run.policy, [run.questions[0]], TARGET)
-        run.process.run.config.write_text((tmp_path / "tiny.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-        next(iter(run.policy.parameters)).data.fill_(torch.nan)
-        given = sft.recorded(told, torch.tensor([0]), int(told.mask.sum()))
-        run.loop.backward(run.settings, sft.loss(run.settings, run.policy, given), given)
-        with pytest.raises(RuntimeError):
-            run.loop.step(["policy"])
-        (dump,) = (file.parent for file in run.process.run.dumps.rglob("dump.json"))
-    found = replay(dump, run.process.run.folder)
-    assert not found.tensors["loss"].isfinite()
 
 
 class TestTargets:
@@ -213,36 +117,26 @@ class TestTargets:
                 answer_ids(answers.rows[0].prompt, "an <image>", policy.processor, policy.stop_ids)
 
 
-REFUSED = {
-    "of a stage's own method": (
-        {"stages": [{"iterations": 1, "trainer": {"preset": "dapo", "epochs": 0}}]},
-        "stages.0.trainer.epochs",
-    ),
-    "of a preset beside it": (
-        {"stages": [{"iterations": 1, "trainer": SFT, "preset": "dapo"}]},
-        "write it in the stage's trainer",
-    ),
-    "of a method with an environment": (
-        {"stages": [{"iterations": 1, "trainer": {"algorithm": "episodes"}}]},
-        "start a run from this one's model",
-    ),
-    "of groups of one": (
-        {"generation": {"group_size": 1}, "stages": [{"iterations": 1, "trainer": {"preset": "grpo"}}]},
-        "compares the answers of a group",
-    ),
-    "of a run that samples without rewards": ({"rewards": []}, "answers are worth nothing"),
-    "of packing and shared prompts": ({"vlm": {"packing": True, "prefix_attention": "sdpa"}}, "share no prompts"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
-    changes, text = REFUSED[name]
-    with pytest.raises(ConfigError, match=text):
-        vlm_runs.config(tmp_path, **changes)
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    grpo = {"preset": "grpo"}
+    for stage, text in (
+        ({"trainer": {"preset": "dapo", "epochs": 0}}, "stages.0.trainer.epochs"),
+        ({"trainer": SFT, "preset": "dapo"}, "write it in the stage's trainer"),
+        ({"trainer": {"algorithm": "episodes"}}, "start a run from this one's model"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            vlm_runs.config(tmp_path, stages=[{"iterations": 1, **stage}])
+    for changes, text in (
+        ({"generation": {"group_size": 1}, "stages": [{"iterations": 1, "trainer": grpo}]}, "answers of a group"),
+        ({"rewards": []}, "answers are worth nothing"),
+        ({"vlm": {"packing": True, "prefix_attention": "sdpa"}}, "share no prompts"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            vlm_runs.config(tmp_path, **changes)
 
 
 def test_without_rewards_the_loss_is_evaluated_alone(tmp_path: Path) -> None:
+    """And falls: what is taught is learnt."""
     config = vlm_runs.config(tmp_path, trainer=SFT, rewards=[], evaluation={"every": 1})
     found = rows(train(config))
     assert found[1]["eval/loss"] < found[0]["eval/loss"] and "eval/accuracy_mean" not in found[1]

@@ -20,6 +20,8 @@ from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
 from rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
+from tests.vlm.by_hand import assert_same, watched
+from tests.vlm.tiers import fast_first
 
 trl = pytest.importorskip("trl", reason="pip install 'genrl-diffusion[trl]'")
 
@@ -68,14 +70,11 @@ def tag_format(completions: list[Any], **_: Any) -> list[float | None]:
 def trl_trainer(answers: Answers, told: dict[str, Any], place: Path) -> tuple[Any, dict[str, Tensor]]:
     """TRL's trainer, and its batch for these answers, drawn by the weights on disk."""
     rows = [row for row in answers.rows for _ in range(answers.size)]
-    data = [
-        {
-            "prompt": [{"role": "user", "content": row.prompt.parts[1]}],
-            "image": row.prompt.parts[0],
-            "answer": row.columns["answer"],
-        }
-        for row in rows
-    ]
+    data = []
+    for row in rows:
+        picture, text = row.prompt.parts
+        asked = [{"role": "user", "content": text}]
+        data.append({"prompt": asked, "image": picture, "answer": row.columns["answer"]})
     arguments = trl.GRPOConfig(
         output_dir=str(place),
         per_device_train_batch_size=len(rows),
@@ -118,18 +117,13 @@ def genrl_update(
     ready = run.estimate(answers)
     assert ready is not None
     move(run.loop.weights.named)
-    seen: dict[str, Tensor] = {}
-
-    def watched(groups: Any) -> dict[str, float]:
-        seen.update({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
-        return {"policy": 0.0}
-
-    monkeypatch.setattr(run.loop, "step", watched)
+    seen = watched(run, monkeypatch)
     monkeypatch.setattr(run.loop.optimization, "updates", 1)  # not the first: the ratio need not be 1
-    return ready, learn(run, answers, ready), seen
+    figures = learn(run, answers, ready)
+    return ready, figures, seen[0]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", fast_first(LOSSES, ("corrected kl",)))
 def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, told = LOSSES[name]
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=ours)) as run:
@@ -150,6 +144,4 @@ def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monk
     loss = theirs.compute_loss(theirs.model, batch)
     loss.backward()
     assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    scale = max(float(one.abs().max()) for one in gradient.values())
-    worst = max(float((parameters[n].grad - one).abs().max()) for n, one in gradient.items()) / scale
-    assert scale > 1e-3 and worst < 1e-5
+    assert_same({name: parameters[name].grad for name in gradient}, gradient, apart=1e-5)

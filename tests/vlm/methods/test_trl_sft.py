@@ -19,6 +19,7 @@ from genrl.vlm.policies.processor import load_processor
 from genrl.vlm.rollout.targets import tell
 from genrl.vlm.tasks.rows import Row
 from tests.vlm import vlm_runs
+from tests.vlm.by_hand import assert_same, watched
 
 trl = pytest.importorskip("trl", reason="pip install 'genrl-diffusion[trl]'")
 
@@ -54,19 +55,13 @@ def trl_batch(rows: list[Row], place: Path) -> tuple[Any, dict[str, Tensor]]:
 def test_loss_and_gradient_of_an_update_are_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = {"algorithm": "sft", "target": TARGET, "batch_size": 6, "micro_batch": 4}
     config = vlm_runs.config(tmp_path, trainer=trainer)
-    seen: dict[str, Tensor] = {}
     with vlm_runs.opened(config) as run:
         run.enter()
         policy = run.policy
         policy.forbidden = policy.forbidden[:0]  # TRL leaves the ids of images in its normalisation
         rows = [run.questions[number] for number in range(6)]
         told = tell(policy, rows, TARGET)
-
-        def watched(groups: Any) -> dict[str, float]:
-            seen.update({n: p.grad.clone() for n, p in run.loop.weights.named.items() if p.grad is not None})
-            return {"policy": 0.0}
-
-        monkeypatch.setattr(run.loop, "step", watched)
+        seen = watched(run, monkeypatch)
         figures = update(run, run.settings, list(range(6)))
     theirs, batch = trl_batch(rows, tmp_path / "trl")
     for number, row in enumerate(batch["labels"]):
@@ -75,6 +70,4 @@ def test_loss_and_gradient_of_an_update_are_trls(tmp_path: Path, monkeypatch: py
     loss.backward()
     assert figures["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
     parameters = dict(theirs.model.named_parameters())
-    scale = max(float(one.abs().max()) for one in seen.values())
-    worst = max(float((parameters[n].grad - one).abs().max()) for n, one in seen.items()) / scale
-    assert scale > 1e-3 and worst < 1e-5
+    assert_same({name: parameters[name].grad for name in seen[0]}, seen[0], apart=1e-5)

@@ -41,13 +41,12 @@ def test_the_model_of_a_run_gets_them_once_and_without_their_loss(asked: list[di
     assert policy.model.config.model_type == "qwen2_5_vl"
 
 
-def test_a_type_that_liger_leaves_as_it_is_is_refused(asked: list[dict[str, Any]]) -> None:
+def test_other_types_and_no_gpu_or_package_are_refused(
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="Liger has no kernels for 'idefics3'"):
         use_liger(SimpleNamespace(config=SimpleNamespace(model_type="idefics3")))
     assert asked == []
-
-
-def test_without_a_gpu_and_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="need a GPU, and there is none here"):
         use_liger(SimpleNamespace(config=SimpleNamespace(model_type="qwen2_5_vl")))

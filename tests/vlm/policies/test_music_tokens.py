@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.policies.processor import Prompt
 from rewards.models.checkpoints import transformers
@@ -68,7 +66,7 @@ class TestScores:
         assert policy.guidance == 3.0 and scored.log_prob.dtype == torch.float32
         assert torch.allclose(scored.log_prob, drawn.log_prob, atol=2e-5)
         with torch.no_grad():
-            for row, number in enumerate(group.tolist()):
+            for row, number in ((0, 0), (3, 1)):
                 wanted = naive(policy, TEXTS[number], policy.codes(drawn.tokens)[row], 0.9)
                 mine = policy.codes(torch.arange(wanted.numel())[None])[0]
                 assert torch.allclose(scored.log_prob[row][mine], wanted, atol=2e-5)
@@ -76,12 +74,6 @@ class TestScores:
         picked = rows.gather(-1, policy.things(drawn.tokens)[..., None])[..., 0]
         assert torch.allclose(picked, scored.log_prob, atol=1e-6)
         assert torch.allclose(-(rows.exp() * rows).sum(-1), scored.entropy, atol=1e-5)
-
-    def test_the_same_again_bit_for_bit(self, folders: dict[str, str]) -> None:
-        policy = MusicPolicy(folders["mono"], STEPS)
-        drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
-        twice = [policy.log_probs(encoded(policy), drawn.tokens, drawn.mask, group=torch.arange(2)) for _ in range(2)]
-        assert torch.equal(twice[0].log_prob, twice[1].log_prob)
 
     def test_a_code_changes_those_of_later_steps_alone(self, folders: dict[str, str]) -> None:
         """The delays: what a code of book k and frame f changes is at least a step later, padding is never scored."""
@@ -102,32 +94,21 @@ class TestScores:
 
 
 class TestGuidance:
-    def test_null_is_what_transformers_does_with_the_model(self, folders: dict[str, str], tmp_path: Path) -> None:
-        folder = shutil.copytree(folders["mono"], tmp_path / "plain")
-        settings = json.loads((folder / "generation_config.json").read_text())
-        (folder / "generation_config.json").write_text(json.dumps(settings | {"guidance_scale": None}))
-        policy = MusicPolicy(str(folder), STEPS)
-        assert policy.guidance == 1.0
-        told = policy.processor(text=list(TEXTS), padding=True, return_tensors="pt")
-        plain = transformers.MusicgenForConditionalGeneration.from_pretrained(folder)
-        assert plain.generation_config.guidance_scale is None
-        theirs = plain.generate(**told, do_sample=False, max_new_tokens=STEPS)
-        sounds = torch.stack(policy.sample(encoded(policy), 1, 0.0, [(0,), (0,)]).made["audio"])
-        assert torch.allclose(sounds.view(theirs.shape), theirs, atol=1e-5)
-
-    @pytest.mark.parametrize("guidance", [1.0, 2.0])
     def test_what_is_saved_plays_with_the_guidance_it_was_trained_with(
-        self, folders: dict[str, str], guidance: float, tmp_path: Path
+        self, folders: dict[str, str], tmp_path: Path
     ) -> None:
-        policy = MusicPolicy(folders["mono"], STEPS, guidance=guidance)
+        policy = MusicPolicy(folders["mono"], STEPS, guidance=2.0)
         policy.model.save_pretrained(tmp_path)
         policy.processor.save_pretrained(tmp_path)
-        assert MusicPolicy(str(tmp_path), STEPS).guidance == guidance
+        assert MusicPolicy(str(tmp_path), STEPS).guidance == 2.0 and MusicPolicy(folders["mono"], STEPS).guidance == 3.0
         told = policy.processor(text=list(TEXTS), padding=True, return_tensors="pt")
         made = transformers.MusicgenForConditionalGeneration.from_pretrained(tmp_path)
         theirs = made.generate(**told, do_sample=False, max_new_tokens=STEPS)
         sounds = torch.stack(policy.sample(encoded(policy), 1, 0.0, [(0,), (0,)]).made["audio"])
         assert torch.allclose(sounds.view(theirs.shape), theirs, atol=1e-5)
+        settings = json.loads((tmp_path / "generation_config.json").read_text())
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"guidance_scale": None}))
+        assert MusicPolicy(str(tmp_path), STEPS).guidance == 1.0
 
 
 class TestSamples:
@@ -159,19 +140,6 @@ class TestSamples:
 
 
 class TestTraining:
-    def test_a_lora_is_off_in_the_reference(self, folders: dict[str, str]) -> None:
-        policy = MusicPolicy(folders["mono"], STEPS, lora=Lora(rank=2, targets=("q_proj", "out_proj")))
-        drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
-        for name, parameter in policy.model.named_parameters():
-            assert parameter.requires_grad == ("lora_" in name)
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter)
-        group = torch.arange(2)
-        changed = policy.log_probs(encoded(policy), drawn.tokens, drawn.mask, group=group).log_prob
-        with policy.reference():
-            before = policy.log_probs(encoded(policy), drawn.tokens, drawn.mask, group=group).log_prob
-        assert torch.allclose(before, drawn.log_prob, atol=2e-5) and not torch.allclose(before, changed, atol=1e-2)
-
     def test_decoder_and_projection_learn_and_nothing_else(self, folders: dict[str, str]) -> None:
         policy = MusicPolicy(folders["mono"], STEPS)
         drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
@@ -187,25 +155,17 @@ class TestTraining:
         assert drawn.log_prob.dtype == torch.float32 and drawn.made["audio"][0].dtype == torch.float32
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(("steps", "text"), [(5, "takes 6 to 32"), (33, "takes 6 to 32")])
-    def test_steps_that_are_no_piece(self, folders: dict[str, str], steps: int, text: str) -> None:
-        with pytest.raises(ValueError, match=text):
+def test_what_cannot_be_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    for steps in (5, 33):
+        with pytest.raises(ValueError, match="takes 6 to 32"):
             MusicPolicy(folders["mono"], steps)
-
-    def test_another_model(self) -> None:
-        path = Path(__file__).resolve().parents[3] / "assets" / "tiny-tunes"
-        with pytest.raises(ValueError, match="it is a 'llama' model; vlm.output: music takes a MusicGen"):
-            MusicPolicy(str(path), STEPS)
-
-    def test_a_system_message(self, folders: dict[str, str]) -> None:
-        with pytest.raises(ValueError, match="row 3: MusicGen reads a text"):
-            MusicPolicy(folders["mono"], STEPS).encode(Prompt(("a",), system="be", where="row 3"))
-
-    def test_weights_that_are_not_there(self, folders: dict[str, str], tmp_path: Path) -> None:
-        model = transformers.MusicgenForConditionalGeneration.from_pretrained(folders["mono"])
-        kept = {name: value for name, value in model.state_dict().items() if "lm_heads.2" not in name}
-        model.save_pretrained(tmp_path, state_dict=kept)
-        transformers.MusicgenProcessor.from_pretrained(folders["mono"]).save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="lacks 1 weights"):
-            MusicPolicy(str(tmp_path), STEPS)
+    with pytest.raises(ValueError, match="it is a 'llama' model; vlm.output: music takes a MusicGen"):
+        MusicPolicy(str(Path(__file__).resolve().parents[3] / "assets" / "tiny-tunes"), STEPS)
+    with pytest.raises(ValueError, match="row 3: MusicGen reads a text"):
+        MusicPolicy(folders["mono"], STEPS).encode(Prompt(("a",), system="be", where="row 3"))
+    model = transformers.MusicgenForConditionalGeneration.from_pretrained(folders["mono"])
+    kept = {name: value for name, value in model.state_dict().items() if "lm_heads.2" not in name}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    transformers.MusicgenProcessor.from_pretrained(folders["mono"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lacks 1 weights"):
+        MusicPolicy(str(tmp_path), STEPS)

@@ -9,7 +9,7 @@ import torch
 
 from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.prefix_sharing import prefix_shared, present
+from genrl.vlm.policies.prefix_sharing import prefix_shared
 from genrl.vlm.policies.processor import Prompt
 from tests.vlm import tiny_checkpoints
 
@@ -52,7 +52,3 @@ def test_the_model_is_as_before_afterwards_and_partial_layers_are_refused(tmp_pa
     with pytest.raises(ValueError, match="has layers of sliding_attention"):
         with prefix_shared(policy.model, None, torch.ones(1, 3), torch.zeros(2)):
             pass
-
-
-def test_present() -> None:
-    assert present(torch.tensor([1, 3])).tolist() == [[False, False, True], [True, True, True]]

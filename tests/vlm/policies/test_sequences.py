@@ -12,7 +12,6 @@ from torch import Tensor
 
 import rewards
 from genrl.vlm.policies import codes
-from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.codes import BEGIN, CODE, DONE, END, WORD, CodePolicy
 from genrl.vlm.policies.image_tokens import TRAINED, ImagePolicy
 from genrl.vlm.policies.masked_text import MaskedPolicy
@@ -101,30 +100,6 @@ class TestPictures:
         assert moved == set(TRAINED)
         janus.model.zero_grad()
 
-    def test_adapters_are_off_in_the_reference(self) -> None:
-        policy = ImagePolicy(str(ASSETS / "tiny-janus"), lora=Lora(rank=2))
-        encoded = [policy.encode(prompts(CAPTIONS)[0])]
-        drawn = policy.sample(encoded, 1, 1.0, [(0,)])
-        group = torch.zeros(1, dtype=torch.int64)
-        for name, parameter in policy.model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter)
-        changed = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group).log_prob
-        with policy.reference():
-            before = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group).log_prob
-        assert drawn.log_prob is not None and torch.allclose(before, drawn.log_prob, atol=2e-5)
-        assert not torch.allclose(before, changed, atol=1e-2)
-
-    def test_without_adapters_there_is_no_reference_inside(self, janus: ImagePolicy) -> None:
-        with pytest.raises(ValueError, match="load a second Policy"), janus.reference():
-            pass
-
-    def test_a_wrong_number_of_tokens_is_refused(self, janus: ImagePolicy) -> None:
-        with pytest.raises(ValueError, match="16 tokens"):
-            janus.check_room([], 12)
-        with pytest.raises(ValueError, match="Janus"):
-            ImagePolicy(str(ASSETS / "tiny-vlm"))
-
 
 class TestMasks:
     def test_the_prompts_length_and_the_padding_change_nothing(self) -> None:
@@ -179,10 +154,6 @@ class TestMasks:
         policy.sample(encoded, 2, 1.0, [(1, "a")])
         other = policy.log_probs(encoded, first.tokens, first.mask, group=group).log_prob
         assert not torch.equal(other, again[0])
-
-    def test_pictures_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="has a picture"):
-            dllm().encode(Prompt((Path("a.png"), "what is it ?"), where="row 3"))
 
 
 class TestCodes:
@@ -250,6 +221,13 @@ class TestCodes:
         asked = {split: {row(task, split, k).prompt.parts for k in range(200)} for split in ("train", "eval")}
         assert asked["train"] and asked["eval"] and not asked["train"] & asked["eval"]
 
-    def test_a_model_without_a_codec_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="codec"):
-            CodePolicy(str(ASSETS / "tiny-lm"))
+
+def test_what_a_policy_cannot_do_is_refused(janus: ImagePolicy) -> None:
+    with pytest.raises(ValueError, match="16 tokens"):
+        janus.check_room([], 12)
+    with pytest.raises(ValueError, match="Janus"):
+        ImagePolicy(str(ASSETS / "tiny-vlm"))
+    with pytest.raises(ValueError, match="has a picture"):
+        dllm().encode(Prompt((Path("a.png"), "what is it ?"), where="row 3"))
+    with pytest.raises(ValueError, match="codec"):
+        CodePolicy(str(ASSETS / "tiny-lm"))

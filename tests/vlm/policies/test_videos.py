@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from genrl.vlm.collect import _asked
-from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.pictures import black, masked, with_pictures
-from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt, Turn, without_clips
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.tasks.rows import Row
-from genrl.vlm.train import train
-from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints, vlm_runs
+from tests.vlm.by_hand import naive_log_probs
 from tests.vlm.policies.test_token_policy import ROUNDING, N, picture, sample
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
@@ -46,28 +40,6 @@ def questions() -> list[Prompt]:
     ]
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Policy]:
-    root = tmp_path_factory.mktemp("videos")
-
-    def make(family: str) -> Policy:
-        policy = Policy(str(tiny_checkpoints.save(family, root / family)), lora=Lora(rank=2))
-        torch.manual_seed(1)
-        for parameter in policy.parameters:
-            parameter.data.normal_(std=0.1)
-        return policy
-
-    return cache(make)
-
-
-def by_itself(policy: Policy, prompt: Encoded, tokens: Tensor) -> Tensor:
-    """Log-probabilities of one row [T] by the whole model without padding, at the positions of the policy: after a clip
-    transformers' own are others (`videos.gone_on`)."""
-    logits = policy.model(**policy.inputs([prompt], tokens[None]), use_cache=False).logits[0, prompt.length - 1 : -1]
-    scores = logits.index_fill(1, policy.forbidden, -torch.inf).log_softmax(-1)
-    return scores.gather(1, tokens[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_shared_prompts_and_rows_equal_one_by_one(load: Callable[[str], Policy], family: str) -> None:
     policy = load(family)
@@ -76,10 +48,9 @@ def test_sampler_shared_prompts_and_rows_equal_one_by_one(load: Callable[[str], 
     written = sample(policy, prompts)
     assert not torch.isin(written.tokens, policy.forbidden).any()
     with torch.no_grad():
-        want = torch.zeros_like(written.log_prob)
-        for row, number in enumerate(written.group.tolist()):
-            kept = written.mask[row]
-            want[row, kept] = by_itself(policy, prompts[number], written.tokens[row, kept])
+        # at the positions of the policy: after a clip transformers' own are others (`videos.gone_on`)
+        own = naive_log_probs(policy, [prompts[k] for k in written.group], written.tokens, written.mask)
+        want = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         arguments = (prompts, written.tokens, written.mask)
         shared = policy.log_probs(*arguments, group=written.group)
         plain = policy.log_probs(*arguments, group=written.group, share_prefix=False)
@@ -173,32 +144,3 @@ def test_what_cannot_be_is_said(load: Callable[[str], Policy], monkeypatch: pyte
     bare = Policy(str(tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model")))
     with pytest.raises(ValueError, match="a:1: this model is given clips as videos, which are resized by torchvision"):
         bare.encode(Prompt((good, "?"), where="a:1"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
-def test_a_run_on_clips(family: str, tmp_path: Path) -> None:
-    """VPPO with its masked clips, black ones in the evaluation, and clips of different lengths in a batch."""
-    lines: list[dict[str, Any]] = []
-    for number in range(4):
-        names = [f"{number}-{k}.png" for k in range(2 + number)]
-        for k, name in enumerate(names):
-            picture(10 * number + k, 32, 24).save(tmp_path / name)
-        lines.append({"prompt": "In <video>, what ?", "video": names, "answer": "A"})
-    for name in ("rows", "held_out"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    low = tmp_path / "low.py"  # random weights are never right
-    low.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
-    train_rows, eval_rows = (str(tmp_path / f"{name}.jsonl") for name in ("rows", "held_out"))
-    config = vlm_runs.config(
-        tmp_path,
-        vlm={"path": str(tiny_checkpoints.save(family, tmp_path / "model"))},
-        task={"name": None, "train": train_rows, "eval": eval_rows, "image": None, "video": "video"},
-        rewards=[{"name": f"{low}:low"}],
-        trainer={"preset": "vppo", "regularisers": [{"name": "kl"}], "updates": 2, "micro_batch": 3},
-        optimizer={"lr": 1e-3},
-        evaluation={"every": 1, "questions": 4},
-        iterations=2,
-    )
-    trained = [row for row in rows(train(config)) if "grad_norm" in row]
-    assert len(trained) == 2 and all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)

@@ -19,7 +19,6 @@ from genrl.vlm.rollout.data import Questions
 from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
-from tests.run_folders import rows
 from tests.vlm import vlm_runs
 
 
@@ -29,11 +28,6 @@ def pixels(row: Row) -> np.ndarray:
 
 
 class TestShapes:
-    def test_a_row_is_a_function_of_its_number(self) -> None:
-        first, again, other = (tasks.row("shapes", "train", k) for k in (3, 3, 4))
-        assert first.columns == again.columns and np.array_equal(pixels(first), pixels(again))
-        assert not np.array_equal(pixels(first), pixels(other))
-
     def test_the_answer_is_what_is_drawn(self) -> None:
         for number in range(40):
             rng = np.random.default_rng(number)
@@ -71,13 +65,6 @@ def written(folder: Path, number: int, name: str) -> str:
     return str(folder / f"{name}.jsonl")
 
 
-def test_a_run_on_a_file(tmp_path: Path) -> None:
-    task = {"name": None, "train": written(tmp_path, 6, "a"), "eval": written(tmp_path, 4, "b")}
-    task |= {"prompt": "question", "image": "picture"}
-    train(vlm_runs.config(tmp_path, task=task, evaluation={"every": 1, "blind": False}))
-    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
-
-
 def test_a_data_set_with_pictures(tmp_path: Path) -> None:
     made = [tasks.row("count", "train", k) for k in range(3)]
     columns = {
@@ -92,23 +79,6 @@ def test_a_data_set_with_pictures(tmp_path: Path) -> None:
     wrong = vlm_runs.config(tmp_path, task={"name": None, "train": f"{tmp_path}:train", "image": "photo"})
     with pytest.raises(ValueError, match="no column 'photo'; it has prompt, image, answer"):
         Questions(wrong, "train")
-
-
-def test_a_data_set_with_several_pictures_a_row(tmp_path: Path) -> None:
-    made = [tasks.row("key_frames", "train", k) for k in range(2)]
-    columns = {
-        "problem": [str(row.columns["question"]) for row in made],
-        "clip": [row.columns["frames"] for row in made],
-        "answer": [str(row.columns["answer"]) for row in made],
-    }
-    kinds = {"problem": datasets.Value("string"), "clip": datasets.List(datasets.Image())}
-    features = datasets.Features(kinds | {"answer": datasets.Value("string")})
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "train.parquet")
-    task = {"name": None, "train": f"{tmp_path}:train", "prompt": "problem", "image": "clip"}
-    found = Questions(vlm_runs.config(tmp_path, task=task), "train")[1]
-    shown = [np.array(part) for part in found.prompt.parts[:-1]]
-    assert [p.tolist() for p in shown] == [np.array(frame).tolist() for frame in made[1].columns["frames"]]
-    assert found.prompt.parts[-1] == made[1].columns["question"]
 
 
 def test_an_unreadable_picture_is_named_with_its_row(tmp_path: Path) -> None:
@@ -138,17 +108,10 @@ def test_spoilt_pictures_keep_their_size() -> None:
     assert set(np.unique(patches)) == {0, 255} and 0.3 < (patches == 0).mean() < 0.7
 
 
-def test_the_places_of_a_file_are_counted_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_files_counts_their_places_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for training, and once for evaluation, however often its questions are opened."""
-    task = {"name": None, **{split: str(tmp_path / f"{split}.jsonl") for split in ("train", "eval")}}
-    for split in ("train", "eval"):
-        lines = []
-        for k in range(4):
-            row = tasks.row("count", split, k)
-            Image.fromarray(pixels(row)).save(tmp_path / f"{split}{k}.png")
-            found = {"prompt": row.columns["question"], "image": f"{split}{k}.png", "answer": row.columns["answer"]}
-            lines.append(json.dumps(found))
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    task = {"name": None, "prompt": "question", "image": "picture"}
+    task |= {split: written(tmp_path, 4, split) for split in ("train", "eval")}
     counted: list[tuple[str, int]] = []
     own = reading.Questions._row
 

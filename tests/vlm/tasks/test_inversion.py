@@ -11,7 +11,6 @@ import pytest
 from genrl.config import VLMConfig
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.tasks.formats import inversion, negated
-from rewards.scorers.texts.verifiable import choice
 from tests.vlm import vlm_runs
 
 OPTIONS = ["Lied on", "Took", "Put down", "Washed"]
@@ -47,10 +46,6 @@ def test_the_right_options_of_an_inverted_question_are_the_wrong_ones() -> None:
     assert set(places) == {0, 1, 2, 3}
 
 
-def test_a_row_is_the_same_whenever_it_is_read() -> None:
-    assert [inversion(row) for row in ROWS] == [inversion(dict(row)) for row in ROWS]
-
-
 @pytest.mark.parametrize(
     ("question", "wanted"),
     [
@@ -74,14 +69,6 @@ def test_letters_and_tags_of_a_data_set_are_read_and_several_right_ones_stay() -
     assert inversion(row)["answer"] == "A, D"
     plain = {"problem": "Which moved ?", "options": ["A. The cup", "B. A. Smith"], "solution": "<answer>B</answer>"}
     assert inversion(plain)["prompt"] == "Which moved ?\nA. The cup\nB. A. Smith"
-
-
-def test_the_soft_reward_pays_a_part_of_the_right_ones() -> None:
-    row = next(made for made in map(inversion, ROWS) if made["answer"].count(",") == 2)
-    wrong = next(letter for letter in "ABCD" if letter not in row["answer"])
-    said = [row["answer"], row["answer"][0], row["answer"][:4], f"{row['answer'][0]}, {wrong}"]
-    scores = choice([f"<answer>{text}</answer>" for text in said], [row["answer"]] * 4, partial=True)
-    assert scores == pytest.approx([1, 1 / 3, 2 / 3, 0])
 
 
 def test_a_run_reads_such_rows_by_the_name_of_the_format(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -37,6 +37,7 @@ def test_a_row_is_a_function_of_its_number(name: str) -> None:
     assert set(first.columns) == {*GENERATED, *FURTHER.get(name, ())}
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_the_answer_to_a_jigsaw_restores_the_picture(seed: int) -> None:
     whole = jigsaw.view(np.random.default_rng(seed), "train")

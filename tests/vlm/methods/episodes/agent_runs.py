@@ -54,7 +54,7 @@ def config(place: Path, preset: str, **changes: Any) -> VLMConfig:
     if critic:
         sections["trainer"]["critic"] = {"hidden": [8], "warmup": 0}
     for name, change in changes.items():
-        both = isinstance(change, dict) and isinstance(sections.get(name), dict)
+        both = isinstance(change, dict) and isinstance(sections.get(name), dict) and "algorithm" not in change
         sections[name] = {**sections[name], **change} if both else change
     return vlm_runs.config(place, **sections)
 

@@ -7,9 +7,6 @@ import torch
 
 from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.episodes.episodes import Decision
-from genrl.vlm.episodes.rows import Rows, laid, rows_of
-from genrl.vlm.methods.sharing import padded
 
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 
@@ -65,38 +62,3 @@ def test_a_new_critic_says_nothing_and_does_not_train_the_model() -> None:
     assert states.grad is None and sum(isinstance(layer, torch.nn.Linear) for layer in head.layers) == 3
     for one, other in zip(head.parameters(), ValueHead(4, (6, 5), seed=0).parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_turns_become_rows_and_the_turns_of_some_rows_too() -> None:
-    mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
-    rows = Rows(
-        prompts=[None] * 3,  # type: ignore[list-item]  # not looked at
-        tokens=torch.zeros(3, 2, dtype=torch.int64),
-        mask=mask,
-        sampler=torch.zeros(3, 2),
-        row=torch.tensor([0, 0, 1]),
-        place=torch.tensor([[0, 1, 2], [4, 5, -1]]),
-    )
-    values = torch.tensor([[1.0, 2.0], [3.0, 99.0], [4.0, 5.0]])
-    assert rows.laid(values).tolist() == [[1, 2, 3], [4, 5, 0]]
-    some = torch.tensor([1])
-    turns = rows.of(some)
-    assert turns.tolist() == [2] and laid(values[turns], rows.places(some, turns)).tolist() == [[4, 5, 0]]
-    both = torch.tensor([1, 0])
-    turns = rows.of(both)
-    assert laid(values[turns], rows.places(both, turns)).tolist() == [[4, 5, 0], [1, 2, 3]]
-
-
-def test_rows_are_as_long_as_the_longest_answer_that_is_one_of_them() -> None:
-    """Answers are padded as they were drawn, together with one that was lost, and longer."""
-
-    def answer(tokens: list[int], padding: int) -> Decision:
-        made = torch.tensor(tokens + [0] * padding)
-        there = torch.arange(len(made)) < len(tokens)
-        return Decision(0, None, made, there, -made.float(), False, 0.0, False, False, True, False)  # type: ignore[arg-type]
-
-    rows = rows_of([[answer([3, 4], 3)], [answer([5], 4)]])
-    assert rows.tokens.tolist() == [[3, 4], [5, 0]] and rows.mask.tolist() == [[True, True], [True, False]]
-    assert rows.place.tolist() == [[0, 1], [2, -1]] and rows.laid(rows.sampler).tolist() == [[-3, -4], [-5, 0]]
-    with pytest.raises(ValueError, match=r"\[2, 2\] tokens cannot be padded to 1"):
-        padded(rows.tokens, 1)

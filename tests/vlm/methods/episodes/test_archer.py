@@ -1,4 +1,4 @@
-"""ArCHer: what its steps are made of, that its memory is in a checkpoint, and that it improves what is paid."""
+"""ArCHer: what its steps are made of, and that its memory is in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,32 +11,16 @@ import torch
 from genrl.config import ConfigError, VLMConfig
 from genrl.vlm.episodes.utterance_critic import Turns, UtteranceCritic, turns_of_walk
 from genrl.vlm.methods.archer.train import learn, loss, recorded, states_of, utterance_critic
-from genrl.vlm.train import check_processes, train
-from tests.run_folders import differences, rows
+from genrl.vlm.train import check_processes
 from tests.vlm.methods.episodes import agent_runs
 
 CRITIC = {"hidden": [8], "updates": 2, "warmup": 0}
 
 
-def config(place: Path, **trainer: Any) -> VLMConfig:
+def config(place: Path, trainer: dict[str, Any] | None = None, **changes: Any) -> VLMConfig:
     """Four slots of three steps in which every answer is paid by its length."""
-    place.mkdir(parents=True, exist_ok=True)
-    pays = place.parent / "pays.py"  # one file for runs that are compared: prompts name it
-    pays.write_text(agent_runs.PAYS)
-    own = {"algorithm": "archer", "critic": CRITIC, "batch": 6, "memory": 20, **trainer}
-    environment = {"name": f"{pays}:Pays", "parallel": 4, "steps": 3}
-    changes: dict[str, Any] = {"trainer": own, "environment": environment, "vlm": {"path": str(agent_runs.MODEL)}}
-    iterations = own.pop("iterations", 1)
-    output = own.pop("output", str(place / "run"))
-    generation = own.pop("generation", {"max_new_tokens": 6})
-    sections = {"task": None, "rewards": None, "generation": generation, "evaluation": {"every": 0}}
-    found = agent_runs.vlm_runs.settings(place, **sections, **changes)
-    found |= {"trainer": own, "iterations": iterations, "output": output}
-    path = place / "archer.yaml"
-    path.write_text(agent_runs.vlm_runs.yaml.safe_dump(found))
-    loaded = agent_runs.vlm_runs.load(path)
-    assert isinstance(loaded, VLMConfig)
-    return loaded
+    own = {"algorithm": "archer", "critic": CRITIC, "batch": 6, "memory": 20, **(trainer or {})}
+    return agent_runs.config(place, "vl_dac", trainer=own, **changes)
 
 
 def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: Path) -> None:
@@ -56,6 +40,10 @@ def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: 
         memory = Turns(5)
         memory.add(turns)
         assert memory.held == turns[-5:]
+        parts = [part for one in memory.held for prompt in (one.prompt, one.after) if prompt for part in prompt.parts]
+        shown = {(part.size, part.convert("RGB").tobytes()) for part in parts if not isinstance(part, str)}
+        pictures = memory.state_dict()["pictures"]  # each once, in bytes
+        assert len(pictures) == len(shown) < 10 and {one.dtype for one in pictures} == {torch.uint8}
         again = Turns(5)
         again.load_state_dict(memory.state_dict())
         assert [one.reward for one in again.held] == [one.reward for one in memory.held]
@@ -69,21 +57,11 @@ def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: 
                 assert all(torch.equal(value, then.pixels[name]) for name, value in now.pixels.items())
 
 
-def test_a_checkpoint_has_each_picture_of_the_memory_once_in_bytes(tmp_path: Path) -> None:
-    with agent_runs.opened(config(tmp_path)) as run:
-        acted, _ = run.act()
-        assert acted.walk is not None
-        turns = turns_of_walk(acted.walk)
-        parts = [part for one in turns for prompt in (one.prompt, one.after) if prompt for part in prompt.parts]
-        shown = {(part.size, part.convert("RGB").tobytes()) for part in parts if not isinstance(part, str)}
-        memory = Turns(20)
-        memory.add(turns)
-        pictures = memory.state_dict()["pictures"]
-        assert len(pictures) == len(shown) < 2 * len(turns) and {one.dtype for one in pictures} == {torch.uint8}
-
-
-def test_a_batch_has_a_turn_for_every_process(tmp_path: Path) -> None:
-    settings = config(tmp_path, batch=2)
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    """A batch has a turn for every process; a memory that was read from a checkpoint has no pictures to send."""
+    with pytest.raises(ConfigError, match="generation.engine, trainer.algorithm"):
+        config(tmp_path, generation={"engine": "vllm"})
+    settings = config(tmp_path, {"batch": 2})
     check_processes(settings, 2)
     with pytest.raises(ValueError, match="trainer.batch: 2 is less than one for each of 4 processes"):
         check_processes(settings, 4)
@@ -131,22 +109,8 @@ def test_targets_are_slow_and_bootstrapped_where_an_episode_goes_on(tmp_path: Pa
     assert not any(p.requires_grad for p in slow)
 
 
-def test_vllm_is_refused(tmp_path: Path) -> None:
-    """A memory that was read from a checkpoint has no pictures to send."""
-    with pytest.raises(ConfigError, match="generation.engine, trainer.algorithm"):
-        config(tmp_path, generation={"max_new_tokens": 6, "engine": "vllm"})
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole = train(config(tmp_path / "whole", iterations=2))
-    half = train(config(tmp_path / "half", iterations=1))
-    train(config(tmp_path / "half", iterations=2, output=str(half)), resume=half)
-    assert differences(whole, half) == []
-    assert rows(whole)[-1]["critic/turns"] == 20.0
-
-
 def test_the_first_iterations_train_the_critic_alone(tmp_path: Path) -> None:
-    settings = config(tmp_path, critic={**CRITIC, "warmup": 1})
+    settings = config(tmp_path, {"critic": {**CRITIC, "warmup": 1}})
     method: Any = settings.trainer
     with agent_runs.opened(settings) as run:
         memory = Turns(20)

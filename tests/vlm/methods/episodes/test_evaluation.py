@@ -33,6 +33,7 @@ class Dies:
 """
 
 
+@pytest.mark.slow
 def test_what_dies_in_a_step_or_over_its_picture_is_lost_and_the_others_are_filmed_to_the_end(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     place = {"name": f"{tmp_path / 'dies.py'}:Dies", "parallel": 3, "steps": 3, "processes": True}
