@@ -69,22 +69,3 @@ def test_corrections_are_what_the_operator_did(monkeypatch: pytest.MonkeyPatch) 
     again = robot.StandIn("watches", 5)
     frames, by_operator, success = robot.episode(again)
     assert len(frames) == robot.LIMIT and not any(by_operator) and not success
-
-
-def test_the_robot_is_touched_in_two_marked_places() -> None:
-    """Elsewhere it is connected, and says what it was told to do."""
-    source = EXAMPLE.read_text(encoding="utf-8")
-    places = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            attributes = [one for one in ast.walk(node) if isinstance(one, ast.Attribute)]
-            touched = {one.attr for one in attributes if isinstance(one.value, ast.Name) and one.value.id == "robot"}
-            places[node.name] = touched - {"connect", "instruction"}
-    assert {name for name, touched in places.items() if touched} == {"read", "send"}
-    assert source.count("PLACE 1: ") == source.count("PLACE 2: ") == 1
-
-
-def test_the_simulator_that_is_not_there_says_so() -> None:
-    robot = import_file(EXAMPLE)
-    with pytest.raises(RuntimeError, match=r"write evaluation: \{every: 0\}"):
-        robot.no_simulator()

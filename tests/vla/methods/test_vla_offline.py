@@ -67,14 +67,6 @@ def test_an_experts_episodes_are_recorded_one_after_the_other() -> None:
     assert data.cost.abs().max() == 0
 
 
-def test_one_episode_of_every_table() -> None:
-    data = expert_data(one_episode=True)
-    assert sorted(data.episode.unique().tolist()) == list(range(12))
-    assert data.done.sum() == 12 and successful(data).all()
-    again = expert_data(one_episode=True)
-    assert all(torch.equal(a, b) for a, b in zip(data[1:5], again[1:5], strict=True))
-
-
 def test_an_episode_that_a_simulator_lost_is_left_out() -> None:
     """Of four walks the second raises in its second decision; a lost one is neither safe nor a failure."""
 
@@ -112,7 +104,6 @@ class Recording(MiniTable):
 @pytest.mark.parametrize(
     ("policy", "sampler"),
     [
-        (flow(), FlowSteps(selection="all")),
         (flow(), FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)),
         (diffusion(), Diffusion(steps=5, ft_denoising_steps=5)),
     ],
@@ -126,30 +117,23 @@ def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
     assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
     final = rollout.observations[STATE][1:][rollout.valid]
     assert torch.equal(data.next_observation[STATE], final)
-
-
-def test_a_chunk_that_nobody_kept_is_refused() -> None:
-    rollout = collect(
-        MiniTable(4, image_size=0), flow(), FlowSteps(steps=6), RolloutPlan(decisions=3, seed=0, iteration=0)
-    )
+    env = MiniTable(4, image_size=0)
+    rollout = collect(env, flow(), FlowSteps(steps=6), RolloutPlan(decisions=3, seed=0, iteration=0))
     with pytest.raises(ValueError, match="does not hold its chunks"):
         from_rollout(rollout, flow(), gamma=0.9)
 
 
 def test_sets_are_merged_and_cut() -> None:
+    """One episode of every table."""
     one, other = expert_data(4, one_episode=True), expert_data(5, seed=9, one_episode=True)
     both = merge(one, other)
     assert len(both.reward) == len(one.reward) + len(other.reward)
     assert sorted(both.episode.unique().tolist()) == list(range(9))
+    lost = both._replace(success=both.success & (both.episode != 1))
+    assert both.done.sum() == 9 and torch.equal(successful(lost), lost.episode != 1)
     back = take(both, both.episode >= 4)
     assert torch.equal(back.observation[STATE], other.observation[STATE]) and torch.equal(back.action, other.action)
     assert set(frames_of(both)) == {STATE, ENVIRONMENT, TOKENS, ACTION}
-
-
-def test_successful_marks_whole_episodes() -> None:
-    data = expert_data(3, one_episode=True)
-    lost = data._replace(success=data.success & (data.episode != 1))
-    assert torch.equal(successful(lost), data.episode != 1)
 
 
 def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:

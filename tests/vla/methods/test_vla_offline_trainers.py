@@ -15,91 +15,49 @@ from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import Statistics
 from genrl.vla.setup import load_trained
 from genrl.vla.train import check_processes, open_policy, train
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_resumes, rows
 
 _RL100 = (
-    "environment.num_envs=8",
-    "demonstrations.expert=6",
-    "trainer.imitation_steps=4",
-    "trainer.rounds=1",
-    "trainer.episodes=8",
-    "trainer.critic_steps=4",
-    "trainer.dynamics_steps=4",
-    "trainer.updates=4",
-    "trainer.batch_size=16",
-    "trainer.gate_every=2",
-    "trainer.union_steps=2",
-    "trainer.online_minibatch=32",
-    "trainer.distil_steps=0",
+    "environment.num_envs=8 demonstrations.expert=6 trainer.imitation_steps=4 trainer.rounds=1 trainer.episodes=8 "
+    "trainer.critic_steps=4 trainer.dynamics_steps=4 trainer.updates=4 trainer.batch_size=16 trainer.gate_every=2 "
+    "trainer.union_steps=2 trainer.online_minibatch=32 trainer.distil_steps=0"
 )
-SMALL: dict[str, tuple[str, ...]] = {
+SMALL = {
     "rl100": _RL100,
-    "rl100_points": (*_RL100, "policy.new.points=14"),
-    "diwa": (
-        "environment.num_envs=6",
-        "environment.max_steps=12",
-        "demonstrations.expert=6",
-        "sampler.steps=4",
-        "sampler.ft_denoising_steps=2",
-        "trainer.world.tables=8",
-        "trainer.world.length=10",
-        "trainer.world.window=6",
-        "trainer.world.steps=4",
-        "trainer.classifier.steps=3",
-        "trainer.imitation_steps=3",
-        "trainer.critic_warmup=0",
-        "trainer.epochs=1",
-    ),
-    "fisor": (
-        "trainer.episodes=12",
-        "trainer.steps_per_iteration=3",
-        "trainer.critics.batch_size=8",
-        "trainer.candidates=2",
-    ),
-    "rl_vlm_f": (
-        "environment.num_envs=6",
-        "trainer.episodes=12",
-        "trainer.labels.pairs=10",
-        "trainer.labels.rounds=2",
-        "trainer.labels.steps=3",
-        "trainer.critic_steps=3",
-        "trainer.steps_per_iteration=3",
-        "trainer.batch_size=8",
-        "optimizer.schedule=constant",
-    ),
+    "rl100_points": f"{_RL100} policy.new.points=14",
+    "diwa": "environment.num_envs=6 environment.max_steps=12 demonstrations.expert=6 sampler.steps=4 "
+    "sampler.ft_denoising_steps=2 trainer.world.tables=8 trainer.world.length=10 trainer.world.window=6 "
+    "trainer.world.steps=4 trainer.classifier.steps=3 trainer.imitation_steps=3 trainer.critic_warmup=0 "
+    "trainer.epochs=1",
+    "fisor": "trainer.episodes=12 trainer.steps_per_iteration=3 trainer.critics.batch_size=8 trainer.candidates=2",
+    "rl_vlm_f": "environment.num_envs=6 trainer.episodes=12 trainer.labels.pairs=10 trainer.labels.rounds=2 "
+    "trainer.labels.steps=3 trainer.critic_steps=3 trainer.steps_per_iteration=3 trainer.batch_size=8 "
+    "optimizer.schedule=constant",
+    "v_ptr": "environment.num_envs=4 trainer.episodes=12 trainer.pretraining.videos=6 trainer.pretraining.length=8 "
+    "trainer.pretraining.steps=2 trainer.pretraining.batch_size=8 trainer.critic_steps=3 trainer.critics.batch_size=8 "
+    "trainer.steps_per_iteration=2 trainer.batch_size=8",
 }
+COMMON = "evaluation.episodes=4 evaluation.every=1 evaluation.videos=0 checkpoint.every=1 iterations=2"
 
 
 def small(root: Path, name: str, output: Path, *more: str) -> VLAConfig:
-    overrides = [
-        *SMALL[name],
-        "evaluation.episodes=4",
-        "evaluation.every=1",
-        "evaluation.videos=0",
-        "checkpoint.every=1",
-        "iterations=2",
-        "trackers=[]",
-        f"output={output}",
-        *more,
-    ]
+    overrides = [*SMALL[name].split(), *COMMON.split(), "trackers=[]", f"output={output}", *more]
     found: Any = load(root / "configs" / "vla" / f"{name}.yaml", overrides)
     config = found[0] if isinstance(found, tuple) else found
     assert isinstance(config, VLAConfig)
     return config
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_path: Path, name: str) -> None:
-    whole = train(small(root, name, tmp_path / "whole"))
-    halves = train(small(root, name, tmp_path / "halves", "iterations=1"))
-    train(small(root, name, tmp_path / "halves"), resume=halves)
-    assert differences(whole, halves) == []
-    kept = rows(whole)
+    config = small(root, name, tmp_path / "whole")
+    assert_resumes(train, config, tmp_path)
+    kept = rows(tmp_path / "whole")
     assert [row["step"] for row in kept] == [0, 1, 2]
     assert all(0 <= row["eval/success_mean"] <= 1 for row in kept)
-    policy = load_policy(whole / "policy")
-    assert policy.horizon == (1 if name == "fisor" else 4)
+    assert load_policy(tmp_path / "whole" / "policy").horizon == (1 if name == "fisor" else 4)
+    with pytest.raises(ValueError, match="runs in one process"):
+        check_processes(config, 2)
 
 
 @pytest.mark.slow
@@ -154,32 +112,22 @@ def test_what_they_say_of_themselves(root: Path, tmp_path: Path) -> None:
     assert first["loss/policy"] == again["loss/policy"]
 
 
-@pytest.mark.slow
-def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_path: Path) -> None:
-    """No reward and no success is read: the judge's preferences make the actions of episodes that succeeded better."""
-    changes = ["episodes=300", "labels.pairs=250", "labels.steps=150", "critic_steps=250"]
-    changes += ["critics.batch_size=128"]
-    overrides = [f"trainer.{change}" for change in changes]
-    last = rows(train(small(root, "rl_vlm_f", tmp_path / "run", "iterations=1", "evaluation.every=0", *overrides)))[-1]
-    assert last["labels/accuracy"] > 0.7 and last["data/advantage_gap"] > 0.02
-
-
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
         ("fisor", "environment.name=metaworld", "minitable"),
         ("fisor", "policy.new.type=tiny_flow_vla", "diffusion_mlp"),
+        ("fisor", "policy.new.points=8", "policy.new.points.*works on states; write 0"),
         ("rl_vlm_f", "policy.new.image_size=32", "states"),
         ("rl100", "sampler.selection=last", "write all"),
-        ("fisor", "policy.new.points=8", "policy.new.points.*works on states; write 0"),
         ("diwa", "demonstrations=null", "expert"),
+        ("v_ptr", "environment.name=metaworld", "on the table only; write minitable"),
+        ("v_ptr", "policy.new.type=my.py:Policy", "pre-trains the picture encoder of embedded policies; write tiny_fl"),
+        ("v_ptr", "policy.new.points=8", "pre-trains what looks at pictures; write 0"),
+        ("v_ptr", "policy.new.image_size=0", "pre-trains what looks at pictures; write 32"),
+        ("v_ptr", "demonstrations.expert=5", "makes its own data; take them out"),
     ],
 )
 def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, name: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small(root, name, tmp_path, override)
-
-
-def test_they_run_in_one_process(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="runs in one process"):
-        check_processes(small(root, "rl100", tmp_path), 2)
