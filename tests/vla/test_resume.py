@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -75,7 +74,10 @@ def straight_and_stopped(
     return straight, run
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+SLOW = ("ppo of reinflow", "ppo after a warm-up", "ppo by AdamW of 8 bits", "sft of a diffusion policy")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINERS])
 def test_one_and_two_iterations_are_three(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics, weights and optimiser, to the bit."""
     changes = {"iterations": 3, **TRAINERS[name]}
@@ -127,7 +129,10 @@ def test_more_iterations_of_a_finished_run(tmp_path: Path) -> None:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 DISTRIBUTED: dict[str, dict[str, Any]] = {
-    "ppo": {"trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10}},
+    "ppo": {
+        "sampler": {**vla_runs.SAMPLERS["flow_sde"], "selection": "random_per_batch"},
+        "trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10},
+    },
     "grpo of dppo's chain, one process learns nothing": {
         **vla_runs.GRPO,
         "sampler": "diffusion",
@@ -143,10 +148,7 @@ def trained_by(count: int, folder: Path, name: str) -> Path:
     common = {"evaluation": {"every": 1, "episodes": 7}, "optimizer": {"lr": 1e-3, "max_grad_norm": 1e9}}
     place = folder / str(count)
     place.mkdir()
-    tree = vla_runs.settings(place, **{**common, **DISTRIBUTED[name]})
-    if name == "ppo":
-        tree["sampler"] = {**tree["sampler"], "selection": "random_per_batch"}
-    (place / "tiny.yaml").write_text(yaml.safe_dump(tree))
+    vla_runs.config(place, **{**common, **DISTRIBUTED[name]})
     arguments = (str(place / "tiny.yaml"), str(place), 8 if name.startswith("grpo") else None)
     if count == 1:
         processes = [vla_runs.start(vla_ranks.record, *arguments, log=place / "log")]

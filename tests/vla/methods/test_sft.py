@@ -29,8 +29,7 @@ DIFFUSION: dict[str, Any] = {
 def config(folder: Path, *, kind: str = "flow", **changes: Any) -> Any:
     trainer = {**vla_runs.SFT["trainer"], **changes.pop("trainer", {})}
     sections = {**vla_runs.SFT, **(DIFFUSION if kind == "diffusion" else {}), **changes, "trainer": trainer}
-    sampler = sections.pop("sampler", {"kind": "flow_sde", "steps": 3})["kind"]
-    return vla_runs.config(folder, sampler=sampler, **sections)
+    return vla_runs.config(folder, **sections)
 
 
 @pytest.mark.parametrize("kind", ["flow", "diffusion"])

@@ -191,22 +191,26 @@ def test_a_critic_looks_no_further_than_the_data() -> None:
     assert not torch.equal(critics.q_values(observation, near)[0], critics.q_values(observation, 2 * near)[0])
 
 
-@pytest.mark.slow
-def test_critics_learn_from_mixed_data_what_leads_to_success() -> None:
-    """Half of the episodes are the expert's, half are of noise: its actions have the greater advantage."""
-    good, bad = (
-        expert_data(40, one_episode=True, gamma=0.95),
-        expert_data(40, 2.0, seed=5, one_episode=True, gamma=0.95),
-    )
-    data = merge(good, bad)
+def test_the_losses_of_iql_by_hand() -> None:
+    """Of its first step, over all rows it drew; then the slow copies have followed."""
+    data = expert_data(20, 1.0, one_episode=True, gamma=0.95)
     torch.manual_seed(0)
-    critics = Critics(TOLD, frame_statistics(frames_of(data)), 12, width=64)
-    how = shared_settings.Critics(batch_size=128, lr=2e-3, expectile=0.8, target_rate=0.05)
-    figures = list(train_iql(critics, data, how, steps=250, seed=0))
-    assert np.mean([row["q_loss"] for row in figures[-20:]]) < 0.5 * np.mean([row["q_loss"] for row in figures[:20]])
-    advantage, won = critics.advantage(data.observation, data.action), successful(data)
-    assert advantage[won].mean() > advantage[~won].mean() + 0.02
-    last = data.done & data.success
+    critics = Critics(TOLD, frame_statistics(frames_of(data)), 12, width=16)
+    for net in (*critics.q, *critics.slow, critics.v):
+        torch.nn.init.normal_(net.head[-1].weight)
+    how = shared_settings.Critics(batch_size=64, lr=1e-3, expectile=0.8, target_rate=0.25)
+    drawn = take(data, torch.randint(len(data.reward), (64,), generator=generator(3, "iql", 0)))
     with torch.no_grad():
-        value = critics.v(data.observation)
-    assert value[last].mean() > value[~won].mean() + 0.3  # one decision before success
+        value, following = critics.v(drawn.observation), critics.v(drawn.next_observation)
+        advantage = critics.slow_q(drawn.observation, drawn.action).amin(0) - value
+        torch.testing.assert_close(critics.advantage(drawn.observation, drawn.action), advantage)
+        target = drawn.reward + drawn.discount * torch.where(drawn.terminated, 0.0, following)
+        errors = (critics.q_values(drawn.observation, drawn.action) - target).square().mean()
+    wanted = {"q_loss": errors.item(), "value": value.mean().item()}
+    wanted["value_loss"] = float((torch.where(advantage < 0, 0.2, 0.8) * advantage.square()).mean())
+    before, fast = ({n: p.clone() for n, p in part.named_parameters()} for part in (critics.slow, critics.q))
+    (found,) = train_iql(critics, data, how, steps=1, seed=3)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    for name, p in critics.slow.named_parameters():
+        torch.testing.assert_close(p, 0.75 * before[name] + 0.25 * critics.q.get_parameter(name))
+    assert any(not torch.equal(p, fast[name]) for name, p in critics.q.named_parameters())

@@ -31,7 +31,7 @@ from genrl.vla.methods.rl100.train import (
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act
+from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act, chunk_noise, replay, sample
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla.tiny_policies import FEELS, TOLD, WORDS, flow, frames
 
@@ -85,23 +85,43 @@ def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy
     assert len(figures) == 3
     for row in figures:  # nothing was stepped: all ratios are 1
         assert row["kl/updates"] < 1e-6 and row["ratio/clipped"] == 0 and abs(row["loss/policy"]) < 1e-4
-    again = draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
-    assert torch.equal(again.log_prob, batch.log_prob) and torch.equal(again.states, batch.states)
-    assert torch.equal(part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
-
-
-def test_only_the_executed_actions_have_a_say() -> None:
-    whole, half = (
-        draw_at(flow(), SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=n) for n in (4, 2)
+    again, half = (
+        draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=n) for n in (4, 2)
     )
-    assert torch.equal(whole.states, half.states) and not torch.equal(whole.log_prob, half.log_prob)
-
-
-def test_a_sampler_with_one_ratio_is_refused() -> None:
-    policy = flow(noise_head="expert")
-    batch = draw_at(policy, LearnedNoise(), Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
+    assert torch.equal(again.log_prob, batch.log_prob) and torch.equal(again.states, batch.states)
+    assert torch.equal(half.states, batch.states) and not torch.equal(half.log_prob, batch.log_prob)
+    assert torch.equal(part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
     with pytest.raises(TypeError, match="one per chain"):
-        next(surrogate_steps(policy, LearnedNoise(), lambda loss: None, batch, clip=0.2, executed=4))
+        next(
+            surrogate_steps(
+                policy,
+                LearnedNoise(),
+                scored_by(policy),
+                batch._replace(log_prob=batch.log_prob[:, :1]),
+                clip=0.2,
+                executed=4,
+            )
+        )
+
+
+def test_the_surrogate_by_hand() -> None:
+    """What the critics like more than on average of the chunks that were drawn becomes more likely, as far as the clip
+    lets it."""
+    old, policy, critics, shown = flow(), flow(), Likes(torch.zeros(4, 3)), observations()
+    batch = draw_at(old, SAMPLER, critics, shown, generator(0), executed=4)
+    seeds = torch.randint(2**62, (16,), generator=generator(0)).tolist()
+    noise = chunk_noise(SAMPLER, old, [torch.Generator().manual_seed(seed) for seed in seeds])
+    with torch.no_grad():
+        liked = critics.advantage(shown, old.actions(sample(old, SAMPLER, old.encode(shown), noise).chunk))
+        policy.out.weight.add_(0.002)
+        record = (batch.states, batch.next_states, batch.step_index)
+        now = replay(policy, SAMPLER, policy.encode(shown), *record).log_prob.flatten(2).sum(-1)
+    torch.testing.assert_close(batch.advantage, (liked - liked.mean()) / liked.std(), rtol=1e-4, atol=1e-4)
+    for i, row in enumerate(surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4)):
+        ratio, a = (now[:, i] - batch.log_prob[:, i]).exp(), batch.advantage
+        wanted = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+        assert row["loss/policy"] == pytest.approx(float(wanted), rel=1e-3, abs=1e-4) and abs(float(wanted)) > 1e-3
+        assert row["ratio/clipped"] > 0
 
 
 class Still:
