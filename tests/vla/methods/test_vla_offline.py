@@ -11,21 +11,9 @@ from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.runtime import state
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods import shared_settings
+from genrl.vla.methods import offline, shared_settings
 from genrl.vla.methods.critics import Critics, train_iql
 from genrl.vla.methods.fisor.train import judged
-from genrl.vla.methods.offline import (
-    Store,
-    Words,
-    cloning_errors,
-    frames_of,
-    from_rollout,
-    merge,
-    play,
-    recorded_chunks,
-    successful,
-    take,
-)
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
@@ -36,7 +24,7 @@ from tests.vla import frail
 from tests.vla.frail import FINE, RAISE
 from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames
 
-READS = Words(WORDS)
+READS = offline.Words(WORDS)
 
 
 def expert_data(count: int = 12, noise: float = 0.0, seed: int = 3, **how):
@@ -47,7 +35,7 @@ def expert_data(count: int = 12, noise: float = 0.0, seed: int = 3, **how):
         chunk += np.random.default_rng([seed, decision]).normal(0, noise, chunk.shape) if noise else 0.0
         return torch.from_numpy(chunk.astype(np.float32))
 
-    return play(env, behave, READS, decisions=10, seed=seed, **how)
+    return offline.play(env, behave, READS, decisions=10, seed=seed, **how)
 
 
 def test_an_experts_episodes_are_recorded_one_after_the_other() -> None:
@@ -83,7 +71,7 @@ def test_an_episode_that_a_simulator_lost_is_left_out() -> None:
         return chunk
 
     env = open_environment(Simulation(f"{frail.__file__}:make", num_envs=4, chunk=2))
-    data = play(env, behave, Reads(), decisions=6, seed=3, one_episode=True)
+    data = offline.play(env, behave, Reads(), decisions=6, seed=3, one_episode=True)
     env.close()
     assert env.dropped == 1 and data.episode.unique().tolist() == [0, 2, 3]
     assert judged(data)["eval/length_mean"] == 6.0
@@ -111,7 +99,7 @@ class Recording(MiniTable):
 def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
     env = Recording(6, image_size=0, chunk=4, max_steps=12)
     rollout = collect(env, policy, sampler, RolloutPlan(decisions=5, seed=0, iteration=0))
-    data = from_rollout(rollout, policy, gamma=0.95)
+    data = offline.from_rollout(rollout, policy, gamma=0.95)
     sent = torch.from_numpy(np.stack(env.sent))[rollout.valid]
     torch.testing.assert_close(data.action, sent, rtol=1e-5, atol=1e-5)
     assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
@@ -120,20 +108,20 @@ def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
     env = MiniTable(4, image_size=0)
     rollout = collect(env, flow(), FlowSteps(steps=6), RolloutPlan(decisions=3, seed=0, iteration=0))
     with pytest.raises(ValueError, match="does not hold its chunks"):
-        from_rollout(rollout, flow(), gamma=0.9)
+        offline.from_rollout(rollout, flow(), gamma=0.9)
 
 
 def test_sets_are_merged_and_cut() -> None:
     """One episode of every table."""
     one, other = expert_data(4, one_episode=True), expert_data(5, seed=9, one_episode=True)
-    both = merge(one, other)
+    both = offline.merge(one, other)
     assert len(both.reward) == len(one.reward) + len(other.reward)
     assert sorted(both.episode.unique().tolist()) == list(range(9))
     lost = both._replace(success=both.success & (both.episode != 1))
-    assert both.done.sum() == 9 and torch.equal(successful(lost), lost.episode != 1)
-    back = take(both, both.episode >= 4)
+    assert both.done.sum() == 9 and torch.equal(offline.successful(lost), lost.episode != 1)
+    back = offline.take(both, both.episode >= 4)
     assert torch.equal(back.observation[STATE], other.observation[STATE]) and torch.equal(back.action, other.action)
-    assert set(frames_of(both)) == {STATE, ENVIRONMENT, TOKENS, ACTION}
+    assert set(offline.frames_of(both)) == {STATE, ENVIRONMENT, TOKENS, ACTION}
 
 
 def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
@@ -141,7 +129,9 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
         weight = torch.ones(len(action))
-        found = cloning_errors(policy, recorded_chunks(policy, observation, action, bars, generator(7), weight))
+        found = offline.cloning_errors(
+            policy, offline.recorded_chunks(policy, observation, action, bars, generator(7), weight)
+        )
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)
         context = policy.encode(observation)
@@ -161,7 +151,7 @@ def test_a_store_comes_back_as_it_was() -> None:
     optimiser = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 2)).sum().backward()
     optimiser.step()
-    store = Store(net=net, optimiser=optimiser)
+    store = offline.Store(net=net, optimiser=optimiser)
     store.data, store.ready = {"transitions": expert_data(2, one_episode=True), "figures": {"a": 1.5}}, True
     store.data["labels"] = {ACTION: torch.ones(3, 4, 3)}
     copied = state.copied(store.state_dict())  # what undoes an iteration
@@ -172,7 +162,7 @@ def test_a_store_comes_back_as_it_was() -> None:
     assert copied["modules"]["net"]["weight"].data_ptr() != net.weight.data_ptr()
     tensors, tree = state.pack(store.state_dict())
     other = torch.nn.Linear(2, 2)
-    back = Store(net=other, optimiser=torch.optim.Adam(other.parameters()))
+    back = offline.Store(net=other, optimiser=torch.optim.Adam(other.parameters()))
     back.load_state_dict(state.unpack(tensors, tree))
     assert back.ready and torch.equal(other.weight, net.weight) and back.data["figures"] == {"a": 1.5}
     assert torch.equal(back.data["transitions"].action, store.data["transitions"].action)
@@ -195,11 +185,11 @@ def test_the_losses_of_iql_by_hand() -> None:
     """Of its first step, over all rows it drew; then the slow copies have followed."""
     data = expert_data(20, 1.0, one_episode=True, gamma=0.95)
     torch.manual_seed(0)
-    critics = Critics(TOLD, frame_statistics(frames_of(data)), 12, width=16)
+    critics = Critics(TOLD, frame_statistics(offline.frames_of(data)), 12, width=16)
     for net in (*critics.q, *critics.slow, critics.v):
         torch.nn.init.normal_(net.head[-1].weight)
     how = shared_settings.Critics(batch_size=64, lr=1e-3, expectile=0.8, target_rate=0.25)
-    drawn = take(data, torch.randint(len(data.reward), (64,), generator=generator(3, "iql", 0)))
+    drawn = offline.take(data, torch.randint(len(data.reward), (64,), generator=generator(3, "iql", 0)))
     with torch.no_grad():
         value, following = critics.v(drawn.observation), critics.v(drawn.next_observation)
         advantage = critics.slow_q(drawn.observation, drawn.action).amin(0) - value

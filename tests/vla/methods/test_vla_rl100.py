@@ -15,19 +15,10 @@ from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.critics import Critics, seen_statistics
 from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.offline import from_rollout
+from genrl.vla.methods.rl100 import train as rl100
 from genrl.vla.methods.rl100.distillation import distil, one_step
 from genrl.vla.methods.rl100.episodes import seen
 from genrl.vla.methods.rl100.settings import RL100
-from genrl.vla.methods.rl100.train import (
-    Gate,
-    decayed_clip,
-    draw_at,
-    inputs_of,
-    loss,
-    online_batch,
-    part,
-    surrogate_steps,
-)
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
@@ -62,38 +53,40 @@ def collected(policy, tables: int = 8, decisions: int = 6):
 
 def scored_by(policy):
     """RL-100's loss of what was recorded, under this policy."""
-    return lambda recorded: loss(RL100(), Acting(policy, SAMPLER), recorded)
+    return lambda recorded: rl100.loss(RL100(), Acting(policy, SAMPLER), recorded)
 
 
 def test_the_clip_range_decays_for_200_uses() -> None:
-    assert decayed_clip(0.25, 0.96, 0) == 0.25 and decayed_clip(0.25, 0.96, 2) == pytest.approx(0.25 * 0.96**2)
-    assert decayed_clip(0.25, 0.96, 5000) == decayed_clip(0.25, 0.96, 200) > 0
+    assert rl100.decayed_clip(0.25, 0.96, 0) == 0.25 and rl100.decayed_clip(0.25, 0.96, 2) == pytest.approx(
+        0.25 * 0.96**2
+    )
+    assert rl100.decayed_clip(0.25, 0.96, 5000) == rl100.decayed_clip(0.25, 0.96, 200) > 0
 
 
 def test_the_gate_moves_up_only() -> None:
-    gate = Gate(1.0)
+    gate = rl100.Gate(1.0)
     assert [gate.admits(value) for value in (0.5, 1.0, 1.2, 1.1, 1.3)] == [False, False, True, False, True]
     assert (gate.best, gate.accepted, gate.refused) == (1.3, 2, 3)
 
 
 def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy() -> None:
     policy, old = flow(), flow()
-    batch = draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
+    batch = rl100.draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
     assert batch.log_prob.shape == (16, 3) and batch.states.shape[1] == 3  # the last step has no noise
     assert batch.advantage.mean().abs() < 1e-5 and batch.advantage.std().item() == pytest.approx(1.0, rel=1e-4)
-    figures = list(surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4))
+    figures = list(rl100.surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4))
     assert len(figures) == 3
     for row in figures:  # nothing was stepped: all ratios are 1
         assert row["kl/updates"] < 1e-6 and row["ratio/clipped"] == 0 and abs(row["loss/policy"]) < 1e-4
     again, half = (
-        draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=n) for n in (4, 2)
+        rl100.draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=n) for n in (4, 2)
     )
     assert torch.equal(again.log_prob, batch.log_prob) and torch.equal(again.states, batch.states)
     assert torch.equal(half.states, batch.states) and not torch.equal(half.log_prob, batch.log_prob)
-    assert torch.equal(part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
+    assert torch.equal(rl100.part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
     with pytest.raises(TypeError, match="one per chain"):
         next(
-            surrogate_steps(
+            rl100.surrogate_steps(
                 policy,
                 LearnedNoise(),
                 scored_by(policy),
@@ -108,7 +101,7 @@ def test_the_surrogate_by_hand() -> None:
     """What the critics like more than on average of the chunks that were drawn becomes more likely, as far as the clip
     lets it."""
     old, policy, critics, shown = flow(), flow(), Likes(torch.zeros(4, 3)), observations()
-    batch = draw_at(old, SAMPLER, critics, shown, generator(0), executed=4)
+    batch = rl100.draw_at(old, SAMPLER, critics, shown, generator(0), executed=4)
     seeds = torch.randint(2**62, (16,), generator=generator(0)).tolist()
     noise = chunk_noise(SAMPLER, old, [torch.Generator().manual_seed(seed) for seed in seeds])
     with torch.no_grad():
@@ -117,7 +110,7 @@ def test_the_surrogate_by_hand() -> None:
         record = (batch.states, batch.next_states, batch.step_index)
         now = replay(policy, SAMPLER, policy.encode(shown), *record).log_prob.flatten(2).sum(-1)
     torch.testing.assert_close(batch.advantage, (liked - liked.mean()) / liked.std(), rtol=1e-4, atol=1e-4)
-    for i, row in enumerate(surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4)):
+    for i, row in enumerate(rl100.surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4)):
         ratio, a = (now[:, i] - batch.log_prob[:, i]).exp(), batch.advantage
         wanted = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
         assert row["loss/policy"] == pytest.approx(float(wanted), rel=1e-3, abs=1e-4) and abs(float(wanted)) > 1e-3
@@ -193,7 +186,7 @@ def test_online_advantages_are_those_of_exact_gae() -> None:
     torch.manual_seed(0)
     critics = Critics(TOLD, frame_statistics(frames()), 12, width=16)
     nn.init.normal_(critics.v.head[-1].weight)
-    batch, returns, observation = online_batch(rollout, critics, gamma=0.9, lam=0.8, executed=4)
+    batch, returns, observation = rl100.online_batch(rollout, critics, gamma=0.9, lam=0.8, executed=4)
     shown = rollout.observations
     with torch.no_grad():
         values = torch.stack([critics.v({name: value[t] for name, value in shown.items()}) for t in range(7)])
@@ -229,4 +222,4 @@ def test_a_student_meets_its_teacher_in_one_step() -> None:
 def test_a_policy_whose_worth_cannot_be_imagined_is_refused() -> None:
     published = SimpleNamespace(config=SimpleNamespace())
     with pytest.raises(ValueError, match="policy.path: rl100's critics .* a SimpleNamespace has inputs of its own"):
-        inputs_of(published)
+        rl100.inputs_of(published)
