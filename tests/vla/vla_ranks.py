@@ -19,7 +19,8 @@ def record(path: str, out: str, teaching: int | None = None, resume: str | None 
     """Train the YAML file, and write every rollout to `out`/rollout-<iteration>-<first slot>.safetensors; and after the
     updates to `out`/shares-<rank>.safetensors how many weights are shares, their numbers here, and in all.
 
-    resume: a run's folder, to go on there. teaching: slots from this one on always fail, of those before it every fourth one succeeds.
+    teaching: slots from this one on always fail, of those before it every fourth one succeeds. resume: a run's folder,
+    to go on there.
     """
     collect = VLARun.collect
 
