@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from genrl.cli.folders import is_policy
-from genrl.config import ConfigError, VLAConfig, check_files, load
+from genrl.config import ConfigError, VLAConfig, check_files
 from genrl.runtime.progress import Progress
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import TOKENS
 from genrl.vla.setup import export, load_trained
-from genrl.vla.train import judge_policy, open_policy, train
+from genrl.vla.train import judge_policy, train
 from tests.run_folders import assert_resumes
 from tests.vla import vla_runs
 from tests.vla.openvla_folders import observation
@@ -102,10 +102,3 @@ def test_the_check_reads_the_folder(tmp_path: Path) -> None:
     wrong = config(tmp_path, policy={"oft": {**OFT, "unnorm_key": "minitabel"}})
     assert "found 'minitabel'; the nearest: minitable" in found(wrong)
     assert "5 actions cannot be executed of chunks of 4" in found(config(tmp_path, environment={"chunk": 5}))
-
-
-def test_the_sampler_has_to_be_that_of_the_policy(tmp_path: Path) -> None:
-    run = config(tmp_path)
-    flow = run.model_copy(update={"sampler": load(tmp_path / "tiny.yaml", ["sampler={kind: flow_sde}"]).sampler})
-    with pytest.raises(ValueError, match="flow_sde needs a policy that predicts velocity; for this one write tokens"):
-        open_policy(flow)

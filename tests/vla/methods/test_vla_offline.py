@@ -146,27 +146,17 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
         torch.testing.assert_close(found, error.square().mean((1, 2)))
 
 
-def test_a_store_comes_back_as_it_was() -> None:
+def test_what_undoes_an_iteration_copies_of_a_store_what_may_change() -> None:
     net = torch.nn.Linear(2, 2)
-    optimiser = torch.optim.Adam(net.parameters())
-    net(torch.ones(1, 2)).sum().backward()
-    optimiser.step()
-    store = offline.Store(net=net, optimiser=optimiser)
-    store.data, store.ready = {"transitions": expert_data(2, one_episode=True), "figures": {"a": 1.5}}, True
+    store = offline.Store(net=net)
+    store.data = {"transitions": expert_data(2, one_episode=True), "figures": {"a": 1.5}}
     store.data["labels"] = {ACTION: torch.ones(3, 4, 3)}
-    copied = state.copied(store.state_dict())  # what undoes an iteration
+    copied = state.copied(store.state_dict())
     assert copied["data"]["transitions"]["$transitions"]["action"] is store.data["transitions"].action  # nobody writes
     assert copied["data"]["labels"][ACTION] is store.data["labels"][ACTION]
     store.data["labels"] |= {STATE: torch.ones(3, 2)}
     assert list(copied["data"]["labels"]) == [ACTION]
     assert copied["modules"]["net"]["weight"].data_ptr() != net.weight.data_ptr()
-    tensors, tree = state.pack(store.state_dict())
-    other = torch.nn.Linear(2, 2)
-    back = offline.Store(net=other, optimiser=torch.optim.Adam(other.parameters()))
-    back.load_state_dict(state.unpack(tensors, tree))
-    assert back.ready and torch.equal(other.weight, net.weight) and back.data["figures"] == {"a": 1.5}
-    assert torch.equal(back.data["transitions"].action, store.data["transitions"].action)
-    assert torch.equal(back.data["transitions"].observation[STATE], store.data["transitions"].observation[STATE])
 
 
 def test_a_critic_looks_no_further_than_the_data() -> None:
