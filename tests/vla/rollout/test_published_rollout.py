@@ -20,7 +20,7 @@ SFT = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
 PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
 SDE, NOISE = {"kind": "flow_sde", "steps": 2}, {"kind": "flow_noise", "steps": 2}
 DPPO = {"kind": "diffusion", "steps": 3, "ft_denoising_steps": 3}
-FROZEN = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": "rgb_encoder."}
+FROZEN = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": "diffusion.rgb_encoder."}
 
 
 @pytest.mark.parametrize(
