@@ -109,9 +109,11 @@ def test_an_actor_that_dies(far: RayRollouts) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_wrong_there_is_told_here(far: RayRollouts) -> None:
+def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
+    rollouts = RayRollouts(Simulation(**WHERE))
     with pytest.raises(ValueError, match="the policy reads"):
-        far.collect(flow(SEES), FlowSteps(), RolloutPlan(**HOW))
+        rollouts.collect(flow(SEES), FlowSteps(), RolloutPlan(**HOW))
+    rollouts.close()
     with pytest.raises(ValueError, match="Write ray_simulators"):
         gpu_share(2)
 
