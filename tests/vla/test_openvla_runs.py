@@ -47,6 +47,7 @@ def test_a_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
         assert [row["rollout/log_prob_off"] for row in rows] == [0.0, 0.0] and rows[0]["rollout/action_std"] > 0.1
 
 
+@pytest.mark.slow
 def test_groups_are_compared_from_the_run_of_an_imitation(tmp_path: Path) -> None:
     first = train(config(tmp_path, **SFT, output=str(tmp_path / "sft")))
     told = {"group_size": 8, "num_envs": 32, "max_steps": 16}

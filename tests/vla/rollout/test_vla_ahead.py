@@ -157,6 +157,7 @@ def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: 
             run.collect(run.settings)
 
 
+@pytest.mark.slow
 def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on its way is acted anew."""
     far_here.install(monkeypatch)
