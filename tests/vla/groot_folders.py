@@ -33,14 +33,7 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 def groot_shapes(s: Sizes) -> Shapes:
     """Names and shapes of what LeRobot saves."""
-    found: Shapes = {}
-
-    def linear(name: str, inputs: int, outputs: int) -> None:
-        found.update({f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)})
-
-    def norm(name: str, width: int) -> None:
-        found.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
-
+    found = Shapes()
     model = "_groot_model.backbone.model.model."
     text, eye, head = model + "language_model.", model + "visual.", "_groot_model.action_head."
     found["_groot_model.backbone.model.lm_head.weight"] = (s.vocabulary, s.width)  # tied: the embedding's other name
@@ -55,38 +48,38 @@ def groot_shapes(s: Sizes) -> Shapes:
     found[eye + "pos_embed.weight"] = (s.patches, s.eye)
     for n in range(s.eye_layers):
         block = f"{eye}blocks.{n}."
-        norm(block + "norm1", s.eye)
-        norm(block + "norm2", s.eye)
-        linear(block + "attn.qkv", s.eye, 3 * s.eye)
-        linear(block + "attn.proj", s.eye, s.eye)
-        linear(block + "mlp.linear_fc1", s.eye, s.eye_mlp)
-        linear(block + "mlp.linear_fc2", s.eye_mlp, s.eye)
+        found.affine(block + "norm1", s.eye)
+        found.affine(block + "norm2", s.eye)
+        found.affine(block + "attn.qkv", 3 * s.eye, s.eye)
+        found.affine(block + "attn.proj", s.eye, s.eye)
+        found.affine(block + "mlp.linear_fc1", s.eye_mlp, s.eye)
+        found.affine(block + "mlp.linear_fc2", s.eye, s.eye_mlp)
     wide = s.eye * s.merge**2
     for merger, normed in (
         (eye + "merger", s.eye),
         *((f"{eye}deepstack_merger_list.{n}", wide) for n in range(s.deep)),
     ):
-        norm(merger + ".norm", normed)
-        linear(merger + ".linear_fc1", wide, wide)
-        linear(merger + ".linear_fc2", wide, s.width)
-    linear(head + "model.timestep_encoder.timestep_embedder.linear_1", 256, s.expert)
-    linear(head + "model.timestep_encoder.timestep_embedder.linear_2", s.expert, s.expert)
+        found.affine(merger + ".norm", normed)
+        found.affine(merger + ".linear_fc1", wide, wide)
+        found.affine(merger + ".linear_fc2", s.width, wide)
+    found.affine(head + "model.timestep_encoder.timestep_embedder.linear_1", s.expert, 256)
+    found.affine(head + "model.timestep_encoder.timestep_embedder.linear_2", s.expert, s.expert)
     for stack, depth, width in (("model", s.blocks, s.expert), ("vl_self_attention", s.above, s.width)):
         for n in range(depth):
             block = f"{head}{stack}.transformer_blocks.{n}."
             other = s.width if stack == "model" and n % 2 == 0 else width
             for projection, reads in (("to_q", width), ("to_k", other), ("to_v", other), ("to_out.0", width)):
-                linear(f"{block}attn1.{projection}", reads, width)
-            linear(block + "ff.net.0.proj", width, 4 * width)
-            linear(block + "ff.net.2", 4 * width, width)
+                found.affine(f"{block}attn1.{projection}", width, reads)
+            found.affine(block + "ff.net.0.proj", 4 * width, width)
+            found.affine(block + "ff.net.2", width, 4 * width)
             if stack == "model":
-                linear(block + "norm1.linear", width, 2 * width)
+                found.affine(block + "norm1.linear", 2 * width, width)
             else:
-                norm(block + "norm1", width)
-                norm(block + "norm3", width)
-    linear(head + "model.proj_out_1", s.expert, 2 * s.expert)
-    linear(head + "model.proj_out_2", s.expert, s.hidden)
-    norm(head + "vlln", s.width)
+                found.affine(block + "norm1", width)
+                found.affine(block + "norm3", width)
+    found.affine(head + "model.proj_out_1", 2 * s.expert, s.expert)
+    found.affine(head + "model.proj_out_2", s.hidden, s.expert)
+    found.affine(head + "vlln", s.width)
     found[head + "position_embedding.weight"] = (s.places, s.expert)
     for name, inputs, outputs in (
         ("state_encoder.layer1", s.state, s.hidden), ("state_encoder.layer2", s.hidden, s.expert),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.vla.published import Shapes, random_weights
+from tests.vla.published import Shapes, decoder_shapes, random_weights
 
 WORDS = (
     "in what action should the robot take to put the red green blue block in left right far zone touch ? : out".split()
@@ -36,80 +36,68 @@ REAL = Sizes(
 
 def vit_shapes(s: Sizes, side: int) -> Shapes:
     """Names and shapes of timm's model; its layer scales are called scale_factor, as prismatic saves them."""
-    width = s.width
-    found: Shapes = {
-        "pos_embed": (1, (side // s.patch) ** 2, width),
-        "patch_embed.proj.weight": (width, 3, s.patch, s.patch),
-        "patch_embed.proj.bias": (width,),
-        "norm.weight": (width,),
-        "norm.bias": (width,),
-    }
-    for n in range(s.depth):
-        block = f"blocks.{n}."
-        for norm in ("norm1", "norm2"):
-            found |= {f"{block}{norm}.weight": (width,), f"{block}{norm}.bias": (width,)}
-        for name, rows, columns in (
-            ("attn.qkv", 3 * width, width),
-            ("attn.proj", width, width),
-            ("mlp.fc1", s.mlp, width),
-            ("mlp.fc2", width, s.mlp),
-        ):
-            found |= {f"{block}{name}.weight": (rows, columns), f"{block}{name}.bias": (rows,)}
+    found, width = Shapes({"pos_embed": (1, (side // s.patch) ** 2, s.width)}), s.width
+    found.affine("patch_embed.proj", width, 3, s.patch, s.patch)
+    found.affine("norm", width)
+    for block in (f"blocks.{n}." for n in range(s.depth)):
+        found.affine(block + "norm1", width)
+        found.affine(block + "norm2", width)
+        found.affine(block + "attn.qkv", 3 * width, width)
+        found.affine(block + "attn.proj", width, width)
+        found.affine(block + "mlp.fc1", s.mlp, width)
+        found.affine(block + "mlp.fc2", width, s.mlp)
         if s.registers is not None:
             found |= {f"{block}ls1.scale_factor": (width,), f"{block}ls2.scale_factor": (width,)}
     if s.registers is not None:
-        return found | {"cls_token": (1, 1, width), "reg_token": (1, s.registers, width)}
-    pool: Shapes = {"latent": (1, 1, width)}
-    for name, rows, columns in (
-        ("q", width, width),
-        ("kv", 2 * width, width),
-        ("proj", width, width),
-        ("mlp.fc1", s.mlp, width),
-        ("mlp.fc2", width, s.mlp),
-    ):
-        pool |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-    pool |= {"norm.weight": (width,), "norm.bias": (width,)}
-    return found | {f"attn_pool.{name}": shape for name, shape in pool.items()}
+        found |= {"cls_token": (1, 1, width), "reg_token": (1, s.registers, width)}
+        return found
+    found["attn_pool.latent"] = (1, 1, width)
+    found.affine("attn_pool.q", width, width)
+    found.affine("attn_pool.kv", 2 * width, width)
+    found.affine("attn_pool.proj", width, width)
+    found.affine("attn_pool.mlp.fc1", s.mlp, width)
+    found.affine("attn_pool.mlp.fc2", width, s.mlp)
+    found.affine("attn_pool.norm", width)
+    return found
 
 
 def shapes(s: Sizes) -> Shapes:
     """Names and shapes of openvla/openvla-7b."""
-    found: Shapes = {}
+    found = Shapes()
     for tower, size in (("featurizer", s.dino), ("fused_featurizer", s.siglip)):
         found |= {f"vision_backbone.{tower}.{name}": shape for name, shape in vit_shapes(size, s.side).items()}
     seen = s.dino.width + s.siglip.width
-    for name, rows, columns in (("fc1", 4 * seen, seen), ("fc2", s.width, 4 * seen), ("fc3", s.width, s.width)):
-        found |= {f"projector.{name}.weight": (rows, columns), f"projector.{name}.bias": (rows,)}
+    found.affine("projector.fc1", 4 * seen, seen)
+    found.affine("projector.fc2", s.width, 4 * seen)
+    found.affine("projector.fc3", s.width, s.width)
     model, words = "language_model.model.", s.vocabulary + s.padded
     found |= {f"{model}embed_tokens.weight": (words, s.width), "language_model.lm_head.weight": (words, s.width)}
     found[f"{model}norm.weight"] = (s.width,)
-    for n in range(s.layers):
-        layer = f"{model}layers.{n}."
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            found[f"{layer}self_attn.{projection}.weight"] = (s.width, s.width)
-        found |= {f"{layer}mlp.gate_proj.weight": (s.mlp, s.width), f"{layer}mlp.up_proj.weight": (s.mlp, s.width)}
-        found[f"{layer}mlp.down_proj.weight"] = (s.width, s.mlp)
-        found |= {f"{layer}input_layernorm.weight": (s.width,), f"{layer}post_attention_layernorm.weight": (s.width,)}
+    for layer in (f"{model}layers.{n}." for n in range(s.layers)):
+        found |= decoder_shapes(layer, s.width, s.mlp, s.width, s.width)
+        found |= {f"{layer}{norm}_layernorm.weight": (s.width,) for norm in ("input", "post_attention")}
     return found
 
 
 def head_shapes(width: int, numbers: int) -> Shapes:
     """action_head--*_checkpoint.pt of OFT, whose keys distributed training has put module. before."""
-    model = "module.model."
-    found: Shapes = {f"{model}layer_norm1.weight": (numbers * width,), f"{model}layer_norm1.bias": (numbers * width,)}
-    found |= {f"{model}fc1.weight": (width, numbers * width), f"{model}fc1.bias": (width,)}
+    found, model = Shapes(), "module.model."
+    found.affine(model + "layer_norm1", numbers * width)
+    found.affine(model + "fc1", width, numbers * width)
     for n in range(2):
-        ffn = f"{model}mlp_resnet_blocks.{n}.ffn."
-        found |= {f"{ffn}0.weight": (width,), f"{ffn}0.bias": (width,)}
-        found |= {f"{ffn}1.weight": (width, width), f"{ffn}1.bias": (width,)}
-    found |= {f"{model}layer_norm2.weight": (width,), f"{model}layer_norm2.bias": (width,)}
-    return found | {f"{model}fc2.weight": (numbers, width), f"{model}fc2.bias": (numbers,)}
+        found.affine(f"{model}mlp_resnet_blocks.{n}.ffn.0", width)
+        found.affine(f"{model}mlp_resnet_blocks.{n}.ffn.1", width, width)
+    found.affine(model + "layer_norm2", width)
+    found.affine(model + "fc2", numbers, width)
+    return found
 
 
 def proprio_shapes(width: int, numbers: int) -> Shapes:
     """proprio_projector--*_checkpoint.pt of OFT."""
-    found: Shapes = {"module.fc1.weight": (width, numbers), "module.fc1.bias": (width,)}
-    return found | {"module.fc2.weight": (width, width), "module.fc2.bias": (width,)}
+    found = Shapes()
+    found.affine("module.fc1", width, numbers)
+    found.affine("module.fc2", width, width)
+    return found
 
 
 def config(s: Sizes, stats: dict[str, Any] | None) -> dict[str, Any]:

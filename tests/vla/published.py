@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Sizes
 
@@ -17,7 +18,14 @@ from torch import Tensor
 
 from genrl.vla.policies.policy import ENVIRONMENT, STATE
 
-Shapes = dict[str, tuple[int, ...]]
+
+class Shapes(dict[str, tuple[int, ...]]):
+    """Of tensors by name."""
+
+    def affine(self, name: str, *weight: int) -> None:
+        """A weight and the bias, or shift, that goes with it."""
+        self[f"{name}.weight"], self[f"{name}.bias"] = weight, weight[:1]
+
 
 WORDS = "Task State Action put the red green blue block in far zone touch : , ; <bos> <unk>".split()
 LINES = ["put the red block in the far zone", "touch the blue block", "touch the green block"]
@@ -34,48 +42,32 @@ PI_REAL = Sizes(
 
 def pi_shapes(s: Sizes, *, adaptive: bool) -> Shapes:
     """Names and shapes of lerobot/pi0_base, or pi05_base."""
-    model = "paligemma_with_expert.paligemma.model."
-    eye = model + "vision_tower.vision_model."
-    found: Shapes = {
-        "paligemma_with_expert.paligemma.lm_head.weight": (s.vocabulary, s.width),
-        model + "multi_modal_projector.linear.weight": (s.width, s.eye),
-        model + "multi_modal_projector.linear.bias": (s.width,),
-        model + "language_model.norm.weight": (s.width,),
-        eye + "embeddings.patch_embedding.weight": (s.eye, 3, s.patch, s.patch),
-        eye + "embeddings.patch_embedding.bias": (s.eye,),
-        eye + "embeddings.position_embedding.weight": (s.patches, s.eye),
-        eye + "post_layernorm.weight": (s.eye,),
-        eye + "post_layernorm.bias": (s.eye,),
-        "paligemma_with_expert.gemma_expert.lm_head.weight": (s.vocabulary, s.expert),
-        "action_in_proj.weight": (s.expert, s.padded),
-        "action_in_proj.bias": (s.expert,),
-        "action_out_proj.weight": (s.padded, s.expert),
-        "action_out_proj.bias": (s.padded,),
-    }
-    found |= vision_shapes(eye, s)
-    expert = "paligemma_with_expert.gemma_expert.model."
+    model, expert = "paligemma_with_expert.paligemma.model.", "paligemma_with_expert.gemma_expert."
+    found = Shapes({"paligemma_with_expert.paligemma.lm_head.weight": (s.vocabulary, s.width)})
+    found.affine(model + "multi_modal_projector.linear", s.width, s.eye)
+    found[model + "language_model.norm.weight"] = (s.width,)
+    eye_ends(found, model + "vision_tower.vision_model.", s)
+    found[expert + "lm_head.weight"] = (s.vocabulary, s.expert)
+    found.affine("action_in_proj", s.expert, s.padded)
+    found.affine("action_out_proj", s.padded, s.expert)
+    eye_layers(found, model + "vision_tower.vision_model.", s)
+    norms, expert = ("input_layernorm", "post_attention_layernorm"), expert + "model."
     for stack, width, mlp in ((model + "language_model.", s.width, s.mlp), (expert, s.expert, s.expert_mlp)):
         for n in range(s.layers):
             layer = f"{stack}layers.{n}."
             found |= decoder_shapes(layer, width, mlp, s.queries, s.head)
             if not (adaptive and stack == expert):
-                found |= {f"{layer}input_layernorm.weight": (width,)}
-                found |= {f"{layer}post_attention_layernorm.weight": (width,)}
+                found |= {f"{layer}{norm}.weight": (width,) for norm in norms}
     if adaptive:
-        norms = [
-            f"{expert}layers.{n}.{norm}"
-            for n in range(s.layers)
-            for norm in ("input_layernorm", "post_attention_layernorm")
-        ]
-        for norm in (*norms, expert + "norm"):
-            found |= {f"{norm}.dense.weight": (3 * s.expert, s.expert), f"{norm}.dense.bias": (3 * s.expert,)}
+        for norm in (*(f"layers.{n}.{norm}" for n in range(s.layers) for norm in norms), "norm"):
+            found.affine(f"{expert}{norm}.dense", 3 * s.expert, s.expert)
         times = {"time_mlp_in": s.expert, "time_mlp_out": s.expert}
     else:
         found[expert + "norm.weight"] = (s.expert,)
-        found |= {"state_proj.weight": (s.expert, s.padded), "state_proj.bias": (s.expert,)}
+        found.affine("state_proj", s.expert, s.padded)
         times = {"action_time_mlp_in": 2 * s.expert, "action_time_mlp_out": s.expert}
     for name, wide in times.items():
-        found |= {f"{name}.weight": (s.expert, wide), f"{name}.bias": (s.expert,)}
+        found.affine(name, s.expert, wide)
     return found
 
 
@@ -93,69 +85,55 @@ SMOL_REAL = Sizes(
 
 def smol_shapes(s: Sizes) -> Shapes:
     """Names and shapes of lerobot/smolvla_base."""
-    model = "model.vlm_with_expert.vlm.model."
-    eye, expert = model + "vision_model.", "model.vlm_with_expert.lm_expert."
-    found: Shapes = {
-        "model.vlm_with_expert.vlm.lm_head.weight": (s.vocabulary, s.width),
-        model + "text_model.embed_tokens.weight": (s.vocabulary, s.width),
-        model + "text_model.norm.weight": (s.width,),
-        model + "connector.modality_projection.proj.weight": (s.width, s.shuffled),
-        eye + "embeddings.patch_embedding.weight": (s.eye, 3, s.patch, s.patch),
-        eye + "embeddings.patch_embedding.bias": (s.eye,),
-        eye + "embeddings.position_embedding.weight": (s.patches, s.eye),
-        eye + "post_layernorm.weight": (s.eye,),
-        eye + "post_layernorm.bias": (s.eye,),
-        expert + "norm.weight": (s.expert,),
-        "model.state_proj.weight": (s.width, s.padded),
-        "model.state_proj.bias": (s.width,),
-        "model.action_in_proj.weight": (s.expert, s.padded),
-        "model.action_in_proj.bias": (s.expert,),
-        "model.action_out_proj.weight": (s.padded, s.expert),
-        "model.action_out_proj.bias": (s.padded,),
-        "model.action_time_mlp_in.weight": (s.expert, 2 * s.expert),
-        "model.action_time_mlp_in.bias": (s.expert,),
-        "model.action_time_mlp_out.weight": (s.expert, s.expert),
-        "model.action_time_mlp_out.bias": (s.expert,),
-    }
-    found |= vision_shapes(eye, s)
+    model, expert = "model.vlm_with_expert.vlm.model.", "model.vlm_with_expert.lm_expert."
+    found = Shapes({"model.vlm_with_expert.vlm.lm_head.weight": (s.vocabulary, s.width)})
+    found[model + "text_model.embed_tokens.weight"] = (s.vocabulary, s.width)
+    found[model + "text_model.norm.weight"] = (s.width,)
+    found[model + "connector.modality_projection.proj.weight"] = (s.width, s.shuffled)
+    eye_ends(found, model + "vision_model.", s)
+    found[expert + "norm.weight"] = (s.expert,)
+    for name, rows, columns in (
+        ("state_proj", s.width, s.padded),
+        ("action_in_proj", s.expert, s.padded),
+        ("action_out_proj", s.padded, s.expert),
+        ("action_time_mlp_in", s.expert, 2 * s.expert),
+        ("action_time_mlp_out", s.expert, s.expert),
+    ):
+        found.affine(f"model.{name}", rows, columns)
+    eye_layers(found, model + "vision_model.", s)
     for stack, width, mlp in ((model + "text_model.", s.width, s.mlp), (expert, s.expert, s.expert_mlp)):
         for n in range(s.layers):
             layer = f"{stack}layers.{n}."
             found |= decoder_shapes(layer, width, mlp, s.queries, s.head)
-            found[f"{layer}input_layernorm.weight"] = (width,)
-            found[f"{layer}post_attention_layernorm.weight"] = (width,)
+            found |= {f"{layer}{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
             if stack == expert and n % 2:
-                found[f"{layer}self_attn.k_proj.weight"] = (s.head, s.head)
-                found[f"{layer}self_attn.v_proj.weight"] = (s.head, s.head)
+                found |= {f"{layer}self_attn.{part}_proj.weight": (s.head, s.head) for part in "kv"}
     return found
 
 
-def vision_shapes(eye: str, s: Sizes) -> Shapes:
-    """The layers of a SigLIP."""
-    found: Shapes = {}
-    for n in range(s.eye_layers):
-        layer = f"{eye}encoder.layers.{n}."
+def eye_ends(found: Shapes, eye: str, s: Sizes) -> None:
+    """What is before and after the layers of a SigLIP."""
+    found.affine(eye + "embeddings.patch_embedding", s.eye, 3, s.patch, s.patch)
+    found[eye + "embeddings.position_embedding.weight"] = (s.patches, s.eye)
+    found.affine(eye + "post_layernorm", s.eye)
+
+
+def eye_layers(found: Shapes, eye: str, s: Sizes) -> None:
+    for layer in (f"{eye}encoder.layers.{n}." for n in range(s.eye_layers)):
         for norm in ("layer_norm1", "layer_norm2"):
-            found |= {f"{layer}{norm}.weight": (s.eye,), f"{layer}{norm}.bias": (s.eye,)}
+            found.affine(layer + norm, s.eye)
         for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found[f"{layer}self_attn.{projection}.weight"] = (s.eye, s.eye)
-            found[f"{layer}self_attn.{projection}.bias"] = (s.eye,)
-        found |= {f"{layer}mlp.fc1.weight": (s.eye_mlp, s.eye), f"{layer}mlp.fc1.bias": (s.eye_mlp,)}
-        found |= {f"{layer}mlp.fc2.weight": (s.eye, s.eye_mlp), f"{layer}mlp.fc2.bias": (s.eye,)}
-    return found
+            found.affine(f"{layer}self_attn.{projection}", s.eye, s.eye)
+        found.affine(layer + "mlp.fc1", s.eye_mlp, s.eye)
+        found.affine(layer + "mlp.fc2", s.eye, s.eye_mlp)
 
 
-def decoder_shapes(layer: str, width: int, mlp: int, queries: int, keys: int) -> Shapes:
+def decoder_shapes(layer: str, width: int, mlp: int, queries: int, keys: int) -> dict[str, tuple[int, ...]]:
     """The matrices of a Gemma's or Llama's layer."""
-    return {
-        f"{layer}self_attn.q_proj.weight": (queries, width),
-        f"{layer}self_attn.k_proj.weight": (keys, width),
-        f"{layer}self_attn.v_proj.weight": (keys, width),
-        f"{layer}self_attn.o_proj.weight": (width, queries),
-        f"{layer}mlp.gate_proj.weight": (mlp, width),
-        f"{layer}mlp.up_proj.weight": (mlp, width),
-        f"{layer}mlp.down_proj.weight": (width, mlp),
-    }
+    attention = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+    projections = {"gate": (mlp, width), "up": (mlp, width), "down": (width, mlp)}
+    found = {f"{layer}self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    return found | {f"{layer}mlp.{name}_proj.weight": shape for name, shape in projections.items()}
 
 
 def random_weights(shapes: Shapes, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -364,70 +342,70 @@ DIFFUSION_TINY = Sizes(dims=(16, 24, 32), kernel=3, time=12, points=4, cell=4, s
 DIFFUSION_REAL = Sizes(dims=(512, 1024, 2048), kernel=5, time=128, points=32, cell=9, state=2, action=2)
 
 
+def resnet_shapes(found: Shapes, names: tuple[str, str, list[str]], norm: Callable[[str, int], None]) -> None:
+    """A ResNet-18; names: of its first convolution, of the norm after it, and of the four stages."""
+    first, after, stages = names
+    found[f"{first}.weight"], before = (64, 3, 7, 7), 64
+    norm(after, 64)
+    for stage, width in zip(stages, (64, 128, 256, 512), strict=True):
+        for own in (f"{stage}.0.", f"{stage}.1."):
+            found[own + "conv1.weight"], found[own + "conv2.weight"] = (width, before, 3, 3), (width, width, 3, 3)
+            norm(own + "bn1", width)
+            norm(own + "bn2", width)
+            if before != width:
+                found[own + "downsample.0.weight"] = (width, before, 1, 1)
+                norm(own + "downsample.1", width)
+            before = width
+
+
 def diffusion_shapes(s: Sizes, *, cameras: int = 1, separate: bool = False, groups: bool = True) -> Shapes:
     """Names and shapes of lerobot/diffusion_pusht."""
-    found: Shapes = {}
-    encoders = [f"diffusion.rgb_encoder.{n}." for n in range(cameras)] if separate else ["diffusion.rgb_encoder."]
+    found = Shapes()
 
     def norm(name: str, width: int) -> None:
-        found.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+        found.affine(name, width)
         if not groups:
             found.update({f"{name}.running_mean": (width,), f"{name}.running_var": (width,)})
             found[f"{name}.num_batches_tracked"] = ()
 
-    for eye in encoders:
-        backbone, before = eye + "backbone.", 64
-        found[backbone + "0.weight"] = (64, 3, 7, 7)
-        norm(backbone + "1", 64)
-        for stage, width in enumerate((64, 128, 256, 512)):
-            for block in range(2):
-                own = f"{backbone}{4 + stage}.{block}."
-                found[own + "conv1.weight"], found[own + "conv2.weight"] = (width, before, 3, 3), (width, width, 3, 3)
-                norm(own + "bn1", width)
-                norm(own + "bn2", width)
-                if before != width:
-                    found[own + "downsample.0.weight"] = (width, before, 1, 1)
-                    norm(own + "downsample.1", width)
-                before = width
-        found |= {eye + "pool.pos_grid": (s.cell, 2), eye + "pool.nets.weight": (s.points, 512, 1, 1)}
-        found |= {eye + "pool.nets.bias": (s.points,), eye + "out.bias": (2 * s.points,)}
-        found[eye + "out.weight"] = (2 * s.points, 2 * s.points)
+    for camera in range(cameras if separate else 1):
+        eye = f"diffusion.rgb_encoder.{camera}." if separate else "diffusion.rgb_encoder."
+        first, after = eye + "backbone.0", eye + "backbone.1"
+        resnet_shapes(found, (first, after, [f"{eye}backbone.{n}" for n in (4, 5, 6, 7)]), norm)
+        found[eye + "pool.pos_grid"] = (s.cell, 2)
+        found.affine(eye + "pool.nets", s.points, 512, 1, 1)
+        found[eye + "out.bias"], found[eye + "out.weight"] = (2 * s.points,), (2 * s.points, 2 * s.points)
     unet = "diffusion.unet."
     condition = s.time + 2 * (s.state + cameras * 2 * s.points)
-    for number, (wide, tall) in {1: (4 * s.time, s.time), 3: (s.time, 4 * s.time)}.items():
-        found[f"{unet}diffusion_step_encoder.{number}.weight"] = (wide, tall)
-        found[f"{unet}diffusion_step_encoder.{number}.bias"] = (wide,)
+    found.affine(unet + "diffusion_step_encoder.1", 4 * s.time, s.time)
+    found.affine(unet + "diffusion_step_encoder.3", s.time, 4 * s.time)
 
     def block(name: str, before: int, after: int) -> None:
-        found[f"{name}.block.0.weight"], found[f"{name}.block.0.bias"] = (after, before, s.kernel), (after,)
-        found[f"{name}.block.1.weight"], found[f"{name}.block.1.bias"] = (after,), (after,)
+        found.affine(f"{name}.block.0", after, before, s.kernel)
+        found.affine(f"{name}.block.1", after)
 
     def residual(name: str, before: int, after: int) -> None:
         block(f"{name}.conv1", before, after)
         block(f"{name}.conv2", after, after)
-        found[f"{name}.cond_encoder.1.weight"] = (2 * after, condition)
-        found[f"{name}.cond_encoder.1.bias"] = (2 * after,)
+        found.affine(f"{name}.cond_encoder.1", 2 * after, condition)
         if before != after:
-            found[f"{name}.residual_conv.weight"] = (after, before, 1)
-            found[f"{name}.residual_conv.bias"] = (after,)
+            found.affine(f"{name}.residual_conv", after, before, 1)
 
     last = len(s.dims) - 1
     for stage, (before, after) in enumerate(zip((s.action, *s.dims[:-1]), s.dims, strict=True)):
         residual(f"{unet}down_modules.{stage}.0", before, after)
         residual(f"{unet}down_modules.{stage}.1", after, after)
         if stage < last:
-            found[f"{unet}down_modules.{stage}.2.weight"] = (after, after, 3)
-            found[f"{unet}down_modules.{stage}.2.bias"] = (after,)
+            found.affine(f"{unet}down_modules.{stage}.2", after, after, 3)
     for number in range(2):
         residual(f"{unet}mid_modules.{number}", s.dims[-1], s.dims[-1])
     for stage, number in enumerate(reversed(range(last))):
         shallow, deep = s.dims[number], s.dims[number + 1]
         residual(f"{unet}up_modules.{stage}.0", 2 * deep, shallow)
         residual(f"{unet}up_modules.{stage}.1", shallow, shallow)
-        found[f"{unet}up_modules.{stage}.2.weight"] = (shallow, shallow, 4)
-        found[f"{unet}up_modules.{stage}.2.bias"] = (shallow,)
+        found.affine(f"{unet}up_modules.{stage}.2", shallow, shallow, 4)
     block(f"{unet}final_conv.0", s.dims[0], s.dims[0])
-    found |= {f"{unet}final_conv.1.weight": (s.action, s.dims[0], 1), f"{unet}final_conv.1.bias": (s.action,)}
+    found.affine(f"{unet}final_conv.1", s.action, s.dims[0], 1)
     return found
 
 
@@ -494,65 +472,46 @@ ACT_REAL = Sizes(
 
 def act_shapes(s: Sizes, *, cameras: int = 1, use_vae: bool = True, pre_norm: bool = False) -> Shapes:
     """Names and shapes of lerobot/act_aloha_sim_transfer_cube_human."""
-    found: Shapes = {}
-
-    def linear(name: str, before: int, after: int) -> None:
-        found.update({f"model.{name}.weight": (after, before), f"model.{name}.bias": (after,)})
-
-    def norm(name: str) -> None:
-        found.update({f"model.{name}.weight": (s.size,), f"model.{name}.bias": (s.size,)})
+    found = Shapes()
 
     def stack(name: str, layers: int, attentions: tuple[str, ...], *, ends: bool) -> None:
-        for n in range(layers):
+        for layer in (f"model.{name}.layers.{n}." for n in range(layers)):
             for attention in attentions:
-                found[f"model.{name}.layers.{n}.{attention}.in_proj_weight"] = (3 * s.size, s.size)
-                found[f"model.{name}.layers.{n}.{attention}.in_proj_bias"] = (3 * s.size,)
-                linear(f"{name}.layers.{n}.{attention}.out_proj", s.size, s.size)
-            linear(f"{name}.layers.{n}.linear1", s.size, s.wide)
-            linear(f"{name}.layers.{n}.linear2", s.wide, s.size)
+                found[f"{layer}{attention}.in_proj_weight"] = (3 * s.size, s.size)
+                found[f"{layer}{attention}.in_proj_bias"] = (3 * s.size,)
+                found.affine(f"{layer}{attention}.out_proj", s.size, s.size)
+            found.affine(layer + "linear1", s.wide, s.size)
+            found.affine(layer + "linear2", s.size, s.wide)
             for number in range(1, 2 + len(attentions)):
-                norm(f"{name}.layers.{n}.norm{number}")
+                found.affine(f"{layer}norm{number}", s.size)
         if ends:
-            norm(f"{name}.norm")
+            found.affine(f"model.{name}.norm", s.size)
 
     if use_vae:
         stack("vae_encoder", s.vae, ("self_attn",), ends=pre_norm)
         found["model.vae_encoder_cls_embed.weight"] = (1, s.size)
-        linear("vae_encoder_robot_state_input_proj", s.state, s.size)
-        linear("vae_encoder_action_input_proj", s.action, s.size)
-        linear("vae_encoder_latent_output_proj", s.size, 2 * s.latent)
+        found.affine("model.vae_encoder_robot_state_input_proj", s.size, s.state)
+        found.affine("model.vae_encoder_action_input_proj", s.size, s.action)
+        found.affine("model.vae_encoder_latent_output_proj", 2 * s.latent, s.size)
         found["model.vae_encoder_pos_enc"] = (1, 2 + s.chunk, s.size)
     stack("encoder", s.encoder, ("self_attn",), ends=pre_norm)
     stack("decoder", s.decoder, ("self_attn", "multihead_attn"), ends=True)
-    linear("encoder_robot_state_input_proj", s.state, s.size)
+    found.affine("model.encoder_robot_state_input_proj", s.size, s.state)
     if s.environment:
-        linear("encoder_env_state_input_proj", s.environment, s.size)
-    linear("encoder_latent_input_proj", s.latent, s.size)
+        found.affine("model.encoder_env_state_input_proj", s.size, s.environment)
+    found.affine("model.encoder_latent_input_proj", s.size, s.latent)
     found["model.encoder_1d_feature_pos_embed.weight"] = (2 + bool(s.environment), s.size)
     found["model.decoder_pos_embed.weight"] = (s.chunk, s.size)
-    linear("action_head", s.size, s.action)
+    found.affine("model.action_head", s.action, s.size)
     if not cameras:
         return found
-    found["model.encoder_img_feat_input_proj.weight"] = (s.size, 512, 1, 1)
-    found["model.encoder_img_feat_input_proj.bias"] = (s.size,)
+    found.affine("model.encoder_img_feat_input_proj", s.size, 512, 1, 1)
 
     def frozen(name: str, width: int) -> None:
-        for part in ("weight", "bias", "running_mean", "running_var"):
-            found[f"model.backbone.{name}.{part}"] = (width,)
+        found.update({f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")})
 
-    found["model.backbone.conv1.weight"], before = (64, 3, 7, 7), 64
-    frozen("bn1", 64)
-    for stage, width in enumerate((64, 128, 256, 512)):
-        for block in range(2):
-            own = f"layer{1 + stage}.{block}"
-            found[f"model.backbone.{own}.conv1.weight"] = (width, before, 3, 3)
-            found[f"model.backbone.{own}.conv2.weight"] = (width, width, 3, 3)
-            frozen(f"{own}.bn1", width)
-            frozen(f"{own}.bn2", width)
-            if before != width:
-                found[f"model.backbone.{own}.downsample.0.weight"] = (width, before, 1, 1)
-                frozen(f"{own}.downsample.1", width)
-            before = width
+    eye = "model.backbone."
+    resnet_shapes(found, (eye + "conv1", eye + "bn1", [f"{eye}layer{n}" for n in (1, 2, 3, 4)]), frozen)
     return found
 
 

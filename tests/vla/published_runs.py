@@ -61,7 +61,4 @@ def config(place: Path, kind: str, **changes: Any) -> VLAConfig:
         "trainer": {"epochs": 1, "minibatch": 4},
         "optimizer": {"lr": 1e-4},
     }
-    for section, change in changes.items():
-        old = own.get(section)
-        own[section] = {**old, **change} if isinstance(old, dict) and "algorithm" not in change else change
-    return vla_runs.config(place, **own)
+    return vla_runs.config(place, **vla_runs.merged(own, changes))

@@ -9,17 +9,13 @@ import pytest
 import torch
 
 from genrl.cli.folders import is_policy
-from genrl.config import ConfigError, VLAConfig, check_files, load
+from genrl.config import ConfigError, VLAConfig, check_files
 from genrl.runtime.progress import Progress
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import TOKENS
-from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import training_rows
-from genrl.vla.rollout.sampling import Tokens, replay
 from genrl.vla.setup import export, load_trained
-from genrl.vla.simulators.minitable import MiniTable, task_numbers
-from genrl.vla.train import judge_policy, open_policy, train
+from genrl.vla.train import judge_policy, train
 from tests.run_folders import assert_resumes
 from tests.vla import vla_runs
 from tests.vla.openvla_folders import observation
@@ -33,31 +29,15 @@ def logits(policy: Any) -> torch.Tensor:
     return found
 
 
-def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(tmp_path: Path) -> None:
-    policy = open_policy(config(tmp_path))[0]
-    sampler, env = Tokens(1.6), MiniTable(4, tasks=task_numbers(("touch",)), chunk=4, image_size=policy.image_size)
-    rollout = collect(env, policy, sampler, RolloutPlan(decisions=2, seed=0, iteration=0))
-    assert rollout.next_states.dtype == torch.int64 and rollout.log_prob.shape == (2, 4, 1, 4, 3)
-    batch = training_rows(rollout, torch.arange(4))
-    context = policy.encode(batch.observation)
-    again = replay(policy, sampler, context, batch.states, batch.next_states, batch.step_index)
-    assert torch.equal(again.log_prob, batch.log_prob)
-    optimiser = torch.optim.SGD(policy.parameters(), lr=1e-2)
-    (-again.log_prob.mean() + policy.value(context).square().mean()).backward()
-    optimiser.step()
-    moved = replay(policy, sampler, policy.encode(batch.observation), *batch[2:5])
-    assert moved.log_prob.mean() > again.log_prob.mean() + 1e-3
-
-
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {**SFT, "evaluation": {"every": 2}},
-    "sft of the continuous head": {**SFT, "head": True, "evaluation": {"every": 2}},
     "ppo": {"trainer": {**PPO, "values": "action", "level": "action", "discount": "smdp", "entropy_weight": 0.01}},
+    "sft of the continuous head": {**SFT, "head": True, "evaluation": {"every": 2}},
     "ppo of adapters": {"policy": {"lora": {"rank": 2}, "gradient_checkpointing": True, "dtype": "bfloat16"}},
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", ["sft", "ppo", *(pytest.param(k, marks=pytest.mark.slow) for k in list(RUNS)[2:])])
 def test_a_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert_resumes(train, config(tmp_path, **RUNS[kind], iterations=2), tmp_path)
     rows = vla_runs.rows(tmp_path / "run")
@@ -67,6 +47,7 @@ def test_a_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
         assert [row["rollout/log_prob_off"] for row in rows] == [0.0, 0.0] and rows[0]["rollout/action_std"] > 0.1
 
 
+@pytest.mark.slow
 def test_groups_are_compared_from_the_run_of_an_imitation(tmp_path: Path) -> None:
     first = train(config(tmp_path, **SFT, output=str(tmp_path / "sft")))
     told = {"group_size": 8, "num_envs": 32, "max_steps": 16}
@@ -90,41 +71,29 @@ def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
     assert written.horizon == 4 and original.horizon == 8  # the chunk is written with the policy
     files = {f.name for f in (tmp_path / "base").iterdir()} | {"oft.json", "genrl_heads.safetensors"}
     assert {f.name for f in out.iterdir()} == files
-    with Progress(
-        1, unit="episodes"
-    ) as progress:  # as `genrl eval` does with a run, whose configuration has policy.oft
+    with Progress(1, unit="episodes") as progress:  # as `genrl eval` does, of a configuration that has policy.oft
         assert len(judge_policy(config(tmp_path, **changes), run, progress).success) == 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {"head": True},
-            "ppo cannot train a policy that predicts actions: a policy that computes its actions has no likelihood",
-        ),
-        (
-            {"trainer": {"algorithm": "rl100"}},
-            "rl100 cannot train a policy that predicts tokens: it works on denoising steps; take sft",
-        ),
+def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"head": True}, "ppo cannot train .* predicts actions: a policy that computes its actions has no likelihood"),
+        ({"trainer": {"algorithm": "rl100"}}, "rl100 cannot train .* tokens: it works on denoising steps; take sft"),
         ({"policy": {"path": None, "new": {}}, **SFT}, "tiny_flow_vla predicts velocity; write sampler.kind: flow_sde"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    changes: dict[str, Any], text: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=text):
-        config(tmp_path, **changes)
-
-
-def found(run: VLAConfig) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_files(run)
-    return str(caught.value)
+    ]
+    for changes, text in refused:
+        with pytest.raises(ConfigError, match=text):
+            config(tmp_path, **changes)
 
 
 def test_the_check_reads_the_folder(tmp_path: Path) -> None:
     """Without weights: the data set, the sort of head, the chunk."""
+
+    def found(run: VLAConfig) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_files(run)
+        return str(caught.value)
+
     run = config(tmp_path)
     check_files(run)
     assert is_policy(tmp_path / "base")
@@ -134,10 +103,3 @@ def test_the_check_reads_the_folder(tmp_path: Path) -> None:
     wrong = config(tmp_path, policy={"oft": {**OFT, "unnorm_key": "minitabel"}})
     assert "found 'minitabel'; the nearest: minitable" in found(wrong)
     assert "5 actions cannot be executed of chunks of 4" in found(config(tmp_path, environment={"chunk": 5}))
-
-
-def test_the_sampler_has_to_be_that_of_the_policy(tmp_path: Path) -> None:
-    run = config(tmp_path)
-    flow = run.model_copy(update={"sampler": load(tmp_path / "tiny.yaml", ["sampler={kind: flow_sde}"]).sampler})
-    with pytest.raises(ValueError, match="flow_sde needs a policy that predicts velocity; for this one write tokens"):
-        open_policy(flow)

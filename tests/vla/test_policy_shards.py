@@ -17,7 +17,7 @@ from genrl.vla.train import check_processes
 from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vla import openvla_runs, published_runs, vla_ranks, vla_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
 LORA: dict[str, Any] = {"policy": {"lora": {"rank": 2}, "dtype": "bfloat16"}}
@@ -27,7 +27,7 @@ ROUNDING = 1e-6
 by pass. Largest seen: 1.2e-7."""
 
 
-def finish(place: Path, count: int, target: Any, *arguments: str) -> Path:
+def finish(place: Path, count: int, target: Any, *arguments: str | None) -> Path:
     """Run `target` on place/tiny.yaml in so many processes."""
     processes = start_ranks(count, target, str(place / "tiny.yaml"), *arguments, log=place / "log.txt")
     logs = sorted(place.glob("log*"))
@@ -52,14 +52,17 @@ def largest(one: Path, other: Path) -> float:
     return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("pi0", {}), ("pi0", LORA), ("smolvla", FROZEN), ("openvla", {"optimizer": {"lr": 1e-4}})],
-    ids=["pi0-full", "pi0-lora", "smolvla-frozen encoder", "openvla-full"],
+    [("pi0", LORA), ("smolvla", FROZEN), ("openvla", {"optimizer": {"lr": 1e-4}})],
+    ids=["pi0-lora", "smolvla-frozen encoder", "openvla-full"],
 )
 def test_shards_learn_what_whole_policies_do(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Two updates of several passes in each of two iterations, in which a process has nothing to pass now and then."""
+    """Two updates of several passes in each of two iterations, in which a process has nothing to pass now and then; the
+    second again from the checkpoint of the first."""
     common: dict[str, Any] = {
+        "ema": {"decay": 0.5},
         "trainer": {"minibatch": 3, "microbatch": 1},
         "evaluation": {"every": 2, "episodes": 3},  # one process has one more than the other
         "iterations": 2,
@@ -70,6 +73,10 @@ def test_shards_learn_what_whole_policies_do(kind: str, changes: dict[str, Any],
         place = prepared(tmp_path / name, kind, tmp_path / "begun", **common, **held)
         runs.append(finish(place, 2, vla_ranks.record, str(place)))
     whole, shards = runs
+    again = shutil.copytree(tmp_path / "shards", tmp_path / "again")
+    shutil.rmtree(again / "run" / "checkpoints" / "step-000002")
+    finish(again, 2, vla_ranks.record, str(again), None, str(again / "run"))
+    assert differences(shards, again / "run") == []
     for path in (tmp_path / "whole").glob("rollout-0-*.safetensors"):
         ours, theirs = load_file(tmp_path / "shards" / path.name), load_file(path)
         assert all(torch.equal(ours[key], value) for key, value in theirs.items())
@@ -78,59 +85,16 @@ def test_shards_learn_what_whole_policies_do(kind: str, changes: dict[str, Any],
         count, own, every = load_file(tmp_path / "shards" / f"shares-{rank}.safetensors")["shares"].tolist()
         assert count > 90 and own < 0.6 * every
         assert load_file(tmp_path / "whole" / f"shares-{rank}.safetensors")["shares"].sum() == 0
-    apart = largest(shards, whole)
-    print(f"{kind} {changes}: weights {apart:.2g}")
     if "lora" in changes.get("policy", {}):
         assert differences(shards, whole) == []
     for mine, other in zip(rows(shards), rows(whole), strict=True):
         for key, value in other.items():
             assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
-    assert apart <= ROUNDING and rows(shards)[1]["updates"] > 1
+    assert largest(shards, whole) <= ROUNDING and rows(shards)[1]["updates"] > 1
     start = load_policy(tmp_path / "begun" / "base").state_dict()
     written = load_policy(shards / "policy").state_dict()
     assert max(float((written[name] - value).abs().max()) for name, value in start.items()) > 50 * ROUNDING
     assert all(torch.equal(value, written[name]) for name, value in load_trained(shards).state_dict().items())
-
-
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-def test_a_run_in_shards_goes_on(changes: dict[str, Any], tmp_path: Path) -> None:
-    """To the bit in as many processes; in four it takes the same course (tried with LoRA, which is quicker)."""
-    common: dict[str, Any] = {"ema": {"decay": 0.5}, **changes}
-    base = tmp_path / "begun"
-    straight = finish(
-        prepared(tmp_path / "straight", "smolvla", base, iterations=2, **common, **FSDP), 2, vla_runs.train_file
-    )
-    stopped = prepared(tmp_path / "stopped", "smolvla", base, iterations=1, **common, **FSDP)
-    finish(stopped, 2, vla_runs.train_file)
-    places = {2: stopped}
-    if changes:
-        places[4] = shutil.copytree(stopped, tmp_path / "four")
-    for count, place in places.items():
-        published_runs.config(base, "smolvla", iterations=2, **common, **FSDP, output=str(place / "run"))
-        shutil.copy(base / "tiny.yaml", place / "tiny.yaml")
-        run = finish(place, count, vla_runs.train_file, str(place / "run"))
-        assert [row["step"] for row in rows(run)] == [1, 2]
-        if count == 2:
-            assert differences(straight, run) == []
-        else:
-            assert largest(straight, run) < 2.5e-3  # two steps of Adam's, where a gradient is a rounding of bfloat16
-
-
-def test_a_process_makes_the_passes_of_the_others(tmp_path: Path) -> None:
-    """GRPO, whose second process has nothing to learn from."""
-    common: dict[str, Any] = {
-        "trainer": {"algorithm": "grpo", "epochs": 1, "minibatch": 4, "microbatch": 2, "kl_stop": None},
-        "environment": {"group_size": 4, "num_envs": 8},
-    }
-    runs = []
-    for name, held in (("whole", {}), ("shards", FSDP)):
-        place = prepared(tmp_path / name, "pi05", tmp_path / "begun", **common, **held)
-        processes = start_ranks(2, vla_ranks.record, str(place / "tiny.yaml"), str(place), 4, log=place / "log.txt")
-        assert wait(processes, 400) == [0, 0], "\n".join(p.read_text()[-3000:] for p in sorted(place.glob("log*")))
-        runs.append(place / "run")
-    apart = largest(runs[1], runs[0])
-    print(f"grpo: weights {apart:.2g}")
-    assert apart <= ROUNDING and rows(runs[1])[0]["updates"] > 0
 
 
 def test_a_failed_start_leaves_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +135,5 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="cannot save weights that are trained in shards"):
         check_processes(config, 2)
     check_processes(published_runs.config(tmp_path, "pi0", **LORA, **FSDP), 2)
-
-
-def test_simulators_on_actors(tmp_path: Path) -> None:
-    """For sft `ray` is `ray_simulators`: nothing acts there."""
-    imitation = {key: value for key, value in vla_runs.SFT.items() if key != "policy"}
-    config = published_runs.config(tmp_path, "pi0", **imitation, environment={"workers": "ray"}, **FSDP)
-    assert config.environment.workers == "ray" and config.distributed.fsdp
+    imitation = {key: value for key, value in vla_runs.SFT.items() if key != "policy"}  # `ray` is `ray_simulators` then
+    published_runs.config(tmp_path, "pi0", **imitation, environment={"workers": "ray"}, **FSDP)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,43 +46,3 @@ def test_every_command_of_the_page_runs(
         assert joined.instructions == one.instructions
         assert all(np.array_equal(value, one.columns[name]) for name, value in joined.columns.items())
     assert (tmp_path / "my-policy-2" / "model.safetensors").is_file()
-
-
-def test_corrections_are_what_the_operator_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """He takes over after 20 actions of a policy that does nothing, and finishes what it did not."""
-    robot = import_file(EXAMPLE)
-    asked: list[str] = []
-
-    def nothing(policy: Any, observation: dict[str, np.ndarray], instruction: str) -> list[np.ndarray]:
-        asked.append(instruction)
-        return [np.array([0.0, 0.0, -1.0], dtype=np.float32)] * 3
-
-    monkeypatch.setattr(robot, "decide", nothing)
-    stand_in = robot.StandIn("corrects", 5)
-    frames, by_operator, success = robot.episode(stand_in)
-    assert by_operator == [False] * 20 + [True] * (len(frames) - 20) and success and 22 < len(frames) < 40
-    assert len(asked) == 7 and set(asked) == {stand_in.instruction}
-    moved = np.stack([frame["observation.state"][:2] for frame in frames])
-    assert not np.diff(moved[:21], axis=0).any() and np.diff(moved[20:], axis=0).any(1).all()
-    again = robot.StandIn("watches", 5)
-    frames, by_operator, success = robot.episode(again)
-    assert len(frames) == robot.LIMIT and not any(by_operator) and not success
-
-
-def test_the_robot_is_touched_in_two_marked_places() -> None:
-    """Elsewhere it is connected, and says what it was told to do."""
-    source = EXAMPLE.read_text(encoding="utf-8")
-    places = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            attributes = [one for one in ast.walk(node) if isinstance(one, ast.Attribute)]
-            touched = {one.attr for one in attributes if isinstance(one.value, ast.Name) and one.value.id == "robot"}
-            places[node.name] = touched - {"connect", "instruction"}
-    assert {name for name, touched in places.items() if touched} == {"read", "send"}
-    assert source.count("PLACE 1: ") == source.count("PLACE 2: ") == 1
-
-
-def test_the_simulator_that_is_not_there_says_so() -> None:
-    robot = import_file(EXAMPLE)
-    with pytest.raises(RuntimeError, match=r"write evaluation: \{every: 0\}"):
-        robot.no_simulator()

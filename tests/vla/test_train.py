@@ -40,38 +40,28 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(written[name], value) for name, value in average.items())
 
 
-def resumed(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, **changes: Any) -> tuple[Path, Path, int]:
-    """The same run in one go, and asked to end before its `call`-th backward pass (from 0) and resumed; after how many
-    iterations it ended."""
-    straight = train(vla_runs.config(place, output=str(place / "straight"), **changes))
-    backward, calls = Loop.backward, iter(range(10**6))
+@pytest.mark.parametrize(
+    ("changes", "call", "left"), [({}, 3, 0), (vla_runs.GRPO, 1, 0), (vla_runs.SFT, 4, 1)], ids=["ppo", "grpo", "sft"]
+)
+def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
+    changes: dict[str, Any], call: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the average and the optimiser, to the bit; nothing of it was logged. call: the backward pass (from 0) before
+    which the run is asked to end; left: after how many iterations it ended."""
+    common = {"iterations": 2, "checkpoint": {"every": 9}, "ema": {"decay": 0.5}, **changes}
+    straight = train(vla_runs.config(tmp_path, output=str(tmp_path / "straight"), **common))
+    backward, calls, stopped = Loop.backward, iter(range(10**6)), tmp_path / "stopped"
 
     def watched(self: Loop, *arguments: Any, **options: Any) -> None:
         if next(calls) == call:
             signal.raise_signal(signal.SIGTERM)
         backward(self, *arguments, **options)
 
-    stopped = place / "stopped"
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
         patched.setattr(Loop, "backward", watched)
-        train(vla_runs.config(place, output=str(stopped), **changes))
-    after = vla_runs.last_state(stopped).step
+        train(vla_runs.config(tmp_path, output=str(stopped), **common))
+    assert vla_runs.last_state(stopped).step == left
     train(load(Run(stopped).config), stopped)  # type: ignore[arg-type]
-    return straight, stopped, after
-
-
-@pytest.mark.parametrize(
-    ("changes", "call", "left"),
-    [({}, 3, 0), (vla_runs.GRPO, 1, 0), ({"trainer": {"critic_warmup": 1}}, 3, 0), (vla_runs.SFT, 4, 1)],
-    ids=["ppo", "grpo", "ppo in its warm-up", "sft"],
-)
-def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
-    changes: dict[str, Any], call: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the average and the optimiser, to the bit; nothing of it was logged."""
-    common = {"iterations": 2, "checkpoint": {"every": 9}, "ema": {"decay": 0.5}}
-    straight, stopped, after = resumed(tmp_path, monkeypatch, call, **{**common, **changes})
-    assert after == left
     assert vla_runs.differences(straight, stopped) == []
 
 
@@ -99,17 +89,15 @@ def test_the_monitor_ends_a_run_whose_success_falls(
         assert all(torch.equal(written[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        ({"monitor": {"reward": "succes", "tolerance": 0.1}}, "did you mean 'success'"),
-        ({"monitor": {"reward": "success", "tolerance": 0.1}, "every": 0}, "nothing can be watched"),
-        ({"monitor": {"reward": "success", "tolerance": 0.1, "patience": 3}}, "only 2 evaluations follow the first"),
-    ],
-)
-def test_what_cannot_be_watched(evaluation: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        vla_runs.config(tmp_path, iterations=2, evaluation={**EVALUATED, **evaluation})
+def test_what_cannot_be_watched(tmp_path: Path) -> None:
+    monitor = {"reward": "success", "tolerance": 0.1}
+    for changes, message in (
+        ({"monitor": {**monitor, "reward": "succes"}}, "did you mean 'success'"),
+        ({"monitor": monitor, "every": 0}, "nothing can be watched"),
+        ({"monitor": {**monitor, "patience": 3}}, "only 2 evaluations follow the first"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            vla_runs.config(tmp_path, iterations=2, evaluation={**EVALUATED, **changes})
 
 
 def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,15 +47,14 @@ def test_a_critic_of_another_number_of_values_is_new_and_the_rest_stays() -> Non
         assert made.with_heads(critic=1, noise_head="none", seed=3).value_head[-1].out_features == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "sampler"), [(flow(), "diffusion"), (diffusion(), "flow_sde"), (diffusion(), "flow_cps")]
-)
-def test_a_sampler_that_the_policy_cannot_do_is_refused_before_anything_is_written(
-    policy: Any, sampler: str, tmp_path: Path
-) -> None:
-    config = vla_runs.config(tmp_path, sampler=sampler)
-    with pytest.raises(ValueError, match=f"sampler.kind: {sampler} needs a policy that predicts"):
-        sampler_of(config, policy)
+def test_what_does_not_fit_the_policy_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for policy, sampler in ((flow(), "diffusion"), (diffusion(), "flow_sde")):
+        config = vla_runs.config(tmp_path, sampler=sampler)
+        with pytest.raises(ValueError, match=f"sampler.kind: {sampler} needs a policy that predicts"):
+            sampler_of(config, policy)
+    one_step_size = vla_runs.config(tmp_path, optimizer={"name": "prodigy", "lr": 1.0})
+    with pytest.raises(ValueError, match="policy, critic have rates of their own"):
+        train(one_step_size)
 
 
 def test_a_run_rounds_to_tf32_where_it_is_asked_to_and_a_script_does_not_go_on_with_it(
@@ -64,15 +62,11 @@ def test_a_run_rounds_to_tf32_where_it_is_asked_to_and_a_script_does_not_go_on_w
 ) -> None:
     """In its evaluations as in its training."""
     seen: list[bool] = []
-    monkeypatch.setattr(VLARun, "evaluate", lambda self, iteration: seen.append(rounds_products()) or {})
-    config = vla_runs.config(tmp_path, **vla_runs.SFT, tf32=True, evaluation={"every": 1})
-    assert not rounds_products()
-    train(config)
-    assert seen == [True, True] and not rounds_products()
-
-
-def rounds_products() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+    products = torch.backends.cuda.matmul
+    monkeypatch.setattr(VLARun, "evaluate", lambda self, iteration: seen.append(products.allow_tf32) or {})
+    assert not products.allow_tf32
+    train(vla_runs.config(tmp_path, **vla_runs.SFT, tf32=True, evaluation={"every": 1}))
+    assert seen == [True, True] and not products.allow_tf32
 
 
 def test_fewer_frames_than_processes_are_refused(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from genrl.vla.run import VLARun
 from tests.vla import vla_runs
 
 
-def record(path: str, out: str, teaching: int | None = None) -> None:
+def record(path: str, out: str, teaching: int | None = None, resume: str | None = None) -> None:
     """Train the YAML file, and write every rollout to `out`/rollout-<iteration>-<first slot>.safetensors; and after the
     updates to `out`/shares-<rank>.safetensors how many weights are shares, their numbers here, and in all.
 
-    teaching: slots from this one on always fail, of those before it every fourth one succeeds.
+    teaching: slots from this one on always fail, of those before it every fourth one succeeds. resume: a run's folder,
+    to go on there.
     """
     collect = VLARun.collect
 
@@ -46,4 +47,4 @@ def record(path: str, out: str, teaching: int | None = None) -> None:
     VLARun.collect, VLARun.finish = watched, watched_end  # type: ignore[method-assign]
     # a small epsilon would make a step of a rounding where a gradient is nearly 0
     torch.optim.AdamW.__init__ = partialmethod(torch.optim.AdamW.__init__, eps=1e-3)  # type: ignore[method-assign, assignment]
-    vla_runs.train_file(path)
+    vla_runs.train_file(path, resume)

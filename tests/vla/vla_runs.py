@@ -60,12 +60,14 @@ def policy_of(sampler: str) -> Path:
     return folder("diffusion" if sampler == "diffusion" else "flow")
 
 
-def settings(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> dict[str, Any]:
-    """The YAML of a tiny PPO run in `place`; `changes` are sections, merged key by key."""
+def settings(place: Path, *, sampler: str | dict[str, Any] = "flow_sde", **changes: Any) -> dict[str, Any]:
+    """The YAML of a tiny PPO run in `place`; `changes` are sections, merged key by key. sampler: of `SAMPLERS`, or a
+    section."""
+    kind = sampler if isinstance(sampler, str) else sampler["kind"]
     tree: dict[str, Any] = {
-        "policy": {"path": str(policy_of(sampler))},
+        "policy": changes["policy"] if "path" in changes.get("policy", {}) else {"path": str(policy_of(kind))},
         "environment": {"name": "minitable", "tasks": ["touch"], "num_envs": 8, "max_steps": 16},
-        "sampler": SAMPLERS[sampler],
+        "sampler": SAMPLERS[sampler] if isinstance(sampler, str) else sampler,
         "trainer": {"algorithm": "ppo", "epochs": 2, "minibatch": 16, "critic_warmup": 0, "kl_stop": None},
         "optimizer": {"lr": 1e-3},
         "evaluation": {"every": 0, "episodes": 8, "videos": 0},
@@ -74,11 +76,17 @@ def settings(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> dict[
         "iterations": 1,
         "output": str(place / "run"),
     }
+    return {name: section for name, section in merged(tree, changes).items() if section is not None}
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Key by key; another algorithm's section replaces the one that was there."""
+    found = dict(tree)
     for section, change in changes.items():
         old = tree.get(section)
         merges = isinstance(old, dict) and isinstance(change, Mapping) and "algorithm" not in change
-        tree[section] = {**old, **change} if merges else change  # type: ignore[dict-item]
-    return {name: section for name, section in tree.items() if section is not None}
+        found[section] = {**old, **change} if merges else change  # type: ignore[dict-item]
+    return found
 
 
 GRPO: dict[str, Any] = {
@@ -96,7 +104,7 @@ DAGGER: dict[str, Any] = {
 }
 
 
-def config(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> VLAConfig:
+def config(place: Path, *, sampler: str | dict[str, Any] = "flow_sde", **changes: Any) -> VLAConfig:
     """`settings` through a YAML file and the loader, as the command line would."""
     path = place / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings(place, sampler=sampler, **changes)), encoding="utf-8")

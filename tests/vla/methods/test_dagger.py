@@ -15,7 +15,6 @@ from genrl.vla.methods.dagger import train as dagger
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch
 from genrl.vla.setup import frames_of
 from genrl.vla.simulators.minitable import INSTRUCTIONS, State, expert_chunk
-from genrl.vla.train import train
 from tests.vla import vla_runs
 
 
@@ -67,7 +66,6 @@ def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
             parts.append(dagger.visit(run, 0.5, 0))
     whole, joined = dagger.in_order(parts[:1]), dagger.in_order(parts[1:])
     assert torch.equal(whole[TOKENS], joined[TOKENS]) and len(whole[TOKENS]) > 12
-    assert all(torch.equal(value, parts[0].frames[name]) for name, value in whole.items())
     for name in (STATE, ENVIRONMENT, ACTION):
         torch.testing.assert_close(whole[name], joined[name], atol=1e-4, rtol=0.0)
 
@@ -75,17 +73,20 @@ def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
 def test_the_union_of_demonstrations_and_all_labels_is_imitated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the expert tells is never padding, which a data set's ends may have."""
     unions: list[Batch] = []
+    updates = dagger.imitation_updates
 
     def watched(run: Any, settings: Any, frames: Batch, loss: Any) -> dict[str, float]:
         unions.append(frames)
         return updates(run, settings, frames, loss)
 
-    updates = dagger.imitation_updates
     monkeypatch.setattr(dagger, "imitation_updates", watched)
     settings = config(tmp_path, iterations=2, trainer={"beta": 0.5})
     with vla_runs.opened(settings) as run:
-        shown = run.frames = frames_of(settings, run.policy)[0]
+        shown = frames_of(settings, run.policy)[0]
+        shown = run.frames = shown | {ACTION_IS_PAD: torch.zeros(shown[ACTION].shape[:2], dtype=torch.bool)}
+        shown[ACTION_IS_PAD][:, 3:] = True
         dagger.train(run, settings.trainer)  # type: ignore[arg-type]
         logged = vla_runs.rows(run.process.run.folder)
     first, second = unions
@@ -94,33 +95,10 @@ def test_the_union_of_demonstrations_and_all_labels_is_imitated(
         assert torch.equal(first[name][:count], shown[name]), name
         assert torch.equal(second[name][: len(first[name])], first[name]), name
     labels = [len(union[ACTION]) - count for union in unions]
+    assert not second[ACTION_IS_PAD][count:].any()
     assert 8 <= labels[0] < labels[1] and [row["dagger/labels"] for row in logged] == labels
     assert [row["dagger/beta"] for row in logged] == [0.5, 0.25]
     assert logged[1]["rollout/env_steps"] > logged[0]["rollout/env_steps"] and logged[0]["loss"] > 0
-
-
-def test_labels_go_on_where_demonstrations_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a data set with padded ends: what the expert tells is never padding."""
-    settings = config(tmp_path)
-    seen: list[Batch] = []
-    monkeypatch.setattr(
-        dagger, "imitation_updates", lambda run, how, frames, loss: seen.append(frames) or {"loss": 0.0}
-    )
-    with vla_runs.opened(settings) as run:
-        shown = frames_of(settings, run.policy)[0]
-        run.frames = shown | {ACTION_IS_PAD: torch.ones(shown[ACTION].shape[:2], dtype=torch.bool)}
-        dagger.train(run, settings.trainer)  # type: ignore[arg-type]
-    padded, count = seen[0][ACTION_IS_PAD], len(shown[ACTION])
-    assert padded[:count].all() and not padded[count:].any() and len(padded) == len(seen[0][ACTION]) > count
-
-
-def test_it_learns_where_the_policy_goes(tmp_path: Path) -> None:
-    """Few demonstrations, and many labels."""
-    trainer = {"steps_per_iteration": 40, "batch_size": 64}
-    changes = {"optimizer": {"lr": 2e-3}, "environment": {"num_envs": 32}, "policy": {"freeze": "nothing"}}
-    logged = vla_runs.rows(train(config(tmp_path, iterations=4, trainer=trainer, **changes)))
-    assert logged[-1]["dagger/error"] < 0.8 * logged[0]["dagger/error"]
-    assert logged[-1]["rollout/success"] > logged[0]["rollout/success"]
 
 
 def test_simulators_without_an_expert_are_refused(tmp_path: Path) -> None:

@@ -10,18 +10,13 @@ from torch.nn import functional
 
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.contrastive import supervised_contrastive
-from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.calibration import calibration, fulfilled
 from genrl.vla.methods.diwa.classifier import RewardClassifier, encode_demonstrations, encode_play, train_classifier
 from genrl.vla.methods.diwa.settings import Classifier
-from genrl.vla.methods.dreams import Dream, LatentTable, Starts, latent_inputs
+from genrl.vla.methods.dreams import Dream, LatentTable, Starts
 from genrl.vla.methods.play import play, seen
 from genrl.vla.methods.rssm import Latent, WorldModel
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch, tokenise
-from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import training_rows
-from genrl.vla.rollout.sampling import Diffusion, replay
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, task
 from tests.vla.tiny_policies import WORDS
 
@@ -48,6 +43,9 @@ class Says:
         return observation[ENVIRONMENT][:, 0] > self.bound
 
 
+STARTS = keyed_noise((3, 12), 1).numpy()
+
+
 def dreams(bound: float = 99.0, count: int = 6, **how) -> Dream:
     starts = Latent(keyed_noise((3, 12), 1), keyed_noise((3, 6), 2))
     how = {"chunk": 4, "max_steps": 10} | how
@@ -68,8 +66,10 @@ def test_a_dream_is_a_function_of_its_episodes() -> None:
     numbers = np.array([5, 6, 5, 6, 7, 8], dtype=np.uint64)
     shown = one.reset(seed=0, options={"episodes": numbers})[0]["agent_pos"]
     assert np.array_equal(shown[0], shown[2]) and np.array_equal(shown[1], shown[3])
-    own = keyed_noise((3, 12), 1).numpy()
-    assert all(any(np.array_equal(row, start) for start in own) for row in shown)
+    assert all(any(np.array_equal(row, start) for start in STARTS) for row in shown)
+    env = dreams(group_size=3)
+    shown = env.reset(seed=1)[0]["agent_pos"]
+    assert np.array_equal(shown[0], shown[2]) and env.task_description[:3] == [env.task_description[0]] * 3
 
 
 def test_a_time_limit_truncates_and_the_next_decision_begins_anew() -> None:
@@ -81,8 +81,7 @@ def test_a_time_limit_truncates_and_the_next_decision_begins_anew() -> None:
         executed.append(info["n_executed"][0])
         assert not terminated.any() and not rewards.any() and truncated.all() == (step == 2)
     assert executed == [4, 4, 2, 0]
-    starts = keyed_noise((3, 12), 1).numpy()
-    assert all(any(np.array_equal(row, start) for start in starts) for row in shown["agent_pos"])
+    assert all(any(np.array_equal(row, start) for start in STARTS) for row in shown["agent_pos"])
 
 
 def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
@@ -98,12 +97,6 @@ def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
             ended = terminated
         elif step == 1:
             assert (info["n_executed"][ended] == 0).all() and (info["n_executed"][~ended] > 0).all()
-
-
-def test_dreams_of_a_group_begin_alike() -> None:
-    env = dreams(group_size=3)
-    shown = env.reset(seed=1)[0]["agent_pos"]
-    assert np.array_equal(shown[0], shown[2]) and env.task_description[:3] == [env.task_description[0]] * 3
 
 
 def test_what_a_dream_cannot_be() -> None:
@@ -132,29 +125,11 @@ def test_the_real_table_in_chunks_is_the_one_in_steps() -> None:
         np.testing.assert_allclose(shown["environment_state"], seen["environment_state"], rtol=1e-4, atol=1e-5)
     assert truncated.all()
     fresh = chunked.step(actions)[0]
-    expected = model.first(torch.from_numpy(np.concatenate([_told(chunked)], 1)))
+    state = chunked.state
+    told = [state.gripper, (state.held >= 0)[:, None].astype(np.float32), state.discs.reshape(-1, 6)]
+    expected = model.first(torch.from_numpy(np.concatenate(told, 1)))
     np.testing.assert_allclose(fresh["agent_pos"], expected.h.numpy(), rtol=1e-5)
     assert chunked.render([1]).shape == (1, 128, 128, 3)
-
-
-def _told(env: LatentTable) -> np.ndarray:
-    state = env.state
-    holding = (state.held >= 0)[:, None].astype(np.float32)
-    return np.concatenate([state.gripper, holding, state.discs.reshape(-1, 6)], 1)
-
-
-def test_a_policy_acts_in_dreams_and_replays_with_ratio_one() -> None:
-    model = world()
-    inputs = latent_inputs(model, WORDS)
-    stats = frame_statistics({STATE: keyed_noise((9, 12), 1), ENVIRONMENT: keyed_noise((9, 6), 2)})
-    stats[ACTION] = frame_statistics({ACTION: keyed_noise((9, 3), 3)})[ACTION]
-    torch.manual_seed(0)
-    policy = DiffusionMLP(DiffusionMLPConfig(inputs, 3, 4, critic=1), stats)
-    sampler = Diffusion(steps=5, ft_denoising_steps=5)
-    rollout = collect(dreams(), policy, sampler, RolloutPlan(decisions=4, seed=0, iteration=0))
-    row = training_rows(rollout, torch.arange(6))
-    again = replay(policy, sampler, policy.encode(row.observation), row.states, row.next_states, row.step_index)
-    assert torch.equal(again.log_prob.detach(), row.log_prob) and rollout.truncated.any()
 
 
 def test_demonstrations_in_latents() -> None:

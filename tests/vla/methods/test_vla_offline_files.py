@@ -15,7 +15,7 @@ from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.methods.offline import Words
 from genrl.vla.setup import recorded
 from genrl.vla.train import train
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_resumes, rows
 from tests.vla.dangerous_line import Line
 
 h5py = pytest.importorskip("h5py", reason="needs h5py: pip install 'genrl-diffusion[h5py]'")
@@ -68,11 +68,9 @@ RL100 = (
 @pytest.mark.slow
 def test_fisor_learns_from_a_file_and_is_judged_as_dsrl_judges(root: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "line.hdf5")
-    whole = train(config(root, "fisor_bullet", path, tmp_path / "whole", *FISOR))
-    halves = train(config(root, "fisor_bullet", path, tmp_path / "halves", *FISOR, "iterations=1"))
-    train(config(root, "fisor_bullet", path, tmp_path / "halves", *FISOR), resume=halves)
-    assert differences(whole, halves) == []
-    last = rows(whole)[-1]
+    given = config(root, "fisor_bullet", path, tmp_path / "whole", *FISOR)
+    assert_resumes(train, given, tmp_path)
+    last = rows(tmp_path / "whole")[-1]
     returns, costs = read_steps(path, success_key=None, cost_key=None).totals()
     low, high = extremes(returns)
     assert last["data/return_mean"] == pytest.approx(returns.mean()) and last["data/cost_mean"] == costs.mean()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
-from genrl.mdp.noise import generator, keyed_noise
+from genrl.mdp.noise import keyed_noise
 from genrl.vla.methods.play import play, seen
 from genrl.vla.methods.rssm import WorldModel, balanced_kl, world_loss, world_step
 from genrl.vla.simulators.minitable import task
@@ -67,63 +66,33 @@ def test_imagination_and_looking_differ_in_what_they_know() -> None:
     assert world.decode(looked).shape == (4, 9) and looked.rows(torch.tensor([2])).h.shape == (1, 16)
 
 
-def test_the_first_observation_is_not_held_against_the_prior() -> None:
+def test_the_loss_is_reconstruction_and_divergence() -> None:
+    """Nothing foretells the first observation. Without noise the model has looked at both."""
     observations, actions = toys(3, 4)
     torch.manual_seed(0)
     world = WorldModel(observations, actions, deterministic=16, stochastic=4)
-    noise = torch.zeros(3, 5, 4)
-    how = {"balance": 0.8, "kl_scale": 1.0}
-    alone = world_loss(world, observations[:, :2], actions[:, :1], noise[:, :2], **how)
-    h = world.forward_h(world.first(observations[:, 0]), actions[:, 0])
+    noise = torch.zeros(3, 2, 4)
+    found = world_loss(world, observations[:, :2], actions[:, :1], noise, balance=0.8, kl_scale=0.5)
+    first = world.first(observations[:, 0])
+    h = world.forward_h(first, actions[:, 0])
     expected = balanced_kl(world.seen(h, observations[:, 1]), world.expected(h), balance=0.8).mean()
-    torch.testing.assert_close(alone.kl, expected)
-    torch.testing.assert_close(alone.loss, alone.reconstruction + alone.kl)
+    torch.testing.assert_close(found.kl, expected)
+    both = torch.stack([world.decode(first), world.decode(world.look(first, actions[:, 0], observations[:, 1]))], 1)
+    errors = (both - observations[:, :2]) / world.observation_std
+    torch.testing.assert_close(found.reconstruction, 0.5 * errors.square().sum(-1).mean(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.loss, found.reconstruction + 0.5 * found.kl)
 
 
-def test_updates_are_functions_of_seed_and_step() -> None:
+def test_updates_are_functions_of_seed_and_step_and_lower_the_loss() -> None:
     observations, actions = toys(8)
     how = {"length": 6, "batch_size": 4, "seed": 0}
 
     def losses(steps):
         torch.manual_seed(0)
         world = WorldModel(observations, actions, deterministic=16, stochastic=4)
-        optimiser = torch.optim.Adam(world.parameters())
+        optimiser = torch.optim.Adam(world.parameters(), lr=1e-2)
         return [float(world_step(world, optimiser, observations, actions, step=s, **how).loss) for s in steps]
 
     assert losses((0, 1, 2)) == losses((0, 1, 2)) and losses((0,)) != losses((5,))
-
-
-@torch.no_grad()
-def imagination_error(
-    model: WorldModel, observations: torch.Tensor, actions: torch.Tensor, *, context: int, seed: int
-) -> torch.Tensor:
-    """Root mean square of imagined minus true observations after 1, 2, .. actions without looking, [T - context, O].
-
-    observations [B, T + 1, O], actions [B, T, A]; the model looks at the first `context` + 1 observations.
-    """
-    latent = model.first(observations[:, 0])
-    rng, errors = generator(seed, "imagination"), []
-    for t in range(actions.shape[1]):
-        if t < context:
-            latent = model.look(latent, actions[:, t], observations[:, t + 1])
-            continue
-        noise = torch.randn((len(actions), model.stochastic), generator=rng)
-        latent = model.imagine(latent, actions[:, t], noise)
-        errors.append((model.decode(latent) - observations[:, t + 1]).square().mean(0).sqrt())
-    return torch.stack(errors)
-
-
-@pytest.mark.slow
-def test_it_learns_where_a_move_leads() -> None:
-    observations, actions = toys(200, 24)
-    torch.manual_seed(0)
-    world = WorldModel(observations, actions, deterministic=48, stochastic=12)
-    optimiser = torch.optim.Adam(world.parameters(), lr=2e-3)
-    how = {"length": 8, "batch_size": 32, "seed": 0}
-    for step in range(550):  # play with missed grasps is harder to foretell: 250 are not enough
-        world_step(world, optimiser, observations, actions, step=step, **how)
-    fresh, moves = toys(64, 12, seed=7)
-    error = imagination_error(world, fresh, moves, context=2, seed=0)
-    still = (fresh[:, 3:] - fresh[:, 2:3]).square().mean((0,)).sqrt()  # that nothing moves on
-    assert error.shape == (10, 9)
-    assert (error[4, :2] < 0.75 * still[4, :2]).all()  # measured .65 and .61; five steps ahead, of the gripper
+    same = losses([0] * 20)
+    assert same[-1] < 0.7 * same[0]

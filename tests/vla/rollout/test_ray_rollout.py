@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +31,8 @@ from tests.vla.tiny_policies import SEES, TOLD, flow
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
-pytestmark = pytest.mark.slow
 WHERE: dict[str, Any] = {"name": "minitable", "num_envs": 8, "chunk": 4, "group_size": 2, "max_steps": 8}
 HOW: dict[str, Any] = {"decisions": 7, "seed": 3, "iteration": 2}
-ON_RAY = {"environment": {"workers": "ray"}}
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +41,9 @@ def cluster() -> Iterator[Any]:
         yield nodes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def far(cluster: Any) -> Iterator[RayRollouts]:
+    """One pair of actors for all: to start one is most of what a test costs."""
     rollouts = RayRollouts(Simulation(**WHERE), start_timeout_s=60.0)
     yield rollouts
     rollouts.close()
@@ -76,6 +74,7 @@ def local(policy: Any, slots: range = range(8), **how: Any) -> ChunkRollout:
     return collect(env, policy, FlowSteps(), RolloutPlan(first_slot=slots.start, **HOW | how))
 
 
+@pytest.mark.slow
 def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
     """The same episodes, also later ones, the same noise: to the bit part by part, the whole up to rounding."""
     policy = flow(TOLD, critic=1)
@@ -94,75 +93,64 @@ def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
         assert before == 0.0 and far.waited_s > 0
 
 
-def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
-    far = RayRollouts(Simulation(**WHERE))
-    with pytest.raises(ValueError, match="the policy reads"):
-        far.collect(flow(SEES), FlowSteps(), RolloutPlan(**HOW))
-    far.close()
-    with pytest.raises(ValueError, match="Write ray_simulators"):
-        gpu_share(2)
-
-
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_actor_that_dies_or_hangs(far: RayRollouts, signal_number: int) -> None:
+@pytest.mark.slow
+def test_an_actor_that_dies(far: RayRollouts) -> None:
     """Its episodes are dropped and counted, those of the other are trained on, and the next rollout is whole again."""
     policy = flow(TOLD, critic=1)
     far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
-    if signal_number == signal.SIGSTOP:  # one that dies is heard of at once; on a busy machine others are slow, too
-        far.crew.start_timeout_s = 15.0
-    os.kill(ray_nodes.process_of(far.crew.workers[0].actor), signal_number)
-    begun = time.monotonic()
+    os.kill(ray_nodes.process_of(far.crew.workers[0].actor), signal.SIGKILL)
     found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
-    assert time.monotonic() - begun < 50
     assert_same(found, local(policy, range(4, 8)))
     assert (far.dropped, far.restarts) == (4, 1) and [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3]]
     assert found.group.tolist() == [2, 2, 3, 3] and check_on_policy(policy, found, far.parts[0]) == 0.0
-    far.crew.start_timeout_s = 60.0
     whole = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     assert_same(whole, joined([local(policy, range(4)), local(policy, range(4, 8))]))
     assert (far.dropped, far.restarts) == (4, 1)
 
 
-def test_an_actor_that_is_lost_again_and_again(far: RayRollouts) -> None:
+@pytest.mark.slow
+def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
+    rollouts = RayRollouts(Simulation(**WHERE))
+    with pytest.raises(ValueError, match="the policy reads"):
+        rollouts.collect(flow(SEES), FlowSteps(), RolloutPlan(**HOW))
+    rollouts.close()
+    with pytest.raises(ValueError, match="Write ray_simulators"):
+        gpu_share(2)
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_lost_again_and_again(cluster: Any) -> None:
     """Nothing waits for ever: here there is no time to start in."""
-    far.start_timeout_s = 0.01
+    rollouts = RayRollouts(Simulation(**WHERE), start_timeout_s=0.01)
     with pytest.raises(RuntimeError, match="(?s)lost 3 times in a row.*timeout"):
-        far.collect(flow(TOLD, critic=1), FlowSteps(), RolloutPlan(**HOW))
+        rollouts.collect(flow(TOLD, critic=1), FlowSteps(), RolloutPlan(**HOW))
+    rollouts.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"sampler": "diffusion"}, vla_runs.GRPO], ids=["flow_sde", "dppo", "grpo"])
-def test_a_run_that_acts_on_actors_learns_as_one_that_acts_here(
-    cluster: Any, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    """Log-probabilities of the actors are the trainer's to the bit, and the run differs by rounding alone."""
+@pytest.mark.slow
+def test_a_run_that_acts_on_actors_learns_as_one_that_acts_here(cluster: Any, tmp_path: Path) -> None:
+    """With the frozen half of DPPO. Log-probabilities of the actors are the trainer's to the bit, and the run differs
+    by rounding alone."""
     runs = []
     for workers in ("ray", 0):
-        environment = {**changes.get("environment", {}), "workers": workers}
-        settings = {"iterations": 2, "evaluation": {"every": 1}, **changes, "environment": environment}
-        runs.append(train(vla_runs.config(tmp_path, output=str(tmp_path / str(workers)), **settings)))
+        changes = {"iterations": 2, "evaluation": {"every": 2}, "environment": {"workers": workers}}
+        settings = vla_runs.config(tmp_path, sampler="diffusion", output=str(tmp_path / str(workers)), **changes)
+        runs.append(train(settings))
     there, here = (vla_runs.rows(run)[1:] for run in runs)
     assert [row["rollout/log_prob_off"] for row in there] == [0.0, 0.0]
-    assert [row["eval/success_mean"] for row in there] == [row["eval/success_mean"] for row in here]
+    assert there[-1]["eval/success_mean"] == here[-1]["eval/success_mean"]
     assert [row["rollout/env_steps"] for row in there] == [row["rollout/env_steps"] for row in here]
     weights, wanted = (vla_runs.trained_weights(run) for run in runs)
     for name, value in wanted.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_nothing_had_been(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many actors as before: bit for bit."""
-    runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], iterations=2, **ON_RAY)
+    """As many actors as before, which act ahead of time: bit for bit."""
+    changes = {"iterations": 3, "environment": {"workers": "ray", "staleness": 1}}
+    runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], **changes)
     assert vla_runs.differences(*runs) == []
-
-
-def test_simulators_alone_on_actors(cluster: Any, tmp_path: Path) -> None:
-    """To the bit what one process does."""
-    runs = []
-    for workers in ("ray_simulators", 0):
-        settings = {"evaluation": {"every": 1}, "environment": {"workers": workers}}
-        runs.append(train(vla_runs.config(tmp_path, output=str(tmp_path / str(workers)), **settings)))
-    one, other = (vla_runs.trained_weights(run) for run in runs)
-    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_parts_of_different_lengths() -> None:

@@ -11,9 +11,9 @@ from genrl.objectives.advantages.gae import chunk_gae
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, replay
+from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, replay
 from genrl.vla.simulators.minitable import PUT, MiniTable, expert_chunk, task
-from tests.vla.tiny_policies import SEES, TOLD, diffusion, flow
+from tests.vla.tiny_policies import SEES, TOLD, flow
 
 
 class Expert:
@@ -69,6 +69,20 @@ def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
             torch.testing.assert_close(value, tensors(first)[name][:, :4], rtol=1e-3, atol=1e-3)
 
 
+def test_noise_is_keyed_by_seed_iteration_decision_and_slot() -> None:
+    """The initial noise, which no observation has touched."""
+
+    def noise(size: int, **other: int) -> torch.Tensor:
+        how = {"decisions": 2, "seed": 3, "iteration": 2} | other
+        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(**how)).states[:, :, 0]
+
+    whole = noise(6)
+    assert torch.equal(noise(2, first_slot=4), whole[:, 4:])
+    assert len({tuple(row.flatten().tolist()) for row in whole.flatten(0, 1)}) == 12
+    for other in ({"iteration": 3}, {"seed": 4}):
+        assert not (noise(6, **other) == whole).any()
+
+
 def test_shapes_and_types() -> None:
     policy = flow(SEES, critic=4, noise_head="expert")
     rollout = collect(
@@ -87,35 +101,18 @@ def test_shapes_and_types() -> None:
     assert not any(value.requires_grad for value in tensors(rollout).values())
 
 
-@pytest.mark.parametrize(
-    ("policy", "sampler", "frozen"),
-    [(flow(SEES, critic=4), FlowSteps(), None), (diffusion(SEES, critic=1), Diffusion(), diffusion(SEES))],
-)
-def test_its_rows_replay_with_ratio_one(policy, sampler, frozen) -> None:
-    rollout = collect(MiniTable(6), policy, sampler, RolloutPlan(decisions=4, seed=0, iteration=0), frozen=frozen)
-    for t in range(4):  # the batches that were sampled: exactly
+@pytest.mark.parametrize("keep", [True, False])
+def test_its_rows_replay_with_ratio_one(keep: bool) -> None:
+    policy = flow(SEES, critic=4)
+    plan = RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=keep)
+    rollout = collect(MiniTable(6), policy, FlowSteps(), plan)
+    for t in range(3):  # the batches that were sampled: exactly
         part = training_rows(rollout, torch.arange(6) + 6 * t)
-        context = policy.encode(part.observation)
-        again = replay(policy, sampler, context, part.states, part.next_states, part.step_index)
+        assert bool(part.context) is keep
+        context = policy.context(part.context["features"]) if keep else policy.encode(part.observation)
+        again = replay(policy, FlowSteps(), context, part.states, part.next_states, part.step_index)
         assert torch.equal(again.log_prob.detach(), part.log_prob)
         assert torch.equal(policy.value(context).detach(), rollout.values[t])
-    part = training_rows(rollout, torch.tensor([20, 3, 11]))  # others: but for rounding
-    again = replay(
-        policy, sampler, policy.encode(part.observation), part.states, part.next_states, part.step_index
-    ).log_prob
-    torch.testing.assert_close(again.detach(), part.log_prob, rtol=1e-4, atol=1e-3)
-    assert part.context == {}
-
-
-def test_contexts_that_are_kept_replay_too() -> None:
-    policy = flow(SEES)
-    rollout = collect(
-        MiniTable(6), policy, FlowSteps(), RolloutPlan(decisions=2, seed=0, iteration=0, keep_contexts=True)
-    )
-    part = training_rows(rollout, torch.arange(6, 12))
-    context = policy.context(part.context["features"])
-    again = replay(policy, FlowSteps(), context, part.states, part.next_states, part.step_index)
-    assert torch.equal(again.log_prob.detach(), part.log_prob)
 
 
 def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
@@ -133,16 +130,10 @@ def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
     start = task.initial_state(rollout.first_episodes, PUT)
     assert np.array_equal(start.gripper, rollout.observations[STATE][0, :, :2].numpy())
     assert (episode_returns(rollout) == 1).all()
-
-
-def test_later_episodes_begin_from_their_keys() -> None:
-    env = told(16)
-    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=10, seed=1, iteration=0))
-    t, slot = (rollout.valid[1:] & ~rollout.valid[:-1]).nonzero()[0].tolist()
+    t, slot = (rollout.valid[1:] & ~rollout.valid[:-1]).nonzero()[0].tolist()  # a later episode begins from its key
     key = task.episode_keys(rollout.env_seed, rollout.group[[slot]].numpy(), rollout.episode[t + 1, [slot]].numpy())
-    assert rollout.episode[t + 1, slot] == 1
     begun = rollout.observations[STATE][t + 1, slot, :2].numpy()
-    assert np.array_equal(task.initial_state(key, PUT).gripper[0], begun)
+    assert rollout.episode[t + 1, slot] == 1 and np.array_equal(task.initial_state(key, PUT).gripper[0], begun)
 
 
 def test_next_values_are_of_the_true_next_observation() -> None:
@@ -220,20 +211,3 @@ def test_what_a_simulator_may_not_do_is_reported() -> None:
         collect(told(5), flow(SEES), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="must have shape"):
         collect(told(5, chunk=8), flow(TOLD), FlowSteps(), RolloutPlan(**how))
-
-
-def test_noise_is_keyed_by_seed_iteration_and_slot() -> None:
-    """The initial noise, which no observation has touched."""
-
-    def noise(size: int, **other: int) -> torch.Tensor:
-        how = {"decisions": 1, "seed": 3, "iteration": 2} | other
-        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(**how)).states[0, :, 0]
-
-    assert torch.equal(noise(2, first_slot=4), noise(6)[4:])
-    assert not (noise(2) == noise(2, iteration=3)).any() and not (noise(2) == noise(2, seed=4)).any()
-
-
-def test_noise_of_chunks_is_not_shared_between_decisions() -> None:
-    rollout = collect(told(3), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(decisions=3, seed=0, iteration=0))
-    starts = rollout.states[:, :, 0].flatten(0, 1)
-    assert len({tuple(row.flatten().tolist()) for row in starts}) == 9

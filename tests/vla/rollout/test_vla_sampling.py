@@ -66,19 +66,13 @@ def test_the_ratio_is_exactly_one_before_an_update_and_not_after(name: str) -> N
     again.log_prob.sum().backward()
     encoder = list(policy.encoder.parameters())
     assert all(p.grad is not None for p in encoder) and any(p.grad.abs().max() > 0 for p in encoder)
-    other = policy_for(sampler, seed=1)
-    moved = replay(other, sampler, other.encode(observation(12)), out.states, out.next_states, out.step_index)
-    assert (moved.log_prob - out.log_prob).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_are_replayed_alone_as_in_their_batch(name: str) -> None:
-    sampler, _, _ = KINDS[name]
-    policy, out = sampled(sampler)
-    index = torch.tensor([7, 2, 9])
+    index = torch.tensor([7, 2, 9])  # alone, as in their batch
     context = policy.encode(rows(observation(12), index))
     alone = replay(policy, sampler, context, *(t[index] for t in (out.states, out.next_states, out.step_index)))
     torch.testing.assert_close(alone.log_prob.detach(), out.log_prob[index], rtol=1e-4, atol=1e-3)
+    other = policy_for(sampler, seed=1)
+    moved = replay(other, sampler, other.encode(observation(12)), out.states, out.next_states, out.step_index)
+    assert (moved.log_prob - out.log_prob).abs().max() > 1e-3
 
 
 def test_a_chunk_is_a_function_of_its_own_generator() -> None:
@@ -159,30 +153,17 @@ def test_acting_has_no_noise_but_the_first(sampler) -> None:
     torch.testing.assert_close(once, x, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_of_dppo_begins_with_the_frozen_policy() -> None:
-    base, other = diffusion(SEES), diffusion(SEES, seed=1)
-    context, noise = base.encode(observation(5)), keyed_noise((5, 4, 3), 3)
-    frozen = Frozen(other, other.encode(observation(5)))
-    alone = sampling.act(base, Diffusion(), context, noise, frozen=Frozen(base, context))
-    assert (sampling.act(base, Diffusion(), context, noise, frozen=frozen) - alone).abs().max() > 1e-4
-    every = sampling.act(base, Diffusion(ft_denoising_steps=20), context, noise)
-    assert torch.equal(every, alone)
-
-
 def test_stds_are_those_of_the_settings() -> None:
     """Flow-SDE's first step has a std of the noise level exactly; a learned one is bounded, DPPO's has a floor."""
-    sampler = FlowSteps(selection="all", noise_level=0.7)
-    policy, out = sampled(sampler)
-    stds = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
-    torch.testing.assert_close(stds[:, 0], torch.full_like(stds[:, 0], 0.7))
-    sampler = LearnedNoise(low=0.2, high=0.6)
-    policy, out = sampled(sampler)
-    stds = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
-    assert 0.2 <= stds.min() < stds.max() <= 0.6
-    sampler = Diffusion(floor=0.15)
-    policy, out = sampled(sampler)
-    stds = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
-    assert stds.min().item() == pytest.approx(0.15) and stds[:, 0].max() > 0.15
+    fixed, learned, floored = FlowSteps(selection="all", noise_level=0.7), LearnedNoise(low=0.2, high=0.6), 0.15
+    stds = {}
+    for sampler in (fixed, learned, Diffusion(floor=floored)):
+        policy, out = sampled(sampler)
+        stds[type(sampler)] = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
+    first = stds[FlowSteps][:, 0]
+    torch.testing.assert_close(first, torch.full_like(first, 0.7))
+    assert 0.2 <= stds[LearnedNoise].min() < stds[LearnedNoise].max() <= 0.6
+    assert stds[Diffusion].min().item() == pytest.approx(floored) and stds[Diffusion][:, 0].max() > floored
     assert out.chunk.abs().max() <= 1.0
 
 
