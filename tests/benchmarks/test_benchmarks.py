@@ -44,6 +44,7 @@ def test_the_rule_of_a_default(ratios: list[list[float]], on: bool) -> None:
     assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
 
 
+@pytest.mark.slow
 def test_every_kernel_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels", "--dry-run", "--out", str(tmp_path)])
     kernels.main()

@@ -81,6 +81,10 @@ def test_dsrl_and_minari_hold_the_same_steps(tmp_path: Path) -> None:
         other = read_steps(folder, success_key=None, cost_key="cost")
         for name, values in one._asdict().items():
             assert np.array_equal(values, getattr(other, name)), name
+    narrow = {key: columns()[key][:, None] for key in ("rewards", "costs", "terminals")}
+    path = dsrl(tmp_path / "narrow.hdf5", timeouts=np.zeros((7, 1)), **narrow)
+    steps = read_steps(path, success_key=None, cost_key=None)
+    assert steps.reward.shape == (7,) and steps.done[6] and not steps.terminated[6]  # the last row ends an episode
     given = columns()
     assert np.array_equal(one.observation, given["observations"]) and one.observation.dtype == np.float32
     assert one.next_observation[2].tolist() == [3.0, -3.0] and one.next_observation[6].tolist() == [14.0, -4.0]
@@ -90,27 +94,14 @@ def test_dsrl_and_minari_hold_the_same_steps(tmp_path: Path) -> None:
     assert [total.tolist() for total in one.totals()] == [[3.0, 18.0], [1.0, 2.0]]
 
 
-def test_numbers_in_columns_of_one_are_read_and_the_last_row_ends_an_episode(tmp_path: Path) -> None:
-    narrow = {key: columns()[key][:, None] for key in ("rewards", "costs", "terminals")}
-    path = dsrl(tmp_path / "some.hdf5", timeouts=np.zeros((7, 1)), **narrow)
-    steps = read_steps(path, success_key=None, cost_key=None)
-    assert steps.reward.shape == (7,) and steps.done[6] and not steps.terminated[6]
-
-
-@pytest.mark.parametrize("later", [(), (3,), (4,), (3, 4)])
+@pytest.mark.parametrize("later", [(), (3,), (3, 4)])
 def test_what_is_recorded_after_a_success_is_left_out(tmp_path: Path, later: tuple[int, ...]) -> None:
     """A recording may go on, and succeed again: in simulation no episode begins after a success."""
     whole = read_steps(minari(tmp_path / "whole"), success_key=None, cost_key=None)
     steps = read_steps(minari(tmp_path / "some", success=(2, *later)), success_key="success", cost_key=None)
-    assert np.flatnonzero(steps.success).tolist() == [4] and steps.done.tolist() == [0, 0, 1, 0, 1]
-    assert (steps.action == whole.action[:5]).all() and (steps.reward == whole.reward[:5]).all()
-
-
-def test_a_success_ends_its_episode(tmp_path: Path) -> None:
-    steps = read_steps(minari(tmp_path / "some", success=(2,)), success_key="success", cost_key=None)
-    assert steps.success.tolist() == steps.done.tolist()[:2] + [False, False, True]
+    assert np.flatnonzero(steps.success).tolist() == [4] and steps.cost.sum() == 0
     assert steps.done.tolist() == steps.terminated.tolist() == [False, False, True, False, True]
-    assert steps.cost.sum() == 0
+    assert (steps.action == whole.action[:5]).all() and (steps.reward == whole.reward[:5]).all()
 
 
 def test_what_minari_itself_writes_is_read(tmp_path: Path) -> None:

@@ -18,16 +18,14 @@ from genrl.config import ConfigError, load
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.runtime.progress import Progress
-from genrl.vla.data.demonstrations import expert_demonstrations, write_minitable
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies import resnet
 from genrl.vla.policies.act import ACT, ACTConfig
 from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.policies.policy import ACTION, STATE, PredictsActions, PredictsNoise, PredictsVelocity, rows
+from genrl.vla.policies.policy import ACTION, STATE, PredictsActions, PredictsNoise, PredictsVelocity
 from genrl.vla.rollout.sampling import Regression, act
 from genrl.vla.setup import export, load_trained, sampler_of
-from genrl.vla.simulators.minitable.task import task_numbers
 from genrl.vla.train import judge_policy, open_policy, train
 from tests.vla import vla_runs
 from tests.vla.published import ACT_REAL, act_folder, act_observation, act_shapes
@@ -164,16 +162,6 @@ def test_dropout_is_of_the_recorded_seed_and_of_training_alone(folders) -> None:
     assert not policy.training and torch.equal(state, torch.get_rng_state())
 
 
-def test_rows_are_independent(folders) -> None:
-    policy, seen = load_policy(folders[""]), act_observation()
-    together = policy.regressed(policy.encode(seen))
-    for row in range(3):
-        one = torch.tensor([row])
-        torch.testing.assert_close(
-            policy.regressed(policy.encode(rows(seen, one))), together[one], rtol=1e-4, atol=1e-5
-        )
-
-
 def test_a_new_policy_learns_is_saved_and_goes_on(tmp_path) -> None:
     """Its folder is a LeRobot folder, which is evaluated, exported and trained further."""
     (tmp_path / "a").mkdir()
@@ -193,26 +181,6 @@ def test_a_new_policy_learns_is_saved_and_goes_on(tmp_path) -> None:
     assert {name for name, p in exported.named_parameters() if p.requires_grad} == vla_runs.moved(
         load_trained(again), before
     )
-
-
-def test_a_run_that_is_resumed_is_the_run(tmp_path) -> None:
-    """Latents and dropout are functions of seed and step."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    whole = train(config(tmp_path / "a", iterations=2))
-    part = train(config(tmp_path / "b", iterations=1))
-    rest = train(config(tmp_path / "b", iterations=2), part)
-    assert vla_runs.moved(load_trained(whole), vla_runs.weights(load_trained(rest))) == set()
-
-
-def test_a_new_policy_with_pictures_sees(tmp_path) -> None:
-    run = config(tmp_path, policy={"path": None, "new": {**RUN["policy"]["new"], "image_size": 32}})
-    policy, shown = open_policy(run)
-    assert policy.inputs == (STATE, "observation.image") and policy.image_size == 32
-    seen = {name: shown[name][:2] for name in policy.inputs}
-    dark = seen | {"observation.image": torch.zeros_like(seen["observation.image"])}
-    with torch.no_grad():
-        assert (policy.regressed(policy.encode(seen)) - policy.regressed(policy.encode(dark))).abs().max() > 1e-3
 
 
 def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) -> None:
@@ -245,7 +213,6 @@ def test_what_does_not_fit_is_refused(folders, tmp_path) -> None:
     for settings, match in (
         ({"temporal_ensemble_coeff": 0.01}, "temporal_ensemble_coeff must be null, found 0.01: it averages"),
         ({"vision_backbone": "resnet50"}, "vision_backbone must be one of"),
-        ({"replace_final_stride_with_dilation": True}, "replace_final_stride_with_dilation must be false"),
         ({"feedforward_activation": "glu"}, "feedforward_activation must be relu or gelu"),
         ({"n_heads": 5}, "dim_model 32 must be a multiple of n_heads 5"),
         ({"latent_dim": 0}, "latent_dim must be a whole number from 1 on, found 0"),
@@ -269,7 +236,6 @@ def test_what_does_not_fit_is_refused(folders, tmp_path) -> None:
     ("args", "match"),
     [
         ({"dim_modl": 64}, "policy.new.args: act has no 'dim_modl'; did you mean dim_model"),
-        ({"chunk_size": 8}, "policy.new.args: act has no 'chunk_size'"),
         ({"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}, "must be null or, with pictures, ResNet18"),
         ({"dim_model": 30}, "policy.new.args: dim_model 30 must be a multiple of n_heads 8 and of 4"),
     ],
@@ -289,19 +255,3 @@ def test_reinforcement_refuses_it(folders, tmp_path) -> None:
     found = config(tmp_path, trainer=trainer, sampler="flow_sde", **plain)
     with pytest.raises(ValueError, match="predicts velocity; for this one write regression"):
         sampler_of(found, load_policy(folders[""]))
-
-
-def test_it_is_trained_on_a_data_set(tmp_path) -> None:
-    """With pictures, of the same frames as from the expert: the losses are the same."""
-    seed, new = 5, {**RUN["policy"]["new"], "image_size": 16}
-    shown = expert_demonstrations(4, tasks=task_numbers(RUN["environment"]["tasks"]), seed=seed)
-    write_minitable(tmp_path / "shown", shown, image_size=16)
-    losses = []
-    for source in ({"dataset": str(tmp_path / "shown")}, {"expert": 4}):
-        place = tmp_path / next(iter(source))
-        place.mkdir()
-        trainer = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
-        changes = {"demonstrations": source, "trainer": trainer, "evaluation": {"every": 0}, "seed": seed}
-        run = train(config(place, policy={"path": None, "new": new}, **changes))
-        losses.append([row["loss"] for row in vla_runs.rows(run) if "loss" in row])
-    assert len(losses[0]) == 1 and losses[0] == losses[1]

@@ -101,9 +101,8 @@ def test_pictures_are_resized_as_opencv_does() -> None:
         assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 1.0, edge
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_comes_back_as_it_was(dtype: torch.dtype, tmp_path) -> None:
-    groot_folder(tmp_path / "a", weights=groot_weights(dtype=dtype), groups=True)
+def test_a_folder_comes_back_as_it_was(tmp_path) -> None:
+    groot_folder(tmp_path / "a", weights=groot_weights(dtype=torch.bfloat16), groups=True)
     policy = load_policy(tmp_path / "a")
     save_policy(policy, tmp_path / "b")
     for file in (tmp_path / "a").glob("*.safetensors"):
@@ -125,12 +124,11 @@ def test_rows_are_independent_and_every_input_matters(folder) -> None:
     seen = observation(policy)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
-    for row in range(3):
-        one = torch.tensor([row])
-        for found in (policy.encode(rows(seen, one)), rows(context, one)):
-            alone = policy.velocity(found, chunk()[one], SIGMA[one])
-            torch.testing.assert_close(alone, together[one], rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(policy.value(found), values[one], rtol=1e-4, atol=1e-5)
+    one = torch.tensor([1])  # whose line is shorter than that of row 0
+    for found in (policy.encode(rows(seen, one)), rows(context, one)):
+        alone = policy.velocity(found, chunk()[one], SIGMA[one])
+        torch.testing.assert_close(alone, together[one], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(policy.value(found), values[one], rtol=1e-4, atol=1e-5)
     assert set(policy.inputs) == set(seen)
     for name, value in seen.items():
         moved = policy.encode(seen | {name: value.roll(1, 0)})
@@ -218,17 +216,6 @@ def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:
     assert torch.equal(found, other) and not found[:, 4:].any() and found[:, :4].all()
 
 
-def test_new_heads_are_saved_beside_the_weights(folder, tmp_path) -> None:
-    policy = load_policy(folder).with_heads(critic=1, noise_head="expert", seed=0)
-    save_policy(policy, tmp_path)
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    again = load_policy(tmp_path)
-    context = policy.encode(observation(policy))
-    assert again.critic and torch.equal(again.value(context), policy.value(context))
-    ours, theirs = (p.velocity_and_noise(context, chunk(), SIGMA)[1] for p in (policy, again))
-    assert torch.equal(ours, theirs)
-
-
 def test_units_cameras_and_words(folder, tmp_path) -> None:
     policy = load_policy(folder)
     assert list(policy.robot.pictures) == list(CAMERAS)
@@ -285,11 +272,8 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     save_file(short, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="keys are missing"):
         load_policy(tmp_path)
-
-
-def test_relative_actions_of_a_base_are_refused(tmp_path) -> None:
-    groot_folder(tmp_path, groups=True)
-    file = tmp_path / "policy_postprocessor.json"
+    groot_folder(tmp_path / "base", groups=True)
+    file = tmp_path / "base" / "policy_postprocessor.json"
     file.write_text(file.read_text().replace('"ABSOLUTE"', '"RELATIVE"'))
     with pytest.raises(ValueError, match=r"'arm' are relative to the state.*use_relative_actions: false"):
-        load_policy(tmp_path)
+        load_policy(tmp_path / "base")

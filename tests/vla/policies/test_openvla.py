@@ -60,15 +60,6 @@ def test_the_layout_is_the_published_one(tmp_path: Path) -> None:
     assert (policy.words - 256, policy.end, policy.prompts.begin, policy.horizon) == (31744, 2, 1, 8)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("featurizer", REAL.dino), ("fused_featurizer", REAL.siglip)])
-def test_the_list_has_timms_own_names(name: str, sizes: Any) -> None:
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        theirs = timm.create_model(sizes.name, pretrained=False, num_classes=0, img_size=224)
-    found = {key.replace(".gamma", ".scale_factor"): tuple(v.shape) for key, v in theirs.state_dict().items()}
-    assert found == openvla_folders.vit_shapes(sizes, 224)
-
-
 @pytest.mark.parametrize("sizes", [TINY.dino, TINY.siglip], ids=["dinov2", "siglip"])
 def test_patches_are_those_of_timm(sizes: Any) -> None:
     vits = pytest.importorskip("timm.models.vision_transformer")
@@ -90,8 +81,7 @@ def test_patches_are_those_of_timm(sizes: Any) -> None:
     torch.testing.assert_close(ours(pictures), wanted)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("head", [False, True], ids=["tokens", "l1"])
+@pytest.mark.parametrize(("head", "shards"), [(False, 1), (True, 3)], ids=["tokens", "l1"])
 def test_a_folder_comes_back_as_it_was(head: bool, shards: int, tmp_path: Path) -> None:
     """Same files, keys, tensors, dtypes, also of what is not used; the remote code is written back, never executed."""
     a, b = tmp_path / "a", tmp_path / "b"
@@ -116,27 +106,16 @@ def test_a_folder_comes_back_as_it_was(head: bool, shards: int, tmp_path: Path) 
         assert torch.equal(again.encode(given)[name], value)
 
 
-def test_a_critic_is_kept_beside_the_weights(tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path / "a")
-    policy = load_policy(tmp_path / "a", adapt=oft()).with_heads(critic=4, noise_head="none", seed=0)
-    save_policy(policy, tmp_path / "b")
-    again, given = load_policy(tmp_path / "b"), seen(policy)
-    assert again.critic == 4
-    assert torch.equal(again.value(again.encode(given)), policy.value(policy.encode(given)))
-    assert policy.value(policy.encode(given)).std() > 0
-
-
 # --- one pass for all actions ---
 
 
-@pytest.mark.parametrize("cameras", [1, 2])
-def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_own_llama_row_by_row(tmp_path: Path) -> None:
     """With a mask that hides nothing, which is what makes parallel decoding comparable: no action token enters the
     pass, so there is no order of tokens; each is the likeliest after its own place, and a row alone, unpadded, is
     enough."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    names = tuple(f"observation.images.{n}" for n in range(cameras))
+    names = ("observation.images.0", "observation.images.1")
     weights = openvla_folders.write(tmp_path, proprio=True)
     policy = load_policy(tmp_path, adapt=oft(cameras=names))
     text = openvla_folders.config(TINY, None)["text_config"]
@@ -152,7 +131,7 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp
         one = rows(given, torch.tensor([row]))
         line = one[TOKENS][0][one[TOKENS][0] > 0]
         patches = policy._seen(one, torch.device("cpu"))
-        assert patches.shape == (1, cameras * 16, TINY.width)
+        assert patches.shape == (1, 2 * 16, TINY.width)
         projector = policy.proprio_projector
         state = policy.robot.state(one, torch.device("cpu"))
         state = projector["fc2"](torch.nn.functional.gelu(projector["fc1"](state)))[:, None]
@@ -164,25 +143,6 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp
         first = x.shape[1] - 1 - count  # of the empty places; each is predicted by the place before it
         wanted = found[first - 1 : first - 1 + count, TINY.vocabulary - 256 : TINY.vocabulary]
         torch.testing.assert_close(ours[row].flatten(0, 1), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_every_action_sees_every_part_and_padding_is_not_seen(tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path, proprio=True)
-    policy = load_policy(tmp_path, adapt=oft())
-    given = seen(policy, state=3)
-    logits = policy.encode(given)["logits"]
-    longer = given | {TOKENS: torch.nn.functional.pad(given[TOKENS], (0, 5))}
-    assert torch.equal(policy.encode(longer)["logits"], logits)
-    alone = policy.encode(rows(given, torch.tensor([1])))["logits"]  # without the padding that the first row asks for
-    torch.testing.assert_close(alone, logits[1:2], rtol=1e-4, atol=1e-5)
-    for name, change in (("observation.image", 255), ("observation.state", 0), (TOKENS, 0)):
-        other = {key: value.clone() for key, value in given.items()}
-        if name == TOKENS:
-            other[TOKENS][0, 12] = int(given[TOKENS][1, 12])
-        else:
-            other[name][0] = change
-        moved = (policy.encode(other)["logits"] - logits).abs().amax(-1)
-        assert (moved[0] > 1e-6).all() and torch.equal(moved[1:], torch.zeros_like(moved[1:])), name
 
 
 def test_computing_again_gives_the_same_bits(tmp_path: Path) -> None:
@@ -201,18 +161,10 @@ def test_computing_again_gives_the_same_bits(tmp_path: Path) -> None:
 # --- bins ---
 
 
-def test_bins_of_known_actions() -> None:
-    """-1 is digit 1, token 31999; 0 lies in the middle bin, digit 128; 1 is digit 256, token 31744."""
-    places = action_tokens(torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0]))
-    assert (31744 + places).tolist() == [31999, 31999, 31872, 31744, 31744]
-    meant = token_actions()
-    assert meant.shape == (256,) and meant.unique().numel() == 255
-    assert meant[[0, 1, 128, 255]].tolist() == pytest.approx([254 / 255, 254 / 255, 0.0, -254 / 255])
-
-
 def test_bins_are_those_of_numpy() -> None:
     """OpenVLA's formulas: token = vocabulary - digitize(a); centre of digit - 1, the last one for digit 256."""
-    actions = np.random.default_rng(0).uniform(-1.2, 1.2, (2000,)).astype(np.float32)
+    drawn = np.random.default_rng(0).uniform(-1.2, 1.2, 500)
+    actions = np.concatenate([drawn, [-3.0, -1.0, 0.0, 1.0, 3.0]]).astype(np.float32)
     bins = np.linspace(-1, 1, 256)
     tokens = 32000 - np.digitize(np.clip(actions, -1.0, 1.0), bins)
     places = action_tokens(torch.from_numpy(actions))
@@ -220,6 +172,7 @@ def test_bins_are_those_of_numpy() -> None:
     centres = (bins[:-1] + bins[1:]) / 2
     wanted = centres[np.clip(32000 - tokens - 1, 0, 254)]
     np.testing.assert_allclose(token_actions()[places], wanted, atol=1e-7)
+    assert token_actions().shape == (256,) and token_actions().unique().numel() == 255
 
 
 # --- acting ---
@@ -398,10 +351,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            {"timm_model_ids": ["dummy_dinov", "dummy_siglip"]},
-            "'dummy_dinov' is not known.*nearest one is 'dummy_dinov2'",
-        ),
+        ({"timm_model_ids": ["dummy_dinov", "dummy_siglip"]}, "nearest one is 'dummy_dinov2'"),
         ({"timm_model_ids": ["dummy_siglip"], "image_sizes": [32]}, "must name two vision transformers"),
         ({"n_action_bins": 128}, "n_action_bins must be 256, found 128"),
         ({"text_config": {"model_type": "phi"}}, "text_config must be a llama's with a rope_theta of 10000"),

@@ -58,7 +58,7 @@ bullet = pytest.mark.skipif(
 
 
 @bullet
-@pytest.mark.parametrize("name", ["SafetyBallCircle-v0", "SafetyCarRun-v0", "SafetyBallPush-v0"])
+@pytest.mark.parametrize("name", ["SafetyCarRun-v0", "SafetyBallPush-v0"])
 def test_an_episode_is_a_function_of_its_seed(name: str) -> None:
     """Whatever was run before, in the same environment or another, and whoever else draws: a car keeps the targets of
     its motors over a restored state, a pushed ball's goals are drawn while it acts."""
