@@ -49,13 +49,8 @@ def test_every_kernel_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["kernels", "--dry-run", "--out", str(tmp_path)])
     kernels.main()
     rows = json.loads((tmp_path / "kernels.json").read_text())["found"]
-    assert {row["kernel"] for row in rows} == {
-        "prefix_attention",
-        "qk_norm_rope",
-        "adaln",
-        "sde_step",
-        "joint_attention",
-    }
+    names = {"prefix_attention", "qk_norm_rope", "adaln", "sde_step", "joint_attention"}
+    assert {row["kernel"] for row in rows} == names
     assert all("seconds" not in row and row["errors"]["ours"] <= 2 for row in rows)
 
 

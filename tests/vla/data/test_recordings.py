@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,40 +101,6 @@ def test_what_is_recorded_after_a_success_is_left_out(tmp_path: Path, later: tup
     assert np.flatnonzero(steps.success).tolist() == [4] and steps.cost.sum() == 0
     assert steps.done.tolist() == steps.terminated.tolist() == [False, False, True, False, True]
     assert (steps.action == whole.action[:5]).all() and (steps.reward == whole.reward[:5]).all()
-
-
-def test_what_minari_itself_writes_is_read(tmp_path: Path) -> None:
-    """By the package's own storage, without jax."""
-    if importlib.util.find_spec("minari") is None:
-        pytest.skip("needs minari: pip install --no-deps minari")
-    from gymnasium import spaces
-    from minari.data_collector import EpisodeBuffer
-    from minari.dataset.minari_storage import MinariStorage
-
-    box = spaces.Box(-20.0, 20.0, (2,), np.float64)
-    goal = spaces.Dict({"observation": box, "desired_goal": spaces.Box(-1.0, 1.0, (1,), np.float64)})
-    (tmp_path / "made").mkdir()
-    told = {"action_space": spaces.Box(-1.0, 1.0, (1,), np.float32), "data_format": "hdf5"}
-    storage = MinariStorage.new(tmp_path / "made" / "data", observation_space=goal, **told)
-    rng = np.random.default_rng(0)
-    seen = [rng.normal(size=(n + 1, 3)) for n in LENGTHS]
-    buffers = [
-        EpisodeBuffer(
-            observations={"observation": one[:, 1:], "desired_goal": one[:, :1]},
-            actions=rng.uniform(-1, 1, (len(one) - 1, 1)).astype(np.float32),
-            rewards=list(range(len(one) - 1)),
-            terminations=[False] * (len(one) - 1),
-            truncations=[False] * (len(one) - 2) + [True],
-            infos={"success": [False] * (len(one) - 1) + [True]},
-        )
-        for one in seen
-    ]
-    storage.update_episodes(buffers)
-    steps = read_steps(tmp_path / "made", success_key="success", cost_key=None)
-    np.testing.assert_allclose(steps.observation, np.concatenate([one[:-1] for one in seen]), rtol=1e-6)
-    np.testing.assert_allclose(steps.next_observation[2], seen[0][3], rtol=1e-6)
-    assert np.array_equal(steps.action, np.concatenate([buffer.actions for buffer in buffers]))
-    assert steps.reward.tolist() == [0, 1, 2, 0, 1, 2, 3] and np.flatnonzero(steps.success).tolist() == [2, 6]
 
 
 @pytest.mark.parametrize(

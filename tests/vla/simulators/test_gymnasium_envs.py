@@ -69,6 +69,23 @@ def test_pusht() -> None:
     assert same(here, play(open_environment(Simulation(name, workers=2, **how)), scale=500.0))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("metaworld", marks=needs("metaworld", "genrl-diffusion[metaworld]")),
+        *(
+            pytest.param(name, marks=needs("gymnasium_robotics", "genrl-diffusion[robotics]"))
+            for name in ("point_maze", "fetch", "reacher")
+        ),
+    ],
+)
+def test_rollouts_do_not_depend_on_workers(name: str) -> None:
+    """Of all tasks, whose observations have one shape; episodes end and tasks change over slots."""
+    how: dict[str, Any] = {"num_envs": 4, "chunk": 4, "group_size": 2, "max_steps": 8, "image_size": 32}
+    here, there = (play(open_environment(Simulation(name, workers=workers, **how))) for workers in (0, 2))
+    assert same(here, there)
+
+
 def test_gymnasiums_own() -> None:
     """MountainCarContinuous says success by ending; its info does not, which is told with what there is."""
     assert find_registered("MountainCarContinuous-v0").max_episode_steps == 999

@@ -69,37 +69,6 @@ def test_an_episode_is_that_of_meta_world_whatever_was_run_before(task: str) -> 
         assert paid == pytest.approx(reward, abs=1e-9) and info["success"] == success
 
 
-def shown(workers: int, image_size: int = 0, steps: int = 5) -> list[np.ndarray]:
-    env = open_environment(
-        Simulation(
-            "metaworld",
-            num_envs=6,
-            chunk=4,
-            tasks=THREE,
-            group_size=2,
-            workers=workers,
-            image_size=image_size,
-            max_steps=8,
-        )
-    )
-    rng = np.random.default_rng(0)
-    observation, info = env.reset(seed=2)
-    found = [*observation.values()]
-    for _ in range(steps):
-        observation, reward, terminated, truncated, info = env.step(rng.uniform(-1, 1, (6, 4, 4)).astype(np.float32))
-        found += [*observation.values(), reward, terminated, truncated, info["n_executed"]]
-    assert env.action_dim == 4 and env.max_steps == 8 and not env.dropped
-    env.close()
-    return found
-
-
-def test_rollouts_do_not_depend_on_workers() -> None:
-    """Episodes end (8 steps), tasks change over slots, and a worker has another set of environments."""
-    expected = shown(0)
-    assert all(np.array_equal(a, b) for a, b in zip(expected, shown(2), strict=True))
-    assert any(value.any() for value in expected[6::6]), "some are truncated"
-
-
 def test_the_contract() -> None:
     env = open_environment(Simulation("metaworld", num_envs=6, chunk=2, tasks=THREE, group_size=2))
     observation, _ = env.reset(seed=0)
@@ -119,25 +88,6 @@ def test_the_contract() -> None:
     goals = few.reset(options={"episodes": evaluation_episodes(1, 6)})[0]["environment_state"][:, 36:39]
     assert len(np.unique(goals, axis=0)) == 3 and np.array_equal(goals[:3], goals[3:])
     few.close()
-
-
-def test_pictures() -> None:
-    """The arm moves in them; groups see the same; sizes are independent of one another."""
-    env = open_environment(
-        Simulation("metaworld", num_envs=2, chunk=8, tasks=("reach-v3",), image_size=64, render_size=84)
-    )
-    first = env.reset(seed=0)[0]["pixels"]
-    assert first.shape == (2, 64, 64, 3) and first.dtype == np.uint8 and first.std() > 10
-    large = env.render([1])
-    assert large.shape == (1, 84, 84, 3)
-    chunk = np.zeros((2, 8, 4), dtype=np.float32)
-    chunk[:, :, 0] = 1.0
-    second = env.step(chunk)[0]["pixels"]
-    moved = np.abs(second.astype(int) - first).max(-1) > 30
-    assert 0.002 < moved.mean() < 0.3
-    again = env.reset(seed=0)[0]["pixels"]
-    assert np.array_equal(again, first)
-    env.close()
 
 
 def test_demonstrations() -> None:

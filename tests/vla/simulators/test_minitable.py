@@ -108,25 +108,6 @@ def test_the_expert_always_succeeds() -> None:
     assert task.is_success(state).all()
 
 
-def test_demonstrations_replay() -> None:
-    episodes = keys(20, seed=4)
-    shown = demonstrate(episodes, PUT)
-    state = task.initial_state(episodes, PUT)
-    for t in range(shown.actions.shape[1]):
-        for name in ("gripper", "discs", "held"):
-            assert np.array_equal(getattr(shown, name)[:, t], getattr(state, name))
-        assert np.array_equal(task.is_success(state), shown.length <= t)
-        state = task.step(state, shown.actions[:, t])
-
-
-def test_a_chunk_of_the_expert_is_its_actions_one_by_one() -> None:
-    state = task.initial_state(keys(10), PUT)
-    chunk = expert_chunk(state, 30)
-    for k in range(30):
-        assert np.array_equal(chunk[:, k], expert_chunk(state, 1)[:, 0])
-        state = task.step(state, chunk[:, k])
-
-
 def rollout(env: MiniTable, decisions: int, seed: int = 7) -> list[tuple]:
     """Expert chunks, spoilt by noise so that episodes end in both ways at different times."""
     rng = np.random.default_rng(seed)
@@ -137,23 +118,6 @@ def rollout(env: MiniTable, decisions: int, seed: int = 7) -> list[tuple]:
         action = np.where(spoilt, noise, expert_chunk(env.state, env.chunk)).astype(np.float32)
         rows.append(env.step(action))
     return rows
-
-
-def test_what_is_observed() -> None:
-    env = MiniTable(6, tasks=PUT + TOUCH, image_size=32, chunk=3)
-    first, _ = env.reset(seed=1)
-    for observation in (first, *(row[0] for row in rollout(env, 10))):
-        kinds = {name: (value.dtype, value.shape) for name, value in observation.items()}
-        assert kinds == {
-            "agent_pos": (np.float32, (6, 3)),
-            "environment_state": (np.float32, (6, 6)),
-            "task_index": (np.int64, (6,)),
-            "pixels": (np.uint8, (6, 32, 32, 3)),
-        }
-        assert np.abs(observation["agent_pos"]).max() <= 1.0
-        assert np.abs(observation["environment_state"]).max() <= 1.0 + task.GRASP
-    assert env.task_description == [INSTRUCTIONS[k] for k in observation["task_index"]] and env.action_dim == 3
-    assert "pixels" not in MiniTable(1, image_size=0).reset(seed=0)[0]
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -194,7 +158,7 @@ def test_next_step_auto_reset(chunk: int) -> None:
 
 def test_a_chunk_is_its_actions_one_by_one() -> None:
     """Four chunks of four end where sixteen single actions do."""
-    wide, narrow = MiniTable(16, image_size=0, chunk=4), MiniTable(16, image_size=0, chunk=1)
+    wide, narrow = MiniTable(16, tasks=PUT + TOUCH, image_size=32, chunk=4), MiniTable(16, tasks=PUT + TOUCH, chunk=1)
     for env in (wide, narrow):
         env.reset(seed=3)
     rng = np.random.default_rng(0)
@@ -206,6 +170,14 @@ def test_a_chunk_is_its_actions_one_by_one() -> None:
             assert not (terminated | truncated).any()  # noise does not succeed this soon
     for name, value in together.items():
         assert np.array_equal(value, single[name])
+    assert {name: (value.dtype, value.shape) for name, value in together.items()} == {
+        "agent_pos": (np.float32, (16, 3)),
+        "environment_state": (np.float32, (16, 6)),
+        "task_index": (np.int64, (16,)),
+        "pixels": (np.uint8, (16, 32, 32, 3)),
+    }
+    assert wide.task_description == [INSTRUCTIONS[k] for k in together["task_index"]] and wide.action_dim == 3
+    assert "pixels" not in MiniTable(1, image_size=0).reset(seed=0)[0]
 
 
 def test_a_table_does_not_depend_on_how_many_there_are() -> None:
@@ -219,20 +191,20 @@ def test_a_table_does_not_depend_on_how_many_there_are() -> None:
 
 
 def test_tables_of_a_group_see_the_same_episodes() -> None:
+    """The first, and those that follow, whenever a table comes to them."""
     env = MiniTable(8, image_size=0, group_size=4)
     first, _ = env.reset(seed=9)
     assert (first["environment_state"] == first["environment_state"][[0, 4]].repeat(4, 0)).all()
     assert len(np.unique(first["environment_state"], axis=0)) == 2
     episodes: list[list[tuple]] = [[] for _ in range(8)]
     ended = np.zeros(8, dtype=bool)
-    for observation, _, terminated, truncated, _ in rollout(env, 60):
+    for observation, _, terminated, truncated, _ in rollout(env, 40):
         for i in np.flatnonzero(ended):
             episodes[i].append((*observation["environment_state"][i], observation["task_index"][i]))
         ended = terminated | truncated
     for group in (episodes[:4], episodes[4:]):
-        shortest = min(len(e) for e in group)
-        assert shortest >= 2
-        assert all(e[:shortest] == group[0][:shortest] for e in group)
+        shortest = min(map(len, group))
+        assert shortest >= 2 and all(e[:shortest] == group[0][:shortest] for e in group)
 
 
 def test_chosen_episodes_and_the_next() -> None:
@@ -303,15 +275,9 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(RuntimeError, match="call reset"):
         env.step(np.zeros((2, 4, 3), dtype=np.float32))
     env.reset(seed=0)
-    with pytest.raises(ValueError, match=r"must have shape \[2, 4, 3\], got \[2, 3\]"):
-        env.step(np.zeros((2, 3), dtype=np.float32))
-    bad = np.zeros((2, 4, 3), dtype=np.float32)
-    bad[1, 2, 0] = np.nan
     with pytest.raises(ValueError, match=r"slots \[1\] are not finite"):
-        env.step(bad)
+        env.step(np.float32([[[0.0] * 3] * 4, [[np.nan] * 3] * 4]))
     with pytest.raises(ValueError, match="not \\['episode'\\]"):
         env.reset(options={"episode": 1})
-    with pytest.raises(ValueError, match="groups complete"):
-        MiniTable(3, group_size=2)
     with pytest.raises(ValueError, match="tasks must be"):
         MiniTable(2, tasks=(12,)).reset(seed=0)
