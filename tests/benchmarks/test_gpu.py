@@ -14,7 +14,7 @@ from benchmarks import gpu, gpu_checks, gpu_page
 from benchmarks.gpu import PLAN, Check
 from genrl.config import load
 
-ONE_OF_EACH = ["device", "runs", "ratio:flux1_dev", "attention", "speed:sd35_medium", "peer", "language"]
+ONE_OF_EACH = ["device", "runs", "ratio:flux1_dev", "attention", "speed:flux1_dev", "peer", "language"]
 ONE_OF_EACH += ["compiled:sd15"]
 """A check of each function, for a dry run; `kernel` runs as the plan does, what the others would start is looked at:
 `python -m benchmarks.gpu --dry-run --out FOLDER` runs the whole plan."""

