@@ -29,6 +29,7 @@ def test_a_peak_is_that_of_what_lives_together() -> None:
     assert memory.peak_of(work) - before == pytest.approx(11 * 2**20, abs=4096)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_kept_are_counted_in_the_rollout() -> None:
     tiny = ("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2")
     gc.collect()

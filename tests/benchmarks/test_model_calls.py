@@ -22,6 +22,7 @@ def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
     assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
 
 
+@pytest.mark.slow
 def test_counted_and_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     row = model_calls.measure("window, graphs kept")
     assert row["sampling"] == {"counted": 8.0, "formula": 8.0}
