@@ -150,7 +150,6 @@ def test_the_metrics_left_out_are_those_that_the_catalogue_calls_not_reproducibl
     assert varying == {key for key, doc in METRICS.items() if not doc.reproducible}
 
 
-@pytest.mark.slow
 def test_brief_runs_are_configurations_that_hold() -> None:
     """Overrides name keys that exist and go together; every iteration trains and saves, one in each stage at least."""
     for file in sorted((ROOT / "configs").rglob("*.yaml")):
