@@ -44,17 +44,13 @@ def test_the_rule_of_a_default(ratios: list[list[float]], on: bool) -> None:
     assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
 
 
+@pytest.mark.slow
 def test_every_kernel_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels", "--dry-run", "--out", str(tmp_path)])
     kernels.main()
     rows = json.loads((tmp_path / "kernels.json").read_text())["found"]
-    assert {row["kernel"] for row in rows} == {
-        "prefix_attention",
-        "qk_norm_rope",
-        "adaln",
-        "sde_step",
-        "joint_attention",
-    }
+    names = {"prefix_attention", "qk_norm_rope", "adaln", "sde_step", "joint_attention"}
+    assert {row["kernel"] for row in rows} == names
     assert all("seconds" not in row and row["errors"]["ours"] <= 2 for row in rows)
 
 

@@ -29,15 +29,8 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("flow_grpo", ("ema={decay: 0.5}",)),
-        pytest.param("diff_instruct", (), marks=pytest.mark.slow),  # all weights
-        pytest.param("prompt_rl", (), marks=pytest.mark.slow),
-        pytest.param("talk2move", (), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "changes"), [("flow_grpo", ("ema={decay: 0.5}",)), ("prompt_rl", ())])
 def test_as_the_run_evaluates(
     name: str, changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,14 +13,8 @@ from tests.run_folders import rows
 
 SMALL = (
     *("trainer.episodes=12", "trainer.steps_per_iteration=3", "trainer.critics.batch_size=8", "trainer.candidates=4"),
-    *(
-        "evaluation.episodes=48",
-        "environment.max_steps=12",
-        "evaluation.every=1",
-        "evaluation.videos=0",
-        "iterations=1",
-        "trackers=[]",
-    ),
+    *("evaluation.episodes=48", "evaluation.every=1", "evaluation.videos=0", "environment.max_steps=12"),
+    *("iterations=1", "trackers=[]"),
 )
 
 

@@ -12,25 +12,22 @@ import pytest
 
 from benchmarks import gpu, gpu_checks, gpu_page
 from benchmarks.gpu import PLAN, Check
+from genrl.config import load
 
-BY_PROCESSES = ("ratio:flux1_dev", "speed:sd35_medium")
-"""Checks that the tests run as the plan does; the others are called."""
-TESTS = ("tests", "suite")
-"""Checks that run tests: to collect them takes longer than any other dry run."""
+ONE_OF_EACH = ["device", "runs", "ratio:flux1_dev", "attention", "speed:flux1_dev", "peer", "language"]
+ONE_OF_EACH += ["compiled:sd15"]
+"""A check of each function, for a dry run; `kernel` runs as the plan does, what the others would start is looked at:
+`python -m benchmarks.gpu --dry-run --out FOLDER` runs the whole plan."""
 
 
-def test_every_check_has_its_function() -> None:
+def test_every_check_has_its_function_and_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert {check.name.partition(":")[0] for check in PLAN} == set(gpu_checks.CHECKS)
-
-
-def test_the_plan_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu", "--plan"])
     gpu.main()
     said = capsys.readouterr().out
     assert all(check.name in said for check in PLAN) and "at most" in said
-
-
-def test_a_check_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu", "ratio:sd4"])
     with pytest.raises(SystemExit, match="2"):
         gpu.main()
@@ -38,34 +35,40 @@ def test_a_check_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 @pytest.mark.slow
-def test_checks_run_without_a_gpu(tmp_path: Path) -> None:
-    checks = [check for check in PLAN if check.name in BY_PROCESSES]
-    assert gpu.run(checks, tmp_path, budget=1.0, dry=True)
-    known = gpu.results(tmp_path)["no GPU"]
-    assert {name: row["status"] for name, row in known.items()} == dict.fromkeys(BY_PROCESSES, "done")
-    ways = known["ratio:flux1_dev"]["found"]
-    assert all(ways[way]["max_abs_dev"] == 0 for way in ("bfloat16", "attention: flash", "fused", "keep_graph"))
-    assert known["speed:sd35_medium"]["found"]["as published"]["estimate_mb"] > 0
-    assert "| bfloat16 |  | 0 |" in gpu_page.page(known)
+def test_a_check_runs_in_its_process_without_a_gpu(tmp_path: Path) -> None:
+    assert gpu.run([check for check in PLAN if check.name == "kernel:sde_step"], tmp_path, budget=1.0, dry=True)
+    (row,) = gpu.results(tmp_path)["no GPU"].values()
+    assert row["status"] == "done" and row["found"]["rows"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [check.name for check in PLAN if check.name not in (*BY_PROCESSES, *TESTS)])
-def test_a_dry_run_of_every_check(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(root)
+    for ways in ("WAYS", "COMPILED"):  # the first and the last of them
+        given = list(getattr(gpu_checks, ways).items())
+        monkeypatch.setattr(gpu_checks, ways, dict([given[0], given[-1]]))
     found, (check, _, argument) = gpu_checks.Found(tmp_path / "found.json"), name.partition(":")
     gpu_checks.CHECKS[check](found, True, *([argument] if argument else []))
     assert found.values and not found.failed
     assert all(row.get("max_abs_dev", 0) == 0 for row in found.values.values() if isinstance(row, dict))
+    if check == "ratio":
+        assert "| bfloat16 |  | 0 |" in gpu_page.page({name: {"status": "done", "found": found.values}})
 
 
-def test_the_tests_that_checks_run_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_checks_start_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests, and a run by a process group whose configuration holds."""
     named: list[str] = []
     monkeypatch.setattr(gpu_checks, "_pytest", lambda found, what, dry, workers: named.extend(what))
-    for name in TESTS:
+    for name in ("tests", "suite"):
         gpu_checks.CHECKS[name](None, True)
     folders = [name for name in named if name.startswith("tests/")]
     assert len(folders) > len(gpu_checks.TRAINING) and all((root / name).exists() for name in folders)
+    started: list[list[str]] = []
+    monkeypatch.setattr(gpu_checks.subprocess, "run", lambda command, **_: started.append(command))
+    gpu_checks.group(SimpleNamespace(put=lambda *_: None), True)  # type: ignore[arg-type]
+    file = started[0].index("configs/quickstart.yaml")
+    assert load(root / started[0][file], started[0][file + 1 :]).iterations == 1
 
 
 def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks import gradient_noise
-from benchmarks.gradient_noise import BASELINES, LEAVES, SPLITS, STEPS, cost, credit, plan_of, statistics
+from benchmarks.gradient_noise import BASELINES, LEAVES, SPLITS, STEPS, credit, plan_of
 from genrl.mdp.tree import grow
 
 
@@ -34,18 +32,3 @@ def test_relatives_are_the_closest_other_leaves() -> None:
     last = {baseline: credit(tree, rewards, baseline)[STEPS - 2, :2] * LEAVES for baseline in BASELINES}
     torch.testing.assert_close(last["relatives"], torch.tensor([-2.0, 2.0]).double())
     torch.testing.assert_close(last["group"], torch.tensor([5.0 - 7 / 7, 7.0 - 5 / 7]).double())
-
-
-def test_signal_and_noise_are_those_that_were_put_in() -> None:
-    random = np.random.default_rng(0)
-    drawn = np.full(50, 0.2) + random.normal(size=(4000, 50))  # |mean|^2 = 2, noise 50
-    signal, noise = statistics(drawn @ drawn.T, np.arange(4000))
-    assert signal == pytest.approx(2, abs=0.1) and noise == pytest.approx(50, rel=0.01)
-
-
-def test_costs() -> None:
-    """Chains: 8 x 8 calls, and three times 8 of each trained step. A tree: one call of what is shared."""
-    assert cost("chains", [3]) == 64 + 24
-    assert cost("split at 3", [3]) == 3 + 1 + 8 * 4 + 3
-    assert cost("split at 3", [2, 3]) == cost("split at 3", [3])  # the shared step has no credit
-    assert cost("in two at 0, 1, 2, relatives", [*gradient_noise.NOISY]) == (1 + 2 + 4 + 40) + 3 * (7 + 32)

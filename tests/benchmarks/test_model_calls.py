@@ -22,15 +22,7 @@ def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
     assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
 
 
-def test_a_drawn_window_is_counted_where_it_was_drawn() -> None:
-    """Not its expectation: prefixes p of 10 steps are shared by 12, so p / 12 + 10 - p, and 1 + 1 / 12 of training."""
-    config = model_calls.small("flow_grpo_fast", "seed=3", "iterations=4")
-    first = [model_calls.window_of(config, config.trainer, k).start for k in range(4)]  # type: ignore[arg-type, union-attr]
-    sampling, training = (calls / 24 for calls in model_calls.expected(config))
-    assert sampling == pytest.approx(sum((p + 1) / 12 + 9 - p for p in first) / 4)
-    assert training == pytest.approx(13 / 12)
-
-
+@pytest.mark.slow
 def test_counted_and_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     row = model_calls.measure("window, graphs kept")
     assert row["sampling"] == {"counted": 8.0, "formula": 8.0}

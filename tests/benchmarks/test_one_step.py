@@ -15,9 +15,3 @@ def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
     density = torch.logsumexp(one_step.CAPTION - away.square().sum(-1) / (2 * variance), 1)
     expected = torch.autograd.grad(density.sum(), x)[0]
     torch.testing.assert_close(one_step.teacher(x, sigma, one_step.CAPTION), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_case_is_a_function_of_its_seed() -> None:
-    one, other = (one_step.run(one_step.Case(0.1), 0, 100) for _ in range(2))
-    assert one == other and 0 <= one["on the ring"] <= 1 and one["pull"] > 0 and one["reward_pull"] > 0
-    assert one_step.run(one_step.Case(0.0), 0, 100)["reward_pull"] == 0

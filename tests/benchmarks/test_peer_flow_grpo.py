@@ -9,6 +9,7 @@ from benchmarks import peer_flow_grpo
 TINY = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
 
 
+@pytest.mark.slow
 def test_calls_of_the_stand_in_and_of_ours() -> None:
     """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
     names = ("the same in genrl", "+ graphs of sampling kept")

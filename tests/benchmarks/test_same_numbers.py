@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from benchmarks import brief_runs, run_entries, same_numbers
-from benchmarks.run_in_tree import Outcome, Tree
+from benchmarks.run_in_tree import Outcome
 from genrl.config import load
 from genrl.runtime.metrics import METRICS
 
@@ -80,12 +80,6 @@ def _one_byte(run: Path) -> None:
     save_file(tensors, file)
 
 
-def _another_type(run: Path) -> None:
-    file = run / LAST / "weights.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | {"net.a": tensors["net.a"].view(torch.int32)}, file)
-
-
 def _one_pixel(run: Path) -> None:
     with Image.open(run / "samples/step-000000.png") as picture:
         changed = picture.copy()
@@ -106,13 +100,10 @@ def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
     ("change", "names"),
     [
         (_one_byte, [f"{LAST}/weights.safetensors:net.b"]),
-        (_another_type, [f"{LAST}/weights.safetensors:net.a"]),
         (_one_pixel, ["samples/step-000000.png"]),
         (_edit("metrics.jsonl", "0.25", "0.25000000000000006"), ["metrics.jsonl:step-1:loss"]),
-        (_edit("metrics.jsonl", '"loss": 0.25, ', ""), ["metrics.jsonl:step-1:loss"]),
         (_edit(STATE, '"optimizer_steps": 2', '"optimizer_steps": 3'), [f"{STATE}:optimizer_steps"]),
         (_edit(STATE, '"kept": {}', '"kept": {"a": {}}'), [f"{STATE}:kept", f"{STATE}:kept.a"]),
-        (_edit("samples/step-000001.jsonl", "red", "rid"), ["samples/step-000001.jsonl"]),
         (lambda run: (run / "samples/step-000001.jsonl").unlink(), ["samples/step-000001.jsonl"]),
         (lambda run: (run / "samples/new.wav").write_bytes(b"RIFF"), ["samples/new.wav"]),
         (lambda run: shutil.rmtree(run / "checkpoints/step-000001"), None),
@@ -126,15 +117,6 @@ def test_what_differs_is_named(runs: Any, change: Callable[[Path], None], names:
     word, notes = same_numbers.compare(run_entries.read(runs[0]), run_entries.read(runs[1]), {}, [])
     assert word == "DIFFERS" and f"first {found[0]}: there " in notes
     assert f"keys {found[0].rsplit(':', 1)[-1]} 1" in notes
-
-
-def test_both_values_are_shown(runs: Any) -> None:
-    _edit("metrics.jsonl", "0.25", "0.75")(runs[1])
-    (runs[1] / "samples/step-000001.jsonl").unlink()
-    entries = [run_entries.read(run) for run in runs]
-    first, second = (str(one) for one in run_entries.differences(*entries))
-    assert first == "metrics.jsonl:step-1:loss: there 0.25, here 0.75"
-    assert second.startswith("samples/step-000001.jsonl: there sha256 ") and second.endswith(", here missing")
 
 
 def test_a_container_with_another_name_is_the_same_where_that_is_said(runs: Any) -> None:
@@ -158,15 +140,9 @@ def test_what_may_differ_is_told_and_nothing_else_is_let_through(runs: Any) -> N
     _one_byte(runs[1])
     word, notes = same_numbers.compare(there, run_entries.read(runs[1]), {}, ["loss", "*state.json:*"])
     assert word == "DIFFERS" and notes.startswith("1 of 17 entries")
-
-
-def test_runs_that_train_nothing_are_told(runs: Any) -> None:
-    entries = run_entries.read(runs[0])
-    assert run_entries.trained(entries)
     shutil.copy(runs[0] / LAST / "weights.safetensors", runs[0] / "checkpoints/step-000001")
     still = run_entries.read(runs[0])
-    assert not run_entries.trained(still)
-    assert "no weight moves" in same_numbers.compare(still, still, {}, [])[1]
+    assert run_entries.trained(there) and "no weight moves" in same_numbers.compare(still, still, {}, [])[1]
 
 
 def test_the_metrics_left_out_are_those_that_the_catalogue_calls_not_reproducible() -> None:
@@ -174,57 +150,48 @@ def test_the_metrics_left_out_are_those_that_the_catalogue_calls_not_reproducibl
     assert varying == {key for key, doc in METRICS.items() if not doc.reproducible}
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
-def test_brief_runs_are_configurations_that_hold(file: Path) -> None:
+def test_brief_runs_are_configurations_that_hold() -> None:
     """Overrides name keys that exist and go together; every iteration trains and saves, one in each stage at least."""
-    tree = brief_runs.load(file)
-    if brief_runs.left_out(tree, ROOT):
-        return
-    changes = brief_runs.overrides(tree, 2)
-    config = load(file, [f"{key}={number}" for key, number in changes.items()])
-    number = max(2, len(getattr(config, "stages", ())))
-    assert config.iterations == config.evaluation.every == number and config.checkpoint.every == 1
-    assert getattr(config.trainer, "critic_warmup", 0) == 0
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        tree = brief_runs.load(file)
+        if brief_runs.left_out(tree, ROOT):
+            continue
+        changes = brief_runs.overrides(tree, 2)
+        config = load(file, [f"{key}={number}" for key, number in changes.items()])
+        number = max(2, len(getattr(config, "stages", ())))
+        assert config.iterations == config.evaluation.every == number and config.checkpoint.every == 1, file
+        assert getattr(config.trainer, "critic_warmup", 0) == 0, file
 
 
-def test_what_cannot_run_here_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {
-        file.stem: brief_runs.left_out(brief_runs.load(file), ROOT) for file in (ROOT / "configs").rglob("*.yaml")
-    }
-    assert reasons["quickstart"] is None and reasons["flow_sde"] is None
-    assert reasons["flux1_dev_flow_grpo"] == "model.path black-forest-labs/FLUX.1-dev is not among the embedded models"
-    assert reasons["pi0_libero"] == "policy.path pi0_libero is not among the embedded models"
+def test_what_cannot_run_here_is_left_out_with_its_reason() -> None:
+    for name, reason in (
+        ("quickstart", None),
+        ("diffusion/flux1_dev_flow_grpo", "model.path black-forest-labs/FLUX.1-dev is not among the embedded models"),
+        ("vla/pi0_libero", "policy.path pi0_libero is not among the embedded models"),
+    ):
+        assert brief_runs.left_out(brief_runs.load(ROOT / f"configs/{name}.yaml"), ROOT) == reason
     assert brief_runs.left_out({"environment": {"name": "libero"}}, ROOT) == "the package libero is not installed"
-    monkeypatch.setattr(brief_runs, "which", lambda program: None)
-    reason = brief_runs.left_out({"environment": {"name": "miniwob"}}, ROOT)
-    assert reason is not None and reason.startswith("miniwob needs chromium, chromedriver")
-
-
-def test_included_files_lie_beneath_the_one_that_includes_them() -> None:
-    tree = brief_runs.load(ROOT / "configs/diffusion/grpo_guard.yaml")
-    assert (
-        brief_runs.value(tree, "trainer.kernel") == "flow_sde" and brief_runs.value(tree, "sampling.group_size") == 12
-    )
-    assert brief_runs.value(tree, "trainer.kernel.more") is None
-
-
-def _given(**changes: Any) -> Namespace:
-    return Namespace(**{"rename": [], "iterations": 2, "only": ["*"], "processes": [1, 2], **changes})
+    including = brief_runs.load(ROOT / "configs/diffusion/grpo_guard.yaml")  # beneath which the included files lie
+    assert brief_runs.value(including, "trainer.kernel") == "flow_sde"
+    assert brief_runs.value(including, "sampling.group_size") == 12
+    assert brief_runs.value(including, "trainer.kernel.more") is None
 
 
 def test_every_third_is_run_by_two_processes_and_a_missing_file_is_told(tmp_path: Path) -> None:
+    given = {"iterations": 2, "processes": [1, 2]}
     for name in ("there", "here"):
         shutil.copytree(ROOT / "configs", tmp_path / name / "configs")
         (tmp_path / name / "assets").symlink_to(ROOT / "assets")
     there, here = tmp_path / "there", tmp_path / "here"
-    jobs, others = same_numbers.select(there, here, _given())
+    jobs, others = same_numbers.select(there, here, Namespace(only=["*"], rename=[], **given))
     once = [job.config for job in jobs if job.processes == 1]
     assert [job.config for job in jobs if job.processes == 2] == once[::3]
     assert {result.word for result in others} == {"left out"}
     (here / once[0]).rename(here / "configs/new.yaml")
-    _, others = same_numbers.select(there, here, _given(only=[once[0]]))
+    _, others = same_numbers.select(there, here, Namespace(only=[once[0]], rename=[], **given))
     assert [(result.word, result.job.config) for result in others] == [("MISSING", once[0])]
-    (job, *_), others = same_numbers.select(there, here, _given(only=[once[0]], rename=[(once[0], "configs/new.yaml")]))
+    renamed = Namespace(only=[once[0]], rename=[(once[0], "configs/new.yaml")], **given)
+    (job, *_), others = same_numbers.select(there, here, renamed)
     assert (job.config, job.here, others) == (once[0], "configs/new.yaml", [])
 
 
@@ -241,38 +208,11 @@ def test_the_cache_gives_back_what_a_commit_left_and_no_failure(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_tree_trains_by_its_own_code_and_says_why_it_could_not(tmp_path: Path) -> None:
-    """The second process fails, and the first, which would wait for ever, is ended with it; then the next run works."""
-    (tmp_path / "genrl").mkdir()
-    (tmp_path / "genrl/cli.py").write_text(
-        "import os, pathlib, sys, time\n"
-        "def main():\n"
-        "    if os.environ.get('RANK') == '1':\n"
-        "        raise RuntimeError(' '.join(sys.argv) + ' of ' + os.environ['WORLD_SIZE'])\n"
-        "    time.sleep(600 if 'RANK' in os.environ else 0)\n"
-        "    folder = pathlib.Path(sys.argv[-1].removeprefix('output='))\n"
-        "    folder.mkdir()\n"
-        "    (folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 0.5}')\n"
-    )
-    tree = Tree(tmp_path, tmp_path / "runs")
-    failed, done = (tree.train("configs/a.yaml", ["iterations=2"], processes) for processes in (2, 1))
-    tree.close()
-    assert failed.code == 1 and failed.entries == {}
-    where = f"output={tmp_path}/runs/configs-a-2"
-    assert failed.log.endswith(f"RuntimeError: genrl train configs/a.yaml iterations=2 {where} of 2")
-    assert done.code == 0 and done.entries == {"metrics.jsonl:step-1:loss": "0.5"}
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone of the repository")
 def test_this_commit_trains_as_itself(tmp_path: Path) -> None:
-    """One configuration by the command; its second call takes the other side from the cache."""
+    """One configuration by the command."""
     command = [sys.executable, "-m", "benchmarks.same_numbers", "HEAD", "--only", "vlm/quickstart", "--processes", "1"]
     command += ["--cache", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "configs/vlm/quickstart.yaml" in done.stdout and done.stdout.endswith("1 equal\n")
-    (kept,) = tmp_path.rglob("*.json")
-    kept.write_text(kept.read_text().replace('optimizer_steps": "2', 'optimizer_steps": "3'))
-    again = subprocess.run([*command, "--allow", "loss"], cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 1 and "state.json:optimizer_steps: there 3, here 2" in again.stdout

@@ -11,7 +11,7 @@ from torch import Tensor
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, *(pytest.param(half, marks=pytest.mark.slow) for half in (torch.bfloat16, torch.float16))]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (genrl-diffusion[kernels])"
 )

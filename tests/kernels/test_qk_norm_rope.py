@@ -48,20 +48,15 @@ def test_kernel_without_rotation_or_weight(weighted: bool) -> None:
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.sampled_from([2, 6, 16]))
-def test_definition_is_rms_norm_then_complex_rotation(batch: int, tokens: int, heads: int, size: int) -> None:
-    x, weight, cos, sin = example(batch, tokens, heads, size, across=False)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.sampled_from([2, 6, 16]), st.booleans())
+def test_definition_is_rms_norm_then_complex_rotation(
+    batch: int, tokens: int, heads: int, size: int, across: bool
+) -> None:
+    x, weight, cos, sin = example(batch, tokens, heads, size, across=across)
     found = qk_norm_rope(x, weight, cos, sin, eps=1e-6)
-    normed = torch.nn.functional.rms_norm(x, (size,), weight, 1e-6)
+    normed = torch.nn.functional.rms_norm(x.flatten(2) if across else x, weight.shape, weight, 1e-6).view(x.shape)
     turned = torch.view_as_complex(normed.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)[:, None]
     torch.testing.assert_close(found, torch.view_as_real(turned).flatten(-2), atol=2e-6, rtol=1e-5)
-
-
-def test_rotation_keeps_norms() -> None:
-    x, weight, cos, sin = example(2, 5, 3, 16, across=True)
-    turned, straight = qk_norm_rope(x, weight, cos, sin), qk_norm_rope(x, weight)
-    torch.testing.assert_close(turned.norm(dim=-1), straight.norm(dim=-1))
-    assert not torch.allclose(turned, straight)
 
 
 def test_shapes_that_do_not_fit() -> None:

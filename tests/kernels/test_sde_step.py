@@ -46,18 +46,6 @@ def test_kernel_is_the_definition(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@needs_triton
-def test_gradient_of_the_log_probability_alone_and_of_the_mean_alone() -> None:
-    x, velocity, a, b, s, noise = example()
-    velocity.requires_grad_()
-    for pick in (1, 2):
-        found, exact = (
-            torch.autograd.grad(sde_step(x, velocity, a, b, s, taken=noise, backend=one)[pick].sum(), velocity)[0]
-            for one in ("triton", "torch")
-        )
-        torch.testing.assert_close(found, exact)
-
-
 def test_definition_is_that_of_the_mdp_to_the_bit() -> None:
     x, velocity, _, _, _, noise = example(torch.bfloat16)
     transition = kernels.flow_sde(x, velocity, 0.7, 0.6, noise_level=0.7, sigma_max=0.9)

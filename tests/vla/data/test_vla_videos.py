@@ -70,6 +70,8 @@ def test_an_mp4_has_the_frames(tmp_path: Path) -> None:
     assert found.shape == frames.shape and np.abs(found.astype(int) - frames).mean() < 4
     assert path.read_bytes() == write_mp4(tmp_path / "b.mp4", frames, 5).read_bytes()
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.mp4", "b.mp4", "new"]
+    files = write_clips(tmp_path, [clip(3, success=False)], fps=10)
+    assert [path.name for path in files] == ["failure-00.gif", "failure-00.mp4", "sheet.png"]
 
 
 def test_a_sheet_has_a_row_per_episode_and_its_moments(tmp_path: Path) -> None:
@@ -101,12 +103,6 @@ def test_the_first_successes_and_failures_are_written(tmp_path: Path, monkeypatc
     alone = write_gif(tmp_path / "alone.gif", captioned(clips[2]._replace(success=False)), 10)
     assert (tmp_path / "clips/failure-01.gif").read_bytes() == alone.read_bytes()
     assert write_clips(tmp_path / "none", [], fps=10) == []
-
-
-def test_with_pyav_there_are_mp4_files_too(tmp_path: Path) -> None:
-    pytest.importorskip("av", reason="PyAV is not installed")
-    files = write_clips(tmp_path, [clip(3, success=False)], fps=10)
-    assert [path.name for path in files] == ["failure-00.gif", "failure-00.mp4", "sheet.png"]
 
 
 def test_what_is_no_clip_is_refused() -> None:

@@ -18,12 +18,11 @@ from genrl.mdp.noise import keyed_noise
 from genrl.vla.policies import groot
 from genrl.vla.policies.adapters import is_adapter, with_lora
 from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.policies.groot_folder import PUBLISHED, backbone_config, base_sizes, by_area
+from genrl.vla.policies.groot_folder import PUBLISHED, backbone_config, base_sizes
 from genrl.vla.policies.layers import compute_again
 from genrl.vla.policies.lerobot import Adapt
-from genrl.vla.policies.policy import TOKENS, rows
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
-from tests.vla.groot_folders import CAMERAS, REAL, groot_folder, groot_observation, groot_shapes, groot_weights
+from genrl.vla.policies.policy import TOKENS
+from tests.vla.groot_folders import CAMERAS, REAL, groot_folder, groot_observation, groot_shapes
 from tests.vla.published import LINES
 
 REFERENCE = Path(__file__).parents[2] / "fixtures" / "lerobot" / "groot.npz"
@@ -91,68 +90,6 @@ def test_it_acts_and_learns_as_lerobots_own(kind: str, tmp_path) -> None:
     torch.testing.assert_close(errors.sum() / given["valid"].sum(), theirs["loss"], rtol=1e-4, atol=0)
 
 
-def test_pictures_are_resized_as_opencv_does() -> None:
-    cv2 = pytest.importorskip("cv2")
-    picture = torch.randint(0, 256, (37, 53, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    for edge in (16, 37, 64):
-        size = (round(53 * edge / 37), edge)
-        theirs = torch.from_numpy(cv2.resize(picture.numpy(), size, interpolation=cv2.INTER_AREA)).float()
-        ours = by_area(picture.float().movedim(-1, 0)[None], edge)[0].movedim(0, -1)
-        assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 1.0, edge
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_comes_back_as_it_was(dtype: torch.dtype, tmp_path) -> None:
-    groot_folder(tmp_path / "a", weights=groot_weights(dtype=dtype), groups=True)
-    policy = load_policy(tmp_path / "a")
-    save_policy(policy, tmp_path / "b")
-    for file in (tmp_path / "a").glob("*.safetensors"):
-        before, after = load_file(file), load_file(tmp_path / "b" / file.name)
-        assert before.keys() == after.keys()
-        assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
-    described = [*(tmp_path / "a").glob("*.json"), *(tmp_path / "a" / "base").rglob("*.json")]
-    for file in described:
-        assert json.loads(file.read_text()) == json.loads(
-            (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_text()
-        )
-    ours, theirs = observation(policy), load_policy(tmp_path / "b")
-    velocities = [p.velocity(p.encode(ours), chunk(), SIGMA) for p in (policy, theirs)]
-    assert torch.equal(*velocities) and velocities[0].dtype == torch.float32 and len(described) == 5
-
-
-def test_rows_are_independent_and_every_input_matters(folder) -> None:
-    policy = load_policy(folder).with_heads(critic=1, noise_head="none", seed=0)
-    seen = observation(policy)
-    context = policy.encode(seen)
-    together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
-    for row in range(3):
-        one = torch.tensor([row])
-        for found in (policy.encode(rows(seen, one)), rows(context, one)):
-            alone = policy.velocity(found, chunk()[one], SIGMA[one])
-            torch.testing.assert_close(alone, together[one], rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(policy.value(found), values[one], rtol=1e-4, atol=1e-5)
-    assert set(policy.inputs) == set(seen)
-    for name, value in seen.items():
-        moved = policy.encode(seen | {name: value.roll(1, 0)})
-        assert (policy.velocity(moved, chunk(), SIGMA) - together).flatten(1).abs().amax(1).max() > 1e-4, name
-        assert (policy.value(moved) - values).abs().max() > 1e-6, name
-    longer = policy.encode(seen | {TOKENS: torch.nn.functional.pad(seen[TOKENS], (0, 7))})
-    torch.testing.assert_close(policy.velocity(longer, chunk(), SIGMA), together, rtol=1e-4, atol=1e-5)
-
-
-def test_replay_is_the_sample(folder) -> None:
-    policy = load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
-    seen = observation(policy)
-    with torch.no_grad():
-        context = policy.encode(seen)
-    for sampler in (FlowSteps(steps=4), LearnedNoise(steps=4)):
-        drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
-        taken = sample(policy, sampler, context, drawn)
-        again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
-        assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))
-        assert policy.actions(taken.chunk).shape == (3, 8, 3)
-
-
 def test_gradients_reach_the_head_and_not_the_backbone(folder, tmp_path) -> None:
     policy = load_policy(folder).with_heads(critic=1, noise_head="none", seed=0)
     seen, actions = observation(policy), policy.normalised(torch.randn(3, 8, 3))
@@ -201,10 +138,6 @@ def test_adapters_are_in_the_head_and_layers_are_computed_again(folder, tmp_path
     ours, theirs, before = (p.velocity(p.encode(seen), chunk(), SIGMA) for p in (policy, merged, load_policy(folder)))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert (ours - before).abs().max() > 1e-3
-    for parameter in policy.parameters():
-        parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
-    halved = policy.velocity(policy.encode(seen), chunk(), SIGMA)  # policy.dtype: bfloat16
-    assert halved.dtype == torch.float32 and (halved - ours).abs().max() < 0.1 * ours.abs().max()
 
 
 def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:
@@ -216,17 +149,6 @@ def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:
         found = policy.errors(context, actions, whole, drawn).actions
         other = policy.errors(context, actions + (torch.arange(8) >= 4)[:, None], whole, drawn).actions
     assert torch.equal(found, other) and not found[:, 4:].any() and found[:, :4].all()
-
-
-def test_new_heads_are_saved_beside_the_weights(folder, tmp_path) -> None:
-    policy = load_policy(folder).with_heads(critic=1, noise_head="expert", seed=0)
-    save_policy(policy, tmp_path)
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    again = load_policy(tmp_path)
-    context = policy.encode(observation(policy))
-    assert again.critic and torch.equal(again.value(context), policy.value(context))
-    ours, theirs = (p.velocity_and_noise(context, chunk(), SIGMA)[1] for p in (policy, again))
-    assert torch.equal(ours, theirs)
 
 
 def test_units_cameras_and_words(folder, tmp_path) -> None:
@@ -255,25 +177,11 @@ def test_units_cameras_and_words(folder, tmp_path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     weights = groot_folder(tmp_path)
-    good = json.loads((tmp_path / "config.json").read_text())
-    for changes, match in (
-        ({"use_relative_actions": True}, "use_relative_actions must be false"),
-        ({"action_decode_transform": "droid"}, "must be libero or null"),
-        ({"output_features": {"action": {"type": "ACTION", "shape": [4]}}}, "'action' have 3 numbers, not 4"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(good | changes))
-        with pytest.raises(ValueError, match=match):
-            load_policy(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(good | {"base_model_path": "someone/else"}))
-    with pytest.raises(FileNotFoundError, match=r"base model 'someone/else' into .*write base_model_path: ./base"):
-        load_policy(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(good))
     file = tmp_path / "policy_preprocessor.json"
     steps = json.loads(file.read_text())
     for changes, match in (
         ({"embodiment_tag": "new_embodimnt"}, "is not in the mapping; the nearest one is 'new_embodiment'"),
         ({"video_modality_keys": ["top"]}, r"none of its cameras .* policy.rename"),
-        ({"state_horizon": 2}, "state_horizon must be 1"),
     ):
         changed = json.loads(file.read_text())
         next(s for s in changed["steps"] if "pack_inputs" in s["registry_name"])["config"] |= changes
@@ -285,11 +193,8 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     save_file(short, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="keys are missing"):
         load_policy(tmp_path)
-
-
-def test_relative_actions_of_a_base_are_refused(tmp_path) -> None:
-    groot_folder(tmp_path, groups=True)
-    file = tmp_path / "policy_postprocessor.json"
+    groot_folder(tmp_path / "base", groups=True)
+    file = tmp_path / "base" / "policy_postprocessor.json"
     file.write_text(file.read_text().replace('"ABSOLUTE"', '"RELATIVE"'))
     with pytest.raises(ValueError, match=r"'arm' are relative to the state.*use_relative_actions: false"):
-        load_policy(tmp_path)
+        load_policy(tmp_path / "base")

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from genrl.vla.policies import openvla, openvla_folder
-from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.policies.layers import compute_again
+from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla import action_tokens, token_actions
-from genrl.vla.policies.policy import TOKENS, Statistics, rows
+from genrl.vla.policies.policy import TOKENS, rows
 from genrl.vla.policies.timm_vit import VITS, Featurizer
 from genrl.vla.rollout.sampling import Regression, Tokens, act, chunk_noise, replay, sample
 from tests.vla import openvla_folders
@@ -60,15 +58,6 @@ def test_the_layout_is_the_published_one(tmp_path: Path) -> None:
     assert (policy.words - 256, policy.end, policy.prompts.begin, policy.horizon) == (31744, 2, 1, 8)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("featurizer", REAL.dino), ("fused_featurizer", REAL.siglip)])
-def test_the_list_has_timms_own_names(name: str, sizes: Any) -> None:
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        theirs = timm.create_model(sizes.name, pretrained=False, num_classes=0, img_size=224)
-    found = {key.replace(".gamma", ".scale_factor"): tuple(v.shape) for key, v in theirs.state_dict().items()}
-    assert found == openvla_folders.vit_shapes(sizes, 224)
-
-
 @pytest.mark.parametrize("sizes", [TINY.dino, TINY.siglip], ids=["dinov2", "siglip"])
 def test_patches_are_those_of_timm(sizes: Any) -> None:
     vits = pytest.importorskip("timm.models.vision_transformer")
@@ -90,53 +79,16 @@ def test_patches_are_those_of_timm(sizes: Any) -> None:
     torch.testing.assert_close(ours(pictures), wanted)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("head", [False, True], ids=["tokens", "l1"])
-def test_a_folder_comes_back_as_it_was(head: bool, shards: int, tmp_path: Path) -> None:
-    """Same files, keys, tensors, dtypes, also of what is not used; the remote code is written back, never executed."""
-    a, b = tmp_path / "a", tmp_path / "b"
-    openvla_folders.write(a, shards=shards, dtype=torch.bfloat16, head=head, proprio=True)
-    policy = load_policy(a, adapt=oft())
-    assert {p.dtype for p in policy.parameters()} == {torch.float32}
-    save_policy(policy, b)
-    assert {f.name for f in b.iterdir()} == {f.name for f in a.iterdir()} | {"oft.json"}
-    for file in a.iterdir():
-        if file.suffix in (".safetensors", ".pt"):
-            read = load_file if file.suffix == ".safetensors" else lambda f: torch.load(f, weights_only=True)
-            before, after = read(file), read(b / file.name)
-            assert list(before) == list(after) and all(after[key].dtype == torch.bfloat16 for key in before)
-            assert all(torch.equal(value, after[key]) for key, value in before.items())
-        elif file.suffix == ".json":
-            assert json.loads(file.read_text()) == json.loads((b / file.name).read_text())
-        else:
-            assert file.read_bytes() == (b / file.name).read_bytes()
-    again, given = load_policy(b), seen(policy, state=3)
-    assert again.horizon == 4
-    for name, value in policy.encode(given).items():
-        assert torch.equal(again.encode(given)[name], value)
-
-
-def test_a_critic_is_kept_beside_the_weights(tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path / "a")
-    policy = load_policy(tmp_path / "a", adapt=oft()).with_heads(critic=4, noise_head="none", seed=0)
-    save_policy(policy, tmp_path / "b")
-    again, given = load_policy(tmp_path / "b"), seen(policy)
-    assert again.critic == 4
-    assert torch.equal(again.value(again.encode(given)), policy.value(policy.encode(given)))
-    assert policy.value(policy.encode(given)).std() > 0
-
-
 # --- one pass for all actions ---
 
 
-@pytest.mark.parametrize("cameras", [1, 2])
-def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_own_llama_row_by_row(tmp_path: Path) -> None:
     """With a mask that hides nothing, which is what makes parallel decoding comparable: no action token enters the
     pass, so there is no order of tokens; each is the likeliest after its own place, and a row alone, unpadded, is
     enough."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    names = tuple(f"observation.images.{n}" for n in range(cameras))
+    names = ("observation.images.0", "observation.images.1")
     weights = openvla_folders.write(tmp_path, proprio=True)
     policy = load_policy(tmp_path, adapt=oft(cameras=names))
     text = openvla_folders.config(TINY, None)["text_config"]
@@ -152,7 +104,7 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp
         one = rows(given, torch.tensor([row]))
         line = one[TOKENS][0][one[TOKENS][0] > 0]
         patches = policy._seen(one, torch.device("cpu"))
-        assert patches.shape == (1, cameras * 16, TINY.width)
+        assert patches.shape == (1, 2 * 16, TINY.width)
         projector = policy.proprio_projector
         state = policy.robot.state(one, torch.device("cpu"))
         state = projector["fc2"](torch.nn.functional.gelu(projector["fc1"](state)))[:, None]
@@ -166,53 +118,13 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(cameras: int, tmp
         torch.testing.assert_close(ours[row].flatten(0, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_every_action_sees_every_part_and_padding_is_not_seen(tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path, proprio=True)
-    policy = load_policy(tmp_path, adapt=oft())
-    given = seen(policy, state=3)
-    logits = policy.encode(given)["logits"]
-    longer = given | {TOKENS: torch.nn.functional.pad(given[TOKENS], (0, 5))}
-    assert torch.equal(policy.encode(longer)["logits"], logits)
-    alone = policy.encode(rows(given, torch.tensor([1])))["logits"]  # without the padding that the first row asks for
-    torch.testing.assert_close(alone, logits[1:2], rtol=1e-4, atol=1e-5)
-    for name, change in (("observation.image", 255), ("observation.state", 0), (TOKENS, 0)):
-        other = {key: value.clone() for key, value in given.items()}
-        if name == TOKENS:
-            other[TOKENS][0, 12] = int(given[TOKENS][1, 12])
-        else:
-            other[name][0] = change
-        moved = (policy.encode(other)["logits"] - logits).abs().amax(-1)
-        assert (moved[0] > 1e-6).all() and torch.equal(moved[1:], torch.zeros_like(moved[1:])), name
-
-
-def test_computing_again_gives_the_same_bits(tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path)
-    found = []
-    for again in (False, True):
-        policy = load_policy(tmp_path, adapt=oft())
-        if again:
-            compute_again(policy)
-        logits = policy.encode(seen(policy))["logits"]
-        logits.square().mean().backward()
-        found.append([logits, *(p.grad for p in policy.parameters() if p.grad is not None)])
-    assert len(found[0]) > 60 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 # --- bins ---
-
-
-def test_bins_of_known_actions() -> None:
-    """-1 is digit 1, token 31999; 0 lies in the middle bin, digit 128; 1 is digit 256, token 31744."""
-    places = action_tokens(torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0]))
-    assert (31744 + places).tolist() == [31999, 31999, 31872, 31744, 31744]
-    meant = token_actions()
-    assert meant.shape == (256,) and meant.unique().numel() == 255
-    assert meant[[0, 1, 128, 255]].tolist() == pytest.approx([254 / 255, 254 / 255, 0.0, -254 / 255])
 
 
 def test_bins_are_those_of_numpy() -> None:
     """OpenVLA's formulas: token = vocabulary - digitize(a); centre of digit - 1, the last one for digit 256."""
-    actions = np.random.default_rng(0).uniform(-1.2, 1.2, (2000,)).astype(np.float32)
+    drawn = np.random.default_rng(0).uniform(-1.2, 1.2, 500)
+    actions = np.concatenate([drawn, [-3.0, -1.0, 0.0, 1.0, 3.0]]).astype(np.float32)
     bins = np.linspace(-1, 1, 256)
     tokens = 32000 - np.digitize(np.clip(actions, -1.0, 1.0), bins)
     places = action_tokens(torch.from_numpy(actions))
@@ -220,6 +132,7 @@ def test_bins_are_those_of_numpy() -> None:
     centres = (bins[:-1] + bins[1:]) / 2
     wanted = centres[np.clip(32000 - tokens - 1, 0, 254)]
     np.testing.assert_allclose(token_actions()[places], wanted, atol=1e-7)
+    assert token_actions().shape == (256,) and token_actions().unique().numel() == 255
 
 
 # --- acting ---
@@ -315,12 +228,8 @@ def test_a_state_is_clipped_to_its_range(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, proprio=True)
     units = openvla_folder.Robot(openvla_folder.read(tmp_path, oft()))
     found = units.state({"observation.state": torch.tensor([[0.5, -7.0, 0.75]])}, torch.device("cpu"))
-    assert found.tolist() == [[0.5, -1.0, 0.5]]
-    stats: Statistics = units.stats
-    assert stats.keys() == {"action", "observation.state"} and units.inputs == (
-        "observation.state",
-        "observation.image",
-    )
+    assert found.tolist() == [[0.5, -1.0, 0.5]] and units.stats.keys() == {"action", "observation.state"}
+    assert units.inputs == ("observation.state", "observation.image")
 
 
 def test_the_central_crop_is_tensorflows() -> None:
@@ -348,11 +257,6 @@ def test_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
 # --- what is refused ---
 
 
-def changed(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_data_sets_are_chosen_by_name(tmp_path: Path) -> None:
     every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
     assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
@@ -367,12 +271,6 @@ def test_data_sets_are_chosen_by_name(tmp_path: Path) -> None:
         robot(tmp_path, every)
     (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
     assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"
-    del every["bridge_orig"]["action"]["q99"]
-    try:
-        with pytest.raises(ValueError, match="of 'bridge_orig' in .* have no action.q99"):
-            robot(tmp_path, every, unnorm_key="bridge_orig")
-    finally:
-        LIBERO["action"]["q99"] = [1.5] * 7
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -384,10 +282,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         policy.encode(seen(policy, state=4))
     with pytest.raises(KeyError, match="the policy needs 'observation.image'"):
         policy.encode({TOKENS: policy.tokenise(LINES)})
-    with pytest.raises(ValueError, match="row 1 has no instruction"):
-        policy.tokenise(["touch the red block", " "])
-    with pytest.raises(ValueError, match="'touch the purple block' has token 0, which stands for padding"):
-        policy.tokenise(["touch the purple block"])
     with pytest.raises(ValueError, match="has no noise head; write tokens"):
         policy.with_heads(critic=0, noise_head="expert", seed=0)
     pi_folder(tmp_path / "pi")
@@ -395,42 +289,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_policy(tmp_path / "pi", adapt=oft())
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            {"timm_model_ids": ["dummy_dinov", "dummy_siglip"]},
-            "'dummy_dinov' is not known.*nearest one is 'dummy_dinov2'",
-        ),
-        ({"timm_model_ids": ["dummy_siglip"], "image_sizes": [32]}, "must name two vision transformers"),
-        ({"n_action_bins": 128}, "n_action_bins must be 256, found 128"),
-        ({"text_config": {"model_type": "phi"}}, "text_config must be a llama's with a rope_theta of 10000"),
-        ({"image_sizes": [64, 64]}, r"pos_embed has shape \[1, 16, 48\], it needs \[1, 64, 48\]"),
-    ],
-)
-def test_another_architecture_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path)
-    changed(tmp_path, **change)
-    with pytest.raises(ValueError, match=text):
-        load_policy(tmp_path, adapt=oft())
-
-
 def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, head=True)
-    (tmp_path / "action_head--300_checkpoint.pt").write_bytes(
-        (tmp_path / "action_head--150_checkpoint.pt").read_bytes()
-    )
+    head, other = (tmp_path / f"action_head--{steps}_checkpoint.pt" for steps in (150, 300))
+    other.write_bytes(head.read_bytes())
     with pytest.raises(ValueError, match=r"has 2 files action_head--\*.pt: leave the one that belongs to the weights"):
         load_policy(tmp_path, adapt=oft())
-    (tmp_path / "action_head--300_checkpoint.pt").unlink()
-    (tmp_path / "vision_backbone--150_checkpoint.pt").touch()
+    other.rename(tmp_path / "vision_backbone--150_checkpoint.pt")
     with pytest.raises(ValueError, match=r"vision_backbone--150_checkpoint.pt is not known here.*\(no FiLM, no diff"):
         load_policy(tmp_path, adapt=oft())
     (tmp_path / "vision_backbone--150_checkpoint.pt").unlink()
     (tmp_path / "oft.json").write_text('{"chunks": 8}')
     with pytest.raises(ValueError, match=r"oft.json: unknown keys \['chunks'\]"):
-        load_policy(tmp_path)
-    (tmp_path / "oft.json").unlink()
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="has no model-00002-of-00002.safetensors"):
         load_policy(tmp_path)

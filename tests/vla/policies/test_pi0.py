@@ -1,4 +1,4 @@
-"""pi0 and pi0.5: the published layout, transformers' own pi0, recomputation without cache, replay, what is refused."""
+"""pi0 and pi0.5: the published layout, LeRobot's own actions, replay, heads, cameras, what is refused."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.methods.imitation import flow_matching_loss
 from genrl.vla.policies import pi0
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
-from genrl.vla.policies.pictures import letterbox
-from genrl.vla.policies.policy import STATE, TOKENS, rows
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
-from tests.vla.published import LINES, PI_REAL, PI_TINY, pi_folder, pi_observation, pi_shapes, random_weights
+from genrl.vla.policies.policy import STATE, TOKENS
+from tests.vla.published import LINES, PI_REAL, pi_folder, pi_observation, pi_shapes
 
 LEROBOT = Path(__file__).parents[2] / "fixtures" / "lerobot"
 BOTH = pytest.mark.parametrize("adaptive", [False, True], ids=["pi0", "pi05"])
@@ -66,232 +62,37 @@ def test_the_layout_is_the_published_one(adaptive: bool, folders) -> None:
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
 
 
-@BOTH
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_folder_comes_back_as_it_was(adaptive: bool, prefix: str, tmp_path) -> None:
-    """Same keys, same tensors, same dtypes, same steps: also bfloat16 ones that are trained in float32."""
-    pi_folder(tmp_path / "a", adaptive=adaptive, prefix=prefix, dtype=torch.bfloat16)
-    policy = load_policy(tmp_path / "a")
-    assert policy.action_in_proj.weight.dtype == torch.float32
-    save_policy(policy, tmp_path / "b")
-    for file in (tmp_path / "a").glob("*.safetensors"):
-        before, after = load_file(file), load_file(tmp_path / "b" / file.name)
-        assert before.keys() == after.keys()
-        assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
-        with safe_open(file, "pt") as a, safe_open(tmp_path / "b" / file.name, "pt") as b:
-            assert a.metadata() == b.metadata()
-    for file in (tmp_path / "a").glob("*.json"):
-        assert json.loads(file.read_text()) == json.loads((tmp_path / "b" / file.name).read_text())
-    assert {file.name for file in (tmp_path / "b").iterdir()} == {file.name for file in (tmp_path / "a").iterdir()}
-    again = load_policy(tmp_path / "b")
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
-
-
-@BOTH
-def test_an_embedding_stored_under_both_its_names_stays_so(adaptive: bool, tmp_path) -> None:
-    weights = pi_folder(tmp_path / "a", adaptive=adaptive)
+def test_an_embedding_stored_under_both_its_names_and_a_trained_number_stay_so(tmp_path) -> None:
+    """What was trained is not rounded to the dtype of the file."""
+    weights = pi_folder(tmp_path / "a", dtype=torch.bfloat16)
     both = weights | {pi0._EMBEDDING: weights[pi0._TIED].clone()}
     save_file(both, tmp_path / "a" / "model.safetensors")
-    save_policy(load_policy(tmp_path / "a"), tmp_path / "b")
-    saved = load_file(tmp_path / "b" / "model.safetensors")
-    assert saved.keys() == both.keys() and all(torch.equal(saved[key], both[key]) for key in both)
-    save_file(both | {pi0._EMBEDDING: both[pi0._EMBEDDING] + 1}, tmp_path / "a" / "model.safetensors")
-    with pytest.raises(ValueError, match="is another tensor than"):
-        load_policy(tmp_path / "a")
-
-
-def test_a_trained_number_is_not_rounded_to_the_dtype_of_the_file(tmp_path) -> None:
-    pi_folder(tmp_path / "a", dtype=torch.bfloat16)
     policy = load_policy(tmp_path / "a")
     with torch.no_grad():
         policy.action_in_proj.bias += 1e-6
     save_policy(policy, tmp_path / "b")
-    saved = load_file(tmp_path / "b" / "model.safetensors")["action_in_proj.bias"]
-    assert torch.equal(saved, policy.action_in_proj.bias) and saved.dtype == torch.float32
-
-
-def test_velocity_is_that_of_transformers_own_pi0(folders) -> None:
-    """An implementation of other hands, with the same weights, prompt padding included."""
-    pytest.importorskip("transformers.models.pi0", reason="a newer transformers has its own pi0")
-    from transformers import PI0Config, PI0ForConditionalGeneration
-
-    path, weights = folders[False]
-    policy, s = load_policy(path), PI_TINY
-    text = {"model_type": "gemma", "hidden_size": s.width, "num_hidden_layers": s.layers,
-            "intermediate_size": s.mlp, "num_attention_heads": 8, "num_key_value_heads": 1,
-            "head_dim": s.head, "vocab_size": s.vocabulary}  # fmt: skip
-    vision = {"model_type": "siglip_vision_model", "hidden_size": s.eye, "num_hidden_layers": s.eye_layers,
-              "intermediate_size": s.eye_mlp, "num_attention_heads": 4, "patch_size": s.patch, "image_size": 28,
-              "vision_use_head": False}  # fmt: skip
-    picture_token = s.vocabulary - 1
-    config = PI0Config(
-        vlm_config={"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": s.width,
-                    "image_token_id": picture_token},
-        dit_config=text | {"hidden_size": s.expert, "intermediate_size": s.expert_mlp},
-        chunk_size=6,
-    )  # fmt: skip
-    theirs = PI0ForConditionalGeneration(config).eval()
-    named = {}
-    for key, value in policy.state_dict().items():
-        key = key.replace("paligemma_with_expert.paligemma.model.", "model.vlm.")
-        key = key.replace("paligemma_with_expert.gemma_expert.model.", "model.dit.")
-        inner = key.startswith(("state_proj", "action_in", "action_time"))
-        named["embed_action_time." + key if inner else key] = value
-    lost = theirs.load_state_dict(named, strict=False)
-    assert lost.missing_keys == ["model.dit.embed_tokens.weight"] and not lost.unexpected_keys
-    seen, device = observation(policy), torch.device("cpu")
-    pictures = [policy.robot.picture(seen, name, device) for name in policy.robot.pictures]
-    pixels = torch.stack([letterbox(p, (28, 28), "centre") * 2 - 1 for p in pictures], 1)
-    shown = torch.full((3, 2 * s.patches), picture_token)
-    tokens = torch.cat([shown, seen[TOKENS]], 1)
-    context = policy.encode(seen)
-    told = theirs(
-        state=context["state"],
-        noise=chunk(),
-        timestep=SIGMA,
-        input_ids=tokens,
-        attention_mask=(tokens > 0).long(),
-        pixel_values=pixels,
-        pixel_attention_mask=torch.ones(3, 2, dtype=torch.bool),
-    )
-    ours = policy.velocity(context, chunk(), SIGMA)
-    assert ours.abs().mean() > 0.1
-    # Their sines are of float32 angles, up to 1570: good to 1e-4.
-    torch.testing.assert_close(ours, told.logits, rtol=1e-4, atol=1e-4)
-
-
-def joint_velocity(policy, weights: dict[str, Tensor], seen: dict[str, Tensor], x: Tensor, sigma: Tensor) -> Tensor:
-    """The expert's and the language model's tokens in one sequence, one mask, plain formulas: as both are trained."""
-    adaptive, device = policy.config.adaptive, torch.device("cpu")
-    numbers = functional.pad(policy.robot.vector(seen, STATE, device), (0, 27))
-    tokens = policy.prompts(pi0._prompts(seen[TOKENS], numbers[:, :5])) if adaptive else seen[TOKENS]
-    prefix, valid = policy._embed(seen, tokens, tokens > 0)
-    period = 4e-3 * 1e3 ** torch.linspace(0, 1, 32, dtype=torch.float64)
-    angle = 2 * torch.pi * sigma.double()[:, None] / period
-    time = torch.cat([angle.sin(), angle.cos()], 1).float()
-
-    def linear(name: str, value: Tensor) -> Tensor:
-        return functional.linear(value, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    suffix = linear("action_in_proj", x)
-    condition = None
-    if adaptive:
-        condition = functional.silu(linear("time_mlp_out", functional.silu(linear("time_mlp_in", time))))
-    else:
-        suffix = torch.cat([suffix, time[:, None].expand(-1, 6, -1)], 2)
-        suffix = linear("action_time_mlp_out", functional.silu(linear("action_time_mlp_in", suffix)))
-        suffix = torch.cat([linear("state_proj", numbers)[:, None], suffix], 1)
-    there = torch.cat([valid, valid.new_ones(3, suffix.shape[1])], 1)
-    block = [0] * prefix.shape[1] + ([] if adaptive else [1]) + [2] * 6
-    order = torch.tensor(block)
-    mask = (order[None, :] <= order[:, None]) & there[:, None]
-    position = there.cumsum(1) - 1
-    stacks = ["paligemma_with_expert.paligemma.model.language_model.", "paligemma_with_expert.gemma_expert.model."]
-    streams = [prefix, suffix]
-
-    def norm(name: str, stream: int) -> tuple[Tensor, Tensor | float]:
-        value = streams[stream]
-        unit = value / (value.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        if f"{name}.weight" in weights:
-            return unit * (1 + weights[f"{name}.weight"]), 1.0
-        scale, shift, gate = linear(f"{name}.dense", condition)[:, None].chunk(3, -1)
-        return unit * (1 + scale) + shift, gate
-
-    def turn(value: Tensor) -> Tensor:
-        angle = position[:, :, None, None] / 10_000 ** (torch.arange(8) / 8)
-        pair = torch.complex(value[..., :8], value[..., 8:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat([pair.real, pair.imag], -1)
-
-    for n in range(4):
-        normed = [norm(f"{stack}layers.{n}.input_layernorm", i) for i, stack in enumerate(stacks)]
-        q, k, v = (
-            torch.cat(
-                [linear(f"{stack}layers.{n}.self_attn.{p}_proj", normed[i][0]) for i, stack in enumerate(stacks)], 1
-            )
-            for p in "qkv"
-        )
-        q, k = turn(q.unflatten(-1, (8, 16))), turn(k[:, :, None])[:, :, 0]
-        score = torch.einsum("bthd,bsd->bhts", q, k) / 4.0
-        weight = score.masked_fill(~mask[:, None], -torch.inf).softmax(-1).nan_to_num()
-        attended = torch.einsum("bhts,bsd->bthd", weight, v).flatten(2).split([prefix.shape[1], suffix.shape[1]], 1)
-        for i, stack in enumerate(stacks):
-            own = f"{stack}layers.{n}."
-            streams[i] = streams[i] + normed[i][1] * linear(own + "self_attn.o_proj", attended[i])
-            inner, gate = norm(own + "post_attention_layernorm", i)
-            gelu = functional.gelu(linear(own + "mlp.gate_proj", inner), approximate="tanh")
-            streams[i] = streams[i] + gate * linear(own + "mlp.down_proj", gelu * linear(own + "mlp.up_proj", inner))
-    return linear("action_out_proj", norm(stacks[1] + "norm", 1)[0][:, -6:])
-
-
-@BOTH
-def test_one_context_and_k_velocities_are_k_full_passes(adaptive: bool, folders) -> None:
-    path, weights = folders[adaptive]
-    policy = load_policy(path)
-    seen = observation(policy)
-    context = policy.encode(seen)
-    for at in (SIGMA, torch.full((3,), 0.3)):
-        whole = joint_velocity(policy, weights, seen, chunk(), at)
-        torch.testing.assert_close(policy.velocity(context, chunk(), at), whole, rtol=1e-4, atol=1e-5)
-        assert whole.abs().mean() > 0.1
-
-
-@BOTH
-def test_rows_are_independent_and_every_input_matters(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="none", seed=0)
-    seen = observation(policy)
-    context = policy.encode(seen)
-    together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
-    for row in range(3):
-        one = torch.tensor([row])
-        alone = policy.encode(rows(seen, one))
-        chosen = rows(context, one)
-        for found in (alone, chosen):
-            torch.testing.assert_close(
-                policy.velocity(found, chunk()[one], SIGMA[one]), together[one], rtol=1e-4, atol=1e-5
-            )
-            torch.testing.assert_close(policy.value(found), values[one], rtol=1e-4, atol=1e-5)
-    assert set(policy.inputs) == set(seen)
-    for name, value in seen.items():
-        other = value.roll(1, 0)
-        moved = policy.velocity(policy.encode(seen | {name: other}), chunk(), SIGMA) - together
-        assert moved.flatten(1).abs().amax(1).min() > 1e-4, name
-
-
-def test_padding_of_the_prompt_does_not_matter(folders) -> None:
-    policy = load_policy(folders[False][0])
-    seen = observation(policy)
-    longer = seen | {TOKENS: functional.pad(seen[TOKENS], (0, 7))}
-    ours, theirs = (policy.velocity(policy.encode(s), chunk(), SIGMA) for s in (seen, longer))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    saved = load_file(tmp_path / "b" / "model.safetensors")
+    bias = saved["action_in_proj.bias"]
+    assert torch.equal(bias, policy.action_in_proj.bias) and bias.dtype == torch.float32
+    assert saved.keys() == both.keys()
+    assert all(torch.equal(saved[key], both[key]) for key in both if key != "action_in_proj.bias")
+    save_file(both | {pi0._EMBEDDING: both[pi0._EMBEDDING] + 1}, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ValueError, match="is another tensor than"):
+        load_policy(tmp_path / "a")
 
 
 @BOTH
 def test_states_and_actions_are_scaled_by_the_folders_statistics(adaptive: bool, folders) -> None:
     policy = load_policy(folders[adaptive][0])
     stats = load_file(folders[adaptive][0] / "policy_postprocessor_step_0_unnormalizer_processor.safetensors")
-    low, high = ("q01", "q99") if adaptive else ("mean", "std")
-    if adaptive:
-        ends = {-1.0: stats[f"action.{low}"], 1.0: stats[f"action.{high}"]}
-    else:
-        ends = {0.0: stats[f"action.{low}"], 1.0: stats[f"action.{low}"] + stats[f"action.{high}"]}
-    for unit, robot in ends.items():
-        torch.testing.assert_close(policy.normalised(robot)[:3], torch.full((3,), unit))
-        torch.testing.assert_close(policy.actions(torch.full((6, 32), unit)), robot.expand(6, 3))
+    action, own = ({k: stats[f"{name}.{k}"] for k in ("q01", "q99", "mean", "std")} for name in ("action", STATE))
+    top = action["q99"] if adaptive else action["mean"] + action["std"]
+    torch.testing.assert_close(policy.normalised(top)[:3], torch.ones(3))
+    torch.testing.assert_close(policy.actions(torch.ones(6, 32)), top.expand(6, 3))
     state = torch.randn(2, 5)
-    scaled = policy.robot.vector({STATE: state}, STATE, torch.device("cpu"))
-    q = {name: stats[f"observation.state.{name}"] for name in ("q01", "q99", "mean", "std")}
-    wanted = 2 * (state - q["q01"]) / (q["q99"] - q["q01"]) - 1 if adaptive else (state - q["mean"]) / q["std"]
-    torch.testing.assert_close(scaled, wanted)
-
-
-def test_pictures_are_padded_on_all_sides(folders) -> None:
-    policy = load_policy(folders[False][0])
-    seen = observation(policy)
-    small = {name: v[:, :20, :28] if "images" in name else v for name, v in seen.items()}
-    boxed = {name: functional.pad(v, (0, 0, 0, 0, 4, 4)) if "images" in name else v for name, v in small.items()}
-    ours, theirs = policy.encode(small), policy.encode(boxed)
-    assert boxed["observation.images.base_0_rgb"].shape == (3, 28, 28, 3)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    quantiles = 2 * (state - own["q01"]) / (own["q99"] - own["q01"]) - 1
+    wanted = quantiles if adaptive else (state - own["mean"]) / own["std"]
+    torch.testing.assert_close(policy.robot.vector({STATE: state}, STATE, torch.device("cpu")), wanted)
 
 
 @given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=32))
@@ -349,20 +150,6 @@ def test_they_act_as_lerobots_own(adaptive: bool, folders) -> None:
 
 
 @BOTH
-def test_replay_is_the_sample(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=0, noise_head="expert", seed=0)
-    seen = observation(policy)
-    with torch.no_grad():
-        context = policy.encode(seen)
-    for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
-        drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
-        taken = sample(policy, sampler, context, drawn)
-        again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
-        assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))
-        assert policy.actions(taken.chunk).shape == (3, 6, 3) and policy.robot_action_dim == 3
-
-
-@BOTH
 def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folders, tmp_path) -> None:
     policy = load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="none", seed=0)
     seen = observation(policy)
@@ -385,28 +172,9 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folde
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-@BOTH
-def test_new_heads_are_saved_beside_the_published_weights(adaptive: bool, folders, tmp_path) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="expert", seed=0)
-    save_policy(policy, tmp_path)
-    published = load_file(folders[adaptive][0] / "model.safetensors")
-    assert load_file(tmp_path / "model.safetensors").keys() == published.keys()
-    again = load_policy(tmp_path)
-    context = policy.encode(observation(policy))
-    assert again.critic and torch.equal(again.value(context), policy.value(context))
-    ours, theirs = (p.velocity_and_noise(context, chunk(), SIGMA) for p in (policy, again))
-    assert torch.equal(ours[1], theirs[1]) and ours[1].shape == (3, 6, 32)
-    with pytest.raises(ValueError, match="no noise head"):
-        load_policy(folders[adaptive][0]).velocity_and_noise(context, chunk(), SIGMA)
-
-
-@BOTH
-def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(adaptive: bool, folders, tmp_path) -> None:
-    policy = load_policy(folders[adaptive][0])
-    assert not policy.critic
-    first, again, other = (
-        load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="expert", seed=seed) for seed in (0, 0, 1)
-    )
+def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(folders, tmp_path) -> None:
+    path = folders[False][0]
+    first, again, other = (load_policy(path).with_heads(critic=1, noise_head="expert", seed=seed) for seed in (0, 0, 1))
     pairs = [dict(p.named_parameters()) for p in (first, again, other)]
     weights = [name for name in pairs[0] if name.startswith(("value_head", "noise_head")) and "weight" in name]
     assert len(weights) == 7
@@ -436,25 +204,6 @@ def test_cameras_can_be_renamed_and_left_out(folders) -> None:
         load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist"}))
 
 
-@BOTH
-def test_a_camera_that_is_left_out_is_one_that_is_masked(adaptive: bool, folders, monkeypatch) -> None:
-    path, _ = folders[adaptive]
-    base = "observation.images.base_0_rgb"
-    without, masked = load_policy(path, adapt=Adapt(rename={base: base})), load_policy(path)
-    embed = masked._embed
-
-    def dark(*given):
-        x, valid = embed(*given)
-        valid[:, 4:8] = False
-        return x, valid
-
-    monkeypatch.setattr(masked, "_embed", dark)
-    seen = observation(masked)
-    ours, theirs = (p.velocity(p.encode(seen), chunk(), SIGMA) for p in (without, masked))
-    assert without.encode(seen)["valid"].shape[1] + 4 == masked.encode(seen)["valid"].shape[1]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     weights = pi_folder(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -472,11 +221,6 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     deeper = weights | {name.replace("layers.0", "layers.6"): weights[name].clone()}
     refused(deeper, r"language_model has 7 layers, bigger than the 4 of the configuration")
     save_file(weights, file)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"paligemma_variant": "gemma_7b"}))
-    with pytest.raises(ValueError, match="paligemma_variant must be one of .*found 'gemma_7b'"):
-        load_policy(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
     steps = json.loads((tmp_path / "policy_preprocessor.json").read_text())
     steps["steps"][3]["config"]["enabled"] = True
     (tmp_path / "policy_preprocessor.json").write_text(json.dumps(steps))
@@ -515,13 +259,3 @@ def test_what_an_observation_lacks_is_named(folders) -> None:
         policy.encode(seen | {"observation.images.base_0_rgb": seen["observation.images.base_0_rgb"].float()})
     with pytest.raises(ValueError, match="row 1 has no instruction"):
         policy.tokenise(["touch the blue block", " "])
-
-
-def test_a_bfloat16_backbone_runs_and_is_near(folders, tmp_path) -> None:
-    weights = {key: value.bfloat16() for key, value in random_weights(pi_shapes(PI_TINY, adaptive=False)).items()}
-    pi_folder(tmp_path, weights=weights)
-    small, exact = load_policy(tmp_path), load_policy(folders[False][0])
-    seen = observation(exact)
-    assert small.encode(seen)["keys"].dtype == torch.bfloat16
-    ours, theirs = (p.velocity(p.encode(seen), chunk(), SIGMA) for p in (small, exact))
-    assert ours.dtype == torch.float32 and (ours - theirs).abs().max() < 0.1 * theirs.abs().max()

@@ -124,21 +124,3 @@ def test_pick_cube(maniskill: None) -> None:
     state, pixels = here[1], here[2]
     assert here[0].shape == (2, 9) and state.shape == (2, 42) and pixels.shape == (2, 64, 64, 3) and pixels.std() > 5
     assert any(np.asarray(value).tolist() == [2, 2] for value in here), "the time limit falls into the second chunk"
-
-
-def test_the_batch_over_the_real_thing(maniskill: None) -> None:
-    """With one environment, all that the CPU has: as the slot of its own."""
-    from genrl.vla.simulators.maniskill import host, made
-
-    how = Reading(chunk=3, success_key="success", max_steps=5)
-    settings = {"control_mode": "pd_ee_delta_pose"}
-    batch = BatchHost(made("PickCube-v1", 1, how, settings), 1, how)
-    slot = host(1, tasks=["PickCube-v1"], reading=how, settings=settings)
-    chunk = np.random.default_rng(0).uniform(-1, 1, (3, 7)).astype(np.float32)
-    for work in (Run({0: 4}, {}), Run({}, {0: chunk}), Run({}, {0: chunk}), Run({0: 5}, {})):
-        (a,), (b,) = batch.run(work), slot.run(work)
-        for name in a.observation:
-            np.testing.assert_allclose(a.observation[name], b.observation[name], atol=1e-5)
-        assert (a.n_executed, a.truncated) == (b.n_executed, b.truncated)
-    batch.close()
-    slot.close()

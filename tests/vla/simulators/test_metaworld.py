@@ -12,7 +12,7 @@ import torch
 from genrl.vla.data.demonstrations import demonstrated
 from genrl.vla.data.frames import episode_frames
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
-from genrl.vla.simulators.contract import Reading, Simulation
+from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.simulator import headless
@@ -36,7 +36,7 @@ def test_every_task_has_a_sentence_of_its_own() -> None:
         checked(["pick-place"])
 
 
-@pytest.mark.parametrize("task", ["reach-v3", "box-close-v3", "drawer-open-v3", "window-close-v3"])
+@pytest.mark.parametrize("task", ["reach-v3", "drawer-open-v3"])
 def test_an_episode_is_that_of_meta_world_whatever_was_run_before(task: str) -> None:
     """Two environments take turns in one model; a third one is Meta-World's own, with its double reset."""
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
@@ -69,37 +69,6 @@ def test_an_episode_is_that_of_meta_world_whatever_was_run_before(task: str) -> 
         assert paid == pytest.approx(reward, abs=1e-9) and info["success"] == success
 
 
-def shown(workers: int, image_size: int = 0, steps: int = 5) -> list[np.ndarray]:
-    env = open_environment(
-        Simulation(
-            "metaworld",
-            num_envs=6,
-            chunk=4,
-            tasks=THREE,
-            group_size=2,
-            workers=workers,
-            image_size=image_size,
-            max_steps=8,
-        )
-    )
-    rng = np.random.default_rng(0)
-    observation, info = env.reset(seed=2)
-    found = [*observation.values()]
-    for _ in range(steps):
-        observation, reward, terminated, truncated, info = env.step(rng.uniform(-1, 1, (6, 4, 4)).astype(np.float32))
-        found += [*observation.values(), reward, terminated, truncated, info["n_executed"]]
-    assert env.action_dim == 4 and env.max_steps == 8 and not env.dropped
-    env.close()
-    return found
-
-
-def test_rollouts_do_not_depend_on_workers() -> None:
-    """Episodes end (8 steps), tasks change over slots, and a worker has another set of environments."""
-    expected = shown(0)
-    assert all(np.array_equal(a, b) for a, b in zip(expected, shown(2), strict=True))
-    assert any(value.any() for value in expected[6::6]), "some are truncated"
-
-
 def test_the_contract() -> None:
     env = open_environment(Simulation("metaworld", num_envs=6, chunk=2, tasks=THREE, group_size=2))
     observation, _ = env.reset(seed=0)
@@ -121,25 +90,6 @@ def test_the_contract() -> None:
     few.close()
 
 
-def test_pictures() -> None:
-    """The arm moves in them; groups see the same; sizes are independent of one another."""
-    env = open_environment(
-        Simulation("metaworld", num_envs=2, chunk=8, tasks=("reach-v3",), image_size=64, render_size=84)
-    )
-    first = env.reset(seed=0)[0]["pixels"]
-    assert first.shape == (2, 64, 64, 3) and first.dtype == np.uint8 and first.std() > 10
-    large = env.render([1])
-    assert large.shape == (1, 84, 84, 3)
-    chunk = np.zeros((2, 8, 4), dtype=np.float32)
-    chunk[:, :, 0] = 1.0
-    second = env.step(chunk)[0]["pixels"]
-    moved = np.abs(second.astype(int) - first).max(-1) > 30
-    assert 0.002 < moved.mean() < 0.3
-    again = env.reset(seed=0)[0]["pixels"]
-    assert np.array_equal(again, first)
-    env.close()
-
-
 def test_demonstrations() -> None:
     shown = demonstrated("metaworld", THREE, 2, seed=0, max_steps=120)
     words, episodes = vocabulary(shown.texts), list(shown.episodes)
@@ -159,29 +109,3 @@ def test_demonstrations() -> None:
     assert again.columns[IMAGE].shape == (len(again.instructions), 64, 64, 3)
     with pytest.raises(RuntimeError, match="succeeded in 0 of 10 episodes of at most 5 steps"):
         list(demonstrated("metaworld", ("push-v3",), 1, seed=0, max_steps=5).episodes)
-
-
-def test_demonstrated_actions_succeed_in_the_environment() -> None:
-    """What was demonstrated, replayed as chunks from the same start, ends with success and reward 1."""
-    from genrl.vla.simulators.metaworld.env import MetaWorldEnv
-    from genrl.vla.simulators.simulator import Simulator
-
-    episode = next(iter(demonstrated("metaworld", ("push-v3",), 1, seed=3).episodes))
-    actions = episode.columns[ACTION]
-    simulator = Simulator(MetaWorldEnv("push-v3"), Reading(chunk=8, success_key="success"))
-    simulator.env.reset(seed=_seed_of(3, 0))
-    rewards, ended = 0.0, False
-    for start in range(0, len(actions), 8):
-        part = np.zeros((8, 4), dtype=np.float32)
-        part[: len(actions[start : start + 8])] = actions[start : start + 8]
-        outcome = simulator.execute(part)
-        rewards += float(outcome.rewards.sum())
-        ended = bool(outcome.terminated[0])
-    assert ended and rewards == 1.0 and outcome.success[0]
-    assert outcome.n_executed[0] == (len(actions) - 1) % 8 + 1
-
-
-def _seed_of(seed: int, attempt: int) -> int:
-    from genrl.vla.simulators.minitable.task import episode_keys
-
-    return int(episode_keys(seed, np.array([0xE]), np.array([attempt]))[0] >> np.uint64(33))

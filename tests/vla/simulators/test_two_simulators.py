@@ -11,7 +11,7 @@ from genrl.config import load
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import train
-from tests.vla.methods.test_vla_offline_trainers import rows
+from tests.run_folders import rows
 
 UNLIKE = """
 import gymnasium

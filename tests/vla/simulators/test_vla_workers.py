@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
@@ -72,12 +71,10 @@ def test_a_rollout_does_not_depend_on_the_number_of_workers() -> None:
     with opened(**how) as env:
         expected = walk(env, 8, failing=failing)
         assert env.dropped == 2 and env.restarts == 0 and 0 < env.waited_s < 60
-    for workers in (1, 2, 4):
-        with opened(workers=workers, **how) as env:
-            assert same(walk(env, 8, failing=failing), expected), workers
-            assert env.dropped == 2
-            assert not same(walk(env, 8, seed=4), walk(env, 8, seed=5))
-            assert same(walk(env, 8, failing=failing), expected), "after use"
+    with opened(workers=2, **how) as env:
+        assert same(walk(env, 8, failing=failing), expected) and env.dropped == 2
+        assert not same(walk(env, 8, seed=4), walk(env, 8, seed=5))
+        assert same(walk(env, 8, failing=failing), expected), "after use"
 
 
 def test_minitable_over_workers_is_the_native_one() -> None:
@@ -144,24 +141,21 @@ def test_chosen_episodes_and_few_starts() -> None:
 def test_a_worker_that_dies_or_hangs_is_restarted(failure: float) -> None:
     """Slots 0, 1 are of one worker, 2, 3 of the other: both of the first lose their episodes, nobody else's change."""
     with opened(workers=2, timeout_s=1.5) as env, opened() as calm:
-        for step in range(3):
-            modes = (FINE, failure, FINE, FINE) if step == 1 else (FINE,) * 4
-            if step == 0:
-                seen, ran = env.reset(seed=3)[0], calm.reset(seed=3)[0]
-                assert np.array_equal(seen["agent_pos"], ran["agent_pos"])
+        seen, ran = env.reset(seed=3)[0], calm.reset(seed=3)[0]
+        assert np.array_equal(seen["agent_pos"], ran["agent_pos"])
+        for step, mode in enumerate((FINE, failure, FINE)):
             begun = time.monotonic()
-            found, expected = env.step(actions(*modes)), calm.step(actions(*[FINE] * 4))
+            found, expected = env.step(actions(FINE, mode, FINE, FINE)), calm.step(actions(*[FINE] * 4))
             assert time.monotonic() - begun < 30
             for a, b in zip(found[:4], expected[:4], strict=True):
                 a, b = (x["agent_pos"] if isinstance(x, dict) else x for x in (a, b))
                 assert np.array_equal(a[2:], b[2:])
+            assert found[4]["n_executed"].tolist() == ([0, 0, 2, 2] if step else [2] * 4)
+            assert found[4]["dropped"].tolist() == [step == 1] * 2 + [False] * 2
             if step == 1:
-                assert found[4]["dropped"].tolist() == [True, True, False, False]
                 assert found[3].tolist() == [True, True, False, False] and not found[2].any()
-                assert found[1][:2].tolist() == [0, 0] and found[4]["n_executed"].tolist() == [0, 0, 2, 2]
-            if step == 2:  # the dropped slots have begun the next episode
-                assert found[4]["n_executed"].tolist() == [0, 0, 2, 2] and not found[4]["dropped"].any()
-                assert (found[0]["agent_pos"][:2, 1] == 0).all()
+                assert found[1][:2].tolist() == [0, 0]
+        assert (found[0]["agent_pos"][:2, 1] == 0).all()  # the dropped slots have begun the next episode
         assert (env.dropped, env.restarts) == (2, 1)
 
 
@@ -274,19 +268,23 @@ def test_misuse_is_told_at_once(workers: int) -> None:
     fails("file 'nowhere.py' does not exist", "nowhere.py:make")
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="nearest is 'minitable'"):
-        open_environment(Simulation("minitabel", num_envs=2, chunk=2))
-    with pytest.raises(ValueError, match="groups complete"):
-        open_environment(Simulation(FRAIL, num_envs=3, chunk=2, group_size=2))
-    with pytest.raises(ValueError, match="timeouts"):
-        open_environment(Simulation(FRAIL, num_envs=2, chunk=2, timeout_s=0))
-    with pytest.raises(ValueError, match="metaworld has no settings"):
-        open_environment(Simulation("metaworld", num_envs=2, chunk=2, settings={"camera": "top"}))
-    with pytest.raises(ValueError, match="not for minitable"):
-        open_environment(Simulation("minitable", num_envs=2, chunk=2, goals=3))
-    with pytest.raises(ValueError, match="no task 'push'"):
-        open_environment(Simulation("minitable", num_envs=2, chunk=2, tasks=("push",)))
+@pytest.mark.parametrize(
+    ("name", "how", "message"),
+    [
+        ("minitabel", {}, "nearest is 'minitable'"),
+        (FRAIL, {"num_envs": 3, "group_size": 2}, "groups complete"),
+        (FRAIL, {"timeout_s": 0}, "timeouts"),
+        ("metaworld", {"settings": {"camera": "top"}}, "metaworld has no settings"),
+        ("minitable", {"goals": 3}, "not for minitable"),
+        ("minitable", {"tasks": ("push",)}, "no task 'push'"),
+    ],
+)
+def test_what_cannot_be_is_refused(name: str, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_environment(Simulation(name, **{"num_envs": 2, "chunk": 2} | how))
+
+
+def test_wrong_calls_are_refused() -> None:
     with opened() as env:
         with pytest.raises(RuntimeError, match="call reset"):
             env.step(actions(*[FINE] * 4))
@@ -299,8 +297,6 @@ def test_what_cannot_be_is_refused() -> None:
             env.step(actions(FINE, FINE, np.nan, FINE))
         with pytest.raises(ValueError, match="episodes must be"):
             env.reset(options={"episodes": [1, 2]})
-        with pytest.raises(ValueError, match="reset option"):
-            env.reset(options={"goal": 1})
 
 
 class Walker:
@@ -337,23 +333,20 @@ def collected(env: Environment, modes: list[tuple[float, ...]], **how: Any) -> C
     return collect(env, Walker(modes), FlowSteps(noise_level=1e-6), RolloutPlan(**given))
 
 
-@pytest.mark.parametrize(("workers", "failure"), [(0, RAISE), (2, KILL)])
-def test_no_row_of_a_dropped_episode_is_valid(workers: int, failure: float) -> None:
-    """Slots that move .1 a step never arrive: episodes of 3 decisions, a reset, and so on."""
-    fine = (FINE,) * 4
-    with opened(workers=workers) as env:
-        rollout = collected(env, [fine, (failure, FINE, FINE, FINE), fine])
-        calm = collected(env, [])
-        after = slice(1, 2) if workers == 0 else slice(2, 4)  # slots whose simulators were not touched
-        assert rollout.dropped.sum() == env.dropped == (1 if workers == 0 else 2)
+def test_no_row_of_a_dropped_episode_is_valid() -> None:
+    """Slots that move .1 a step never arrive: episodes of 3 decisions, a reset, and so on. Slots 0, 1 are of one
+    worker, which is killed at the second decision."""
+    modes = [(FINE,) * 4, (KILL, FINE, FINE, FINE), (FINE,) * 4]
+    with opened(workers=2) as env:
+        rollout, calm = collected(env, modes), collected(env, [])
+        assert rollout.dropped.sum() == env.dropped == 2
         assert rollout.valid[:, 0].tolist() == [False, False, False, True, True, True, False]
         assert calm.valid[:, 0].tolist() == [True, True, True, False, True, True, True]
-        assert torch.equal(rollout.valid[:, after], calm.valid[:, after])
+        assert torch.equal(rollout.valid[:, 2:], calm.valid[:, 2:])
         assert rollout.episode[:, 0].tolist() == [0, 0, 1, 1, 1, 1, 2]
         assert rollout.truncated[1, 0] and rollout.n_executed[1:4, 0].tolist() == [0, 0, 2]
-        first = collected(env, [fine, (failure, FINE, FINE, FINE), fine], one_episode=True)
-        kept = first.valid.any(0)
-        assert kept.tolist() == ([False, True, True, True] if workers == 0 else [False, False, True, True])
+        first = collected(env, modes, one_episode=True)
+        assert first.valid.any(0).tolist() == [False, False, True, True]
         assert torch.isfinite(episode_returns(first)).all()
 
 
@@ -362,14 +355,8 @@ def test_numbers_that_are_not_finite_are_told_with_their_slots() -> None:
         collected(env, [(FINE,) * 4, (FINE, FINE, NAN, FINE)])
 
 
-def test_a_missing_instruction_is_told() -> None:
-    policy = flow(Inputs(state=3, vocabulary=("walk",)))
-    with opened(FRAIL.replace(":make", ":mute")) as env, pytest.raises(ValueError, match="row 0 has no instruction"):
-        collect(env, policy, FlowSteps(), RolloutPlan(decisions=1, seed=0, iteration=0))
-
-
 @given(st.lists(st.tuples(*[st.sampled_from([FINE, FINE, FINE, RAISE])] * 4), min_size=7, max_size=7))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_whatever_fails_when(modes: list[tuple[float, ...]]) -> None:
     """Slots that never fail are untouched; of one that does, rows are valid if and only if their episode is whole."""
     with opened() as env:

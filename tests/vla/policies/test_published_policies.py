@@ -1,0 +1,204 @@
+"""Every published policy: folders come back, rows are independent, a replay is the sample, heads, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from genrl.mdp.noise import keyed_noise
+from genrl.vla.policies.folder import load_policy, save_policy
+from genrl.vla.policies.lerobot import Adapt
+from genrl.vla.policies.policy import TOKENS, rows
+from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
+from tests.vla import openvla_folders
+from tests.vla.groot_folders import groot_folder, groot_observation, groot_weights
+from tests.vla.published import (
+    LINES,
+    PI_TINY,
+    SMOL_TINY,
+    act_folder,
+    act_observation,
+    diffusion_folder,
+    diffusion_observation,
+    pi_folder,
+    pi_observation,
+    pi_shapes,
+    random_weights,
+    smol_folder,
+    smol_shapes,
+)
+
+HALF, OFT = torch.bfloat16, Adapt(oft={"chunk": 4})
+SIGMA = torch.tensor([1.0, 0.5, 0.1])
+FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "pi0": lambda path: pi_folder(path, prefix="model.", dtype=HALF),
+    "pi05": lambda path: pi_folder(path, adaptive=True, dtype=HALF),
+    "smolvla": lambda path: smol_folder(path, weights=random_weights(smol_shapes(SMOL_TINY), dtype=HALF)),
+    "groot": lambda path: groot_folder(path, weights=groot_weights(dtype=HALF), groups=True),
+    "diffusion": lambda path: diffusion_folder(path, cameras=2, use_separate_rgb_encoder_per_camera=True),
+    "diffusion, one encoder": lambda path: diffusion_folder(path, cameras=2, groups=False),
+    "act": act_folder,
+    "act, norms first": lambda path: act_folder(path, pre_norm=True),
+    "act, no vae": lambda path: act_folder(path, use_vae=False),
+    "openvla": lambda path: openvla_folders.write(path, dtype=HALF, proprio=True),
+    "openvla, a head": lambda path: openvla_folders.write(path, shards=3, dtype=HALF, head=True, proprio=True),
+}
+"""As they are published: bfloat16 where it can be."""
+FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
+    "pi0": (pi_folder, (6, 32)),
+    "pi05": (lambda path: pi_folder(path, adaptive=True), (6, 32)),
+    "smolvla": (smol_folder, (6, 32)),
+    "groot": (groot_folder, (8, 12)),
+}
+"""Those that predict velocities, and the shape of their chunks."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {kind: tmp_path_factory.mktemp(kind) for kind in FLOWS}
+    for kind, path in found.items():
+        FLOWS[kind][0](path)
+    return found
+
+
+def observation(kind: str, policy: Any) -> dict[str, Tensor]:
+    if kind.startswith("diffusion"):
+        return diffusion_observation(cameras=2)
+    if kind.startswith("act"):
+        return act_observation()
+    seen = openvla_folders.observation(3, state=3) if kind.startswith("openvla") else pi_observation(3)
+    return (groot_observation(3) if kind == "groot" else seen) | {TOKENS: policy.tokenise(LINES)}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
+    """Same files, keys, tensors, dtypes, metadata, also of what is not used; what is trained is so in float32. Remote
+    code is written back, never executed."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    FOLDERS[kind](a)
+    policy = load_policy(a, adapt=OFT if "openvla" in kind else None)
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    save_policy(policy, b)
+    names = {str(file.relative_to(a)) for file in a.rglob("*") if file.is_file()}
+    written = {str(file.relative_to(b)) for file in b.rglob("*") if file.is_file()}
+    assert written == names | ({"oft.json"} if "openvla" in kind else set())
+    for name in (name for name in names if "tokenizer/" not in name):  # which transformers writes in its own words
+        if name.endswith((".safetensors", ".pt")):
+            read = load_file if name.endswith("s") else lambda file: torch.load(file, weights_only=True)
+            before, after = read(a / name), read(b / name)
+            assert before.keys() == after.keys(), name
+            assert all(before[k].dtype == after[k].dtype and torch.equal(before[k], after[k]) for k in before), name
+        if name.endswith(".safetensors"):
+            with safe_open(a / name, "pt") as one, safe_open(b / name, "pt") as other:
+                assert one.metadata() == other.metadata(), name
+        elif name.endswith(".json"):
+            assert json.loads((a / name).read_text()) == json.loads((b / name).read_text()), name
+        elif not name.endswith(".pt"):
+            assert (a / name).read_bytes() == (b / name).read_bytes(), name
+    seen, again = observation(kind, policy), load_policy(b)
+    contexts = [{k: v for k, v in p.encode(seen).items() if isinstance(v, Tensor)} for p in (policy, again)]
+    assert contexts[0] and all(torch.equal(value, contexts[1][name]) for name, value in contexts[0].items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("act", {"temporal_ensemble_coeff": 0.01}, "temporal_ensemble_coeff must be null, found 0.01: it averages"),
+        ("act", {"feedforward_activation": "glu"}, "feedforward_activation must be relu or gelu"),
+        ("act", {"n_heads": 5}, "dim_model 32 must be a multiple of n_heads 5"),
+        ("act", {"latent_dim": 0}, "latent_dim must be a whole number from 1 on, found 0"),
+        ("act", {"kl_weight": -1.0}, "kl_weight must be a number from 0 on"),
+        ("act", {"dropout": 1.0}, "dropout must be below 1"),
+        ("act", {"chunk_size": 9}, r"shape \[8, 32\], it needs \[9, 32\]"),
+        ("diffusion", {"vision_backbone": "resnet50"}, "vision_backbone must be one of"),
+        ("diffusion", {"beta_schedule": "linear"}, "beta_schedule must be"),
+        ("diffusion", {"horizon": 6}, "horizon 6 must be a multiple of 4"),
+        ("diffusion", {"n_obs_steps": 3}, "cond_encoder.1.weight has shape"),
+        ("groot", {"use_relative_actions": True}, "use_relative_actions must be false"),
+        ("groot", {"base_model_path": "someone/else"}, r"base model 'someone/else' into .*base_model_path: ./base"),
+        ("openvla", {"timm_model_ids": ["dummy_dinov", "dummy_siglip"]}, "nearest one is 'dummy_dinov2'"),
+        ("openvla", {"n_action_bins": 128}, "n_action_bins must be 256, found 128"),
+        ("openvla", {"text_config": {"model_type": "phi"}}, "text_config must be a llama's with a rope_theta of 10000"),
+        ("openvla", {"image_sizes": [64, 64]}, r"pos_embed has shape \[1, 16, 48\], it needs \[1, 64, 48\]"),
+        ("pi0", {"paligemma_variant": "gemma_7b"}, "paligemma_variant must be one of .*found 'gemma_7b'"),
+        ("pi0", {"output_features": {"action": {"type": "ACTION", "shape": [4]}}}, r"\{3\} numbers, not 4"),
+        ("pi0", {"input_features": {"observation.state": {"type": "STATE", "shape": [5]}}}, "needs a picture"),
+        ("smolvla", {"num_vlm_layers": 2}, "has 4 layers, bigger than the 2"),
+        ("smolvla", {"add_image_special_tokens": True}, "must be false"),
+        ("smolvla", {"num_expert_layers": 2}, "num_expert_layers must be that of the backbone"),
+        ("smolvla", {"expert_width_multiplier": 0.5}, r"has shape \[.*it needs"),
+        ("smolvla", {"vlm_model_name": "no/such-backbone"}, "put the config.json of the backbone 'no/such-backbone'"),
+    ],
+)
+def test_another_architecture_is_refused(kind: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    FOLDERS[kind](tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises((ValueError, OSError), match=message):
+        load_policy(tmp_path, adapt=OFT if kind == "openvla" else None)
+
+
+@pytest.mark.parametrize("kind", FLOWS)
+def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[str, Path]) -> None:
+    policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0)
+    seen, chunk = observation(kind, policy), keyed_noise((3, *FLOWS[kind][1]), 0)
+    context = policy.encode(seen)
+    together, values = policy.velocity(context, chunk, SIGMA), policy.value(context)
+    one = torch.tensor([1])  # whose line is shorter than that of row 0
+    for found in (policy.encode(rows(seen, one)), rows(context, one)):
+        alone = policy.velocity(found, chunk[one], SIGMA[one])
+        torch.testing.assert_close(alone, together[one], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(policy.value(found), values[one], rtol=1e-4, atol=1e-5)
+    assert set(policy.inputs) == set(seen)
+    for name, value in seen.items():
+        moved = policy.encode(seen | {name: value.roll(1, 0)})
+        assert (policy.velocity(moved, chunk, SIGMA) - together).abs().max() > 1e-4, name
+        assert (policy.value(moved) - values).abs().max() > 1e-6, name
+    longer = policy.encode(seen | {TOKENS: torch.nn.functional.pad(seen[TOKENS], (0, 7))})
+    torch.testing.assert_close(policy.velocity(longer, chunk, SIGMA), together, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FLOWS)
+def test_replay_is_the_sample_and_heads_are_saved_beside_the_weights(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="expert", seed=0)
+    seen, (horizon, width) = observation(kind, policy), FLOWS[kind][1]
+    with torch.no_grad():
+        context = policy.encode(seen)
+    for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
+        drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
+        taken = sample(policy, sampler, context, drawn)
+        again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
+        assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))
+        assert policy.actions(taken.chunk).shape == (3, horizon, 3)
+    save_policy(policy, tmp_path)
+    keys = [load_file(path / "model.safetensors").keys() for path in (tmp_path, folders[kind])]
+    assert keys[0] == keys[1]
+    saved, chunk = load_policy(tmp_path), keyed_noise((3, horizon, width), 0)
+    assert saved.critic and torch.equal(saved.value(context), policy.value(context))
+    noises = [p.velocity_and_noise(context, chunk, SIGMA)[1] for p in (policy, saved)]
+    assert torch.equal(*noises) and noises[0].shape == chunk.shape
+    with pytest.raises(ValueError, match="no noise head"):
+        load_policy(folders[kind]).velocity_and_noise(context, chunk, SIGMA)
+
+
+@pytest.mark.parametrize("kind", ["pi0", "groot"])
+def test_a_bfloat16_backbone_runs_and_is_near(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    if kind == "pi0":
+        pi_folder(tmp_path, weights=random_weights(pi_shapes(PI_TINY, adaptive=False), dtype=HALF))
+    else:
+        groot_folder(tmp_path, weights=groot_weights(dtype=HALF))
+    small, exact = load_policy(tmp_path), load_policy(folders[kind])
+    seen, chunk = observation(kind, exact), keyed_noise((3, *FLOWS[kind][1]), 0)
+    assert HALF in {p.dtype for p in small.parameters() if not p.requires_grad}
+    ours, theirs = (p.velocity(p.encode(seen), chunk, SIGMA) for p in (small, exact))
+    assert ours.dtype == torch.float32 and (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
