@@ -86,7 +86,7 @@ STOPS: dict[str, list[Place]] = {
     "between, again and again": [("evaluating", 2, 0), ("evaluating", 2, 1), ("sampling", 2, 0)],
     "at the end": [("evaluating", 3, 0)],
     "before the first update": [("training", 1, 0)],
-    "between two updates": [("training", 1, 6)],  # of 8 backward passes
+    "between two updates": [("training", 1, 3)],  # of 4 backward passes
 }
 
 
