@@ -44,13 +44,11 @@ KANDINSKY5 = {
 
 
 def flux2_klein() -> Family:
-    transformer = diffusers.Flux2Transformer2DModel(
+    transformer = parts.small(
+        diffusers.Flux2Transformer2DModel,
         patch_size=1,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=64,
         timestep_guidance_channels=16,
         axes_dims_rope=(4, 4, 4, 4),
@@ -96,14 +94,12 @@ def bria_fibo() -> Family:
 
 
 def ovis_image() -> Family:
-    transformer = diffusers.OvisImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.OvisImageTransformer2DModel,
         patch_size=1,
         in_channels=16,
         out_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8),
     )
@@ -119,13 +115,11 @@ def ovis_image() -> Family:
 
 
 def longcat_image() -> Family:
-    transformer = diffusers.LongCatImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.LongCatImageTransformer2DModel,
         patch_size=1,
         in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         axes_dims_rope=[4, 4, 8],
@@ -169,14 +163,9 @@ def prx() -> Family:
 
 
 def hunyuan_image() -> Family:
-    transformer = diffusers.HunyuanImageTransformer2DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.HunyuanImageTransformer2DModel,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
         patch_size=(1, 1),
         guidance_embeds=True,
         text_embed_dim=32,
@@ -232,18 +221,15 @@ def pixart_alpha() -> Family:
 
 
 def cogview3plus() -> Family:
-    transformer = diffusers.CogView3PlusTransformer2DModel(
+    transformer = parts.small(
+        diffusers.CogView3PlusTransformer2DModel,
         patch_size=2,
-        in_channels=4,
-        num_layers=1,
         attention_head_dim=4,
-        num_attention_heads=2,
         out_channels=4,
         text_embed_dim=32,
         time_embed_dim=8,
         condition_dim=2,
         pos_embed_max_size=8,
-        sample_size=8,
     )
     scheduler = diffusers.CogVideoXDDIMScheduler(
         beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction",

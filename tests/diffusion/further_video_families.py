@@ -16,12 +16,10 @@ from tests.diffusion.video_families import SIZE, UNGUIDED
 
 def allegro() -> Family:
     """Its VAE decodes one video at a time, in tiles of at least 128 x 128 pixels and 24 frames."""
-    transformer = diffusers.AllegroTransformer3DModel(
-        num_attention_heads=2,
+    transformer = parts.small(
+        diffusers.AllegroTransformer3DModel,
         attention_head_dim=12,
-        in_channels=4,
         out_channels=4,
-        num_layers=1,
         cross_attention_dim=24,
         sample_height=16,
         sample_width=16,
@@ -45,8 +43,8 @@ def allegro() -> Family:
 
 
 def skyreels_v2() -> Family:
-    transformer = diffusers.SkyReelsV2Transformer3DModel(
-        num_attention_heads=2,
+    transformer = parts.small(
+        diffusers.SkyReelsV2Transformer3DModel,
         attention_head_dim=12,
         in_channels=16,
         out_channels=16,
@@ -115,13 +113,11 @@ def kandinsky5_t2v() -> Family:
 
 def hunyuan_video15() -> Family:
     """Guidance is a component of its own, which has the scale. Its VAE's mask is made for one video at a time."""
-    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+    transformer = parts.small(
+        diffusers.HunyuanVideo15Transformer3DModel,
         in_channels=9,
         out_channels=4,
-        num_attention_heads=2,
         attention_head_dim=16,
-        num_layers=1,
-        num_refiner_layers=1,
         text_embed_dim=32,
         text_embed_2_dim=32,
         image_embed_dim=8,

@@ -72,13 +72,12 @@ def sdxl() -> Family:
 
 
 def sd3(channels: int = 4) -> Family:
-    transformer = diffusers.SD3Transformer2DModel(
-        sample_size=8,
+    transformer = parts.small(
+        diffusers.SD3Transformer2DModel,
         patch_size=2,
         in_channels=channels,
         out_channels=channels,
         num_layers=2,
-        attention_head_dim=8,
         num_attention_heads=4,
         caption_projection_dim=32,
         joint_attention_dim=64,
@@ -102,14 +101,12 @@ def sd3(channels: int = 4) -> Family:
 
 
 def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, object]:
-    transformer = diffusers.FluxTransformer2DModel(
+    transformer = parts.small(
+        diffusers.FluxTransformer2DModel,
         patch_size=1,
         in_channels=in_channels,
         out_channels=out_channels,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         guidance_embeds=True,
@@ -132,13 +129,11 @@ def flux() -> Family:
 
 
 def flux2() -> Family:
-    transformer = diffusers.Flux2Transformer2DModel(
+    transformer = parts.small(
+        diffusers.Flux2Transformer2DModel,
         patch_size=1,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=64,
         timestep_guidance_channels=16,
         axes_dims_rope=(4, 4, 4, 4),
@@ -156,12 +151,10 @@ def flux2() -> Family:
 
 
 def chroma() -> Family:
-    transformer = diffusers.ChromaTransformer2DModel(
+    transformer = parts.small(
+        diffusers.ChromaTransformer2DModel,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8),
         approximator_num_channels=8,
@@ -180,11 +173,10 @@ def chroma() -> Family:
 
 
 def auraflow() -> Family:
-    transformer = diffusers.AuraFlowTransformer2DModel(
-        sample_size=8,
+    transformer = parts.small(
+        diffusers.AuraFlowTransformer2DModel,
         num_mmdit_layers=1,
         num_single_dit_layers=1,
-        attention_head_dim=8,
         num_attention_heads=4,
         joint_attention_dim=32,
         caption_projection_dim=32,
@@ -202,13 +194,9 @@ def auraflow() -> Family:
 
 
 def lumina2() -> Family:
-    transformer = diffusers.Lumina2Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.Lumina2Transformer2DModel,
         hidden_size=24,
-        num_layers=1,
-        num_refiner_layers=1,
-        num_attention_heads=2,
         num_kv_heads=1,
         multiple_of=8,
         axes_dim_rope=(4, 4, 4),
@@ -227,17 +215,13 @@ def lumina2() -> Family:
 
 
 def sana() -> Family:
-    transformer = diffusers.SanaTransformer2DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.SanaTransformer2DModel,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=1,
         num_cross_attention_heads=2,
         cross_attention_head_dim=8,
         cross_attention_dim=16,
         caption_channels=32,
-        sample_size=8,
     )
     scheduler = diffusers.DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
@@ -280,16 +264,12 @@ def pixart_sigma() -> Family:
 
 
 def cogview4() -> Family:
-    transformer = diffusers.CogView4Transformer2DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.CogView4Transformer2DModel,
         out_channels=4,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
         text_embed_dim=32,
         time_embed_dim=8,
         condition_dim=4,
-        sample_size=8,
         rope_axes_dim=(16, 16),
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
@@ -330,13 +310,12 @@ def z_image() -> Family:
 
 
 def qwen_parts() -> dict[str, object]:
-    transformer = diffusers.QwenImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.QwenImageTransformer2DModel,
         patch_size=2,
         in_channels=64,
         out_channels=16,
-        num_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8),
     )
@@ -367,13 +346,9 @@ def qwen_image() -> Family:
 
 
 def hidream() -> Family:
-    transformer = diffusers.HiDreamImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.HiDreamImageTransformer2DModel,
         patch_size=2,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
         caption_channels=[32, 32],
         text_emb_dim=64,
         num_routed_experts=2,

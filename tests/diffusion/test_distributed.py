@@ -83,19 +83,21 @@ def untrained(model: Path, names: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "name"), [(GRPO, "adamw"), (NFT, "lion")])
-def test_sharded_full_fine_tuning_is_the_same(folder: Path, model: Path, trainer: dict[str, Any], name: str) -> None:
-    """FSDP2 over two processes beside one process that holds everything, from the first iteration to the second."""
-    common: dict[str, Any] = {"trainer": {**trainer, "kl_weight": 1e-3}, "sampling": EVEN, "lora": None}
-    common |= {"iterations": 2, "optimizer": {"name": name, "lr": 1e-4, "max_grad_norm": 1.0}}
+def test_full_fine_tuning_is_the_same_however_weights_are_held(folder: Path, model: Path) -> None:
+    """In shards over two processes (FSDP2), or waiting on the CPU, with gradients and optimiser state: beside one
+    process that holds everything, from the first iteration to the second."""
+    common: dict[str, Any] = {"trainer": {**GRPO, "kl_weight": 1e-3}, "sampling": EVEN, "lora": None}
+    common |= {"iterations": 2, "optimizer": {"lr": 1e-4, "max_grad_norm": 1.0}}
     (alone,) = recorded(folder, model, 1, **common)
-    check_equal(recorded(folder, model, 2, "sharded", **common, **FSDP), alone)
-    one, two = (runs.last_state(folder / name / "run").tensors for name in ("world-1", "sharded-2"))
-    for stem in ("weights", "snapshot-average", "optimizer"):
-        assert {key: tensor.shape for key, tensor in one[stem].items()} == {k: x.shape for k, x in two[stem].items()}
-    for stem in ("weights", "snapshot-average"):  # Adam makes a step of a rounding where a gradient is nearly 0
-        moved = distance(one[stem], untrained(model, one["weights"]))
-        assert moved > 0 and distance(two[stem], one[stem]) < 0.1 * moved
+    one = runs.last_state(folder / "world-1" / "run").tensors
+    for name, count, how in (("sharded", 2, FSDP), ("waiting", 1, BLOCKS)):
+        check_equal(recorded(folder, model, count, name, **common, **how), alone)
+        two = runs.last_state(folder / f"{name}-{count}" / "run").tensors
+        for stem in ("weights", "snapshot-average", "optimizer"):
+            assert {k: x.shape for k, x in one[stem].items()} == {k: x.shape for k, x in two[stem].items()}
+        for stem in ("weights", "snapshot-average"):  # Adam makes a step of a rounding where a gradient is nearly 0
+            moved = distance(one[stem], untrained(model, one["weights"]))
+            assert moved > 0 and distance(two[stem], one[stem]) < 0.1 * moved
 
 
 @pytest.mark.slow
@@ -235,14 +237,6 @@ def test_what_cannot_be_shared_out_is_refused(folder: Path, model: Path) -> None
     check_processes(waiting, 1)
     with pytest.raises(ValueError, match="not summed over processes"):
         check_processes(waiting, 2)
-
-
-@pytest.mark.slow
-def test_all_weights_are_trained_from_the_cpu(folder: Path, model: Path) -> None:
-    """Weights, gradients and optimiser state wait on the CPU."""
-    common: dict[str, Any] = {"trainer": GRPO, "sampling": EVEN, "lora": None, "iterations": 1}
-    (alone,) = recorded(folder, model, 1, **common)
-    check_equal(recorded(folder, model, 1, "waiting", **BLOCKS, **common), alone)
 
 
 @pytest.mark.slow

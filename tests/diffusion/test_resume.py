@@ -1,11 +1,9 @@
-"""A run that is stopped, killed or edited goes on as if nothing had been."""
+"""A run that is stopped, damaged or edited goes on as if nothing had been. Kills: tests/runtime/test_checkpoint.py."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,54 +176,3 @@ def test_a_damaged_checkpoint_is_passed_over(copied: Config, finished: Path) -> 
     assert checkpoint.latest(newest.parent) == newest.parent / "step-000001"
     train(copied, Path(copied.output))
     assert runs.differences(finished, Path(copied.output)) == []
-
-
-# -- killed and stopped from outside ---------------------------------------------------------------------------------
-
-ENDLESS: dict[str, Any] = {
-    "trainer": RAMP,
-    "sampling": {"num_inference_steps": 2},
-    "iterations": 1000,  # no attempt comes to its end
-    "evaluation": {"every": 7},
-    "checkpoint": {"every": 1, "keep": 2},
-}
-
-
-def newest_step(run: Path) -> int:
-    """Of all step folders, complete or not; -1 where there is none."""
-    found = checkpoint.steps(Run(run).checkpoints)
-    return int(found[0].name.removeprefix("step-")) if found else -1
-
-
-def interrupt(run: Path, yaml_file: Path, number: int, *, saves: int, delay: float) -> int | None:
-    """Start the run or go on with it; `delay` seconds after `saves` more checkpoints send it a signal. Its exit code,
-    None where it is still there half a minute later."""
-    resume = str(run) if Run(run).config.is_file() else None
-    before, log = newest_step(run), run.with_suffix(".log")
-    process = runs.start(runs.train_file, str(yaml_file), resume, log=log)
-    while newest_step(run) < before + saves:
-        assert process.exitcode is None, log.read_text()[-3000:]
-        time.sleep(0.002)
-    time.sleep(delay)
-    assert process.pid is not None and process.exitcode is None, log.read_text()[-3000:]
-    os.kill(process.pid, number)
-    return runs.wait([process], 30)[0]
-
-
-@pytest.mark.slow
-def test_killed_and_stopped_at_random_moments(folder: Path, model: Path) -> None:
-    """While it loads, samples, trains or saves: with the right exit code after a signal, never more lost than one save,
-    and in the end the run is the one that was left alone, to the bit."""
-    run, source = folder / "cut", random.Random(time.time_ns())
-    runs.config(folder, model, output=str(run), **ENDLESS)
-    path = (folder / "tiny.yaml").rename(folder / "endless.yaml")
-    codes = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
-    numbers = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
-    for attempt, number in enumerate(numbers):
-        saves = source.choice([0, 1]) if attempt and number == signal.SIGKILL else 1
-        assert interrupt(run, path, number, saves=saves, delay=source.uniform(0.0, 0.6)) == codes[number]
-        assert newest_step(run) - runs.last_state(run).step <= 1  # verified: sizes and hashes
-    end = {**ENDLESS, "iterations": runs.last_state(run).step + 1}
-    train(runs.config(folder, model, output=str(run), **end), run)
-    assert runs.differences(train(runs.config(folder, model, output=str(folder / "straight"), **end)), run) == []
-    assert not [path for path in run.rglob("*") if ".tmp-" in path.name]  # nothing is left over

@@ -6,6 +6,7 @@ has tokens; encoders have one or two layers of 16 to 32 channels.
 
 from __future__ import annotations
 
+import inspect
 import string
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -50,6 +51,23 @@ class Family:
     unguided: dict[str, object] = field(default_factory=dict)
     inputs: dict[str, list[object]] = field(default_factory=dict)
     """Further arguments with one entry per prompt; they fit two prompts."""
+
+
+SMALL = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "sample_size": 8,
+}
+
+
+def small(kind: type[Network], **sizes: object) -> Network:
+    """A denoiser of this class with the sizes of `SMALL` that it has, unless told others."""
+    known = inspect.signature(kind.__init__).parameters
+    return kind(**{name: size for name, size in SMALL.items() if name in known} | sizes)
 
 
 def woken(network: Network) -> Network:

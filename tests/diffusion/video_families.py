@@ -17,9 +17,9 @@ UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}
 
 
 def _wan_transformer(in_channels: int = 16) -> diffusers.WanTransformer3DModel:
-    return diffusers.WanTransformer3DModel(
+    return parts.small(
+        diffusers.WanTransformer3DModel,
         patch_size=(1, 2, 2),
-        num_attention_heads=2,
         attention_head_dim=12,
         in_channels=in_channels,
         out_channels=16,
@@ -72,14 +72,8 @@ def wan_i2v() -> Family:
 
 
 def ltx() -> Family:
-    transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        num_layers=1,
-        caption_channels=32,
+    transformer = parts.small(
+        diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, cross_attention_dim=16, caption_channels=32
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
@@ -108,14 +102,10 @@ def ltx_i2v() -> Family:
 
 
 def hunyuan_video() -> Family:
-    transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.HunyuanVideoTransformer3DModel,
         out_channels=4,
-        num_attention_heads=2,
         attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
         text_embed_dim=32,
         pooled_projection_dim=32,
         rope_axes_dim=(4, 6, 6),
@@ -136,9 +126,8 @@ def hunyuan_video() -> Family:
 
 def mochi() -> Family:
     """Time runs the other way: 0 is noise, 1 is data, and the model predicts data - noise."""
-    transformer = diffusers.MochiTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
+    transformer = parts.small(
+        diffusers.MochiTransformer3DModel,
         num_layers=2,
         pooled_projection_dim=16,
         in_channels=12,
@@ -158,14 +147,11 @@ def mochi() -> Family:
 
 
 def cogvideox() -> Family:
-    transformer = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.CogVideoXTransformer3DModel,
         out_channels=4,
         time_embed_dim=2,
         text_embed_dim=32,
-        num_layers=1,
         sample_width=2,
         sample_height=2,
         sample_frames=5,
