@@ -47,7 +47,9 @@ def picture(pipe: Any) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("kind", ["dora", "rslora", "lokr"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dora", marks=pytest.mark.slow), pytest.param("rslora", marks=pytest.mark.slow), "lokr"]
+)
 def test_each_type(folder: Path, model: Path, kind: str) -> None:
     run = trained(folder, model, "run", type=kind)
     check_resumed(run)

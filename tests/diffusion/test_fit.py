@@ -119,7 +119,12 @@ QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "phase"), [("flow_grpo", "training"), ("diffusion_nft", "sampling"), ("prdp", "training")]
+    ("algorithm", "phase"),
+    [
+        ("flow_grpo", "training"),
+        ("diffusion_nft", "sampling"),
+        pytest.param("prdp", "training", marks=pytest.mark.slow),
+    ],
 )
 def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
     folder: Path, model: Path, algorithm: str, phase: str, monkeypatch: pytest.MonkeyPatch, capsys: Any

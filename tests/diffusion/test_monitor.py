@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 from peft import load_peft_weights
 from safetensors.torch import load_file
 
-from genrl.config import Config, ConfigError
+from genrl.config import Config, ConfigError, load
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
 
 SCORES = [0.5, 0.7, 0.4, 0.69, 0.3, 0.2, 0.9, 0.9]  # of the evaluations after 0, 1, ... iterations
 TINY_LM = Path(__file__).resolve().parents[2] / "assets" / "tiny-lm"
@@ -60,20 +59,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def asked_at(stop: int, monkeypatch: pytest.MonkeyPatch, stopped: Config) -> None:
-    """A run that is asked to end while it samples iteration `stop`."""
-    advance: Callable[..., None] = DiffusionRun.advance_together
-
-    def ask(self: DiffusionRun, images: int) -> None:
-        if (self.process.progress.name, self.iteration) == ("sampling", stop):
-            self.process.stop.signal = 15
-        advance(self, images)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(DiffusionRun, "advance_together", ask)
-        train(stopped)
-
-
 @pytest.fixture(scope="module")
 def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose figure fell. Not to be changed."""
@@ -103,17 +88,12 @@ def test_stop_keeps_the_weights_as_they_are(folder: Path, model: Path, ended: Pa
     assert "redness fell from 0.7 (iteration 1) to 0.2: training ends" in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("stop", [2, 4], ids=["between", "one before the last"])
-def test_stopped_and_gone_on_with(
-    folder: Path, model: Path, ended: Path, stop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped = config(folder, model)
-    asked_at(stop, monkeypatch, stopped)
-    run = Path(stopped.output)
-    assert runs.last_state(run).step == stop
-    for _ in range(2):  # then it has ended: nothing is done again
-        train(stopped, run)
-        assert runs.differences(ended, run) == []
+@pytest.mark.parametrize("done", [2, 4], ids=["between", "one before the last"])
+def test_gone_on_with(ended: Path, tmp_path: Path, done: int) -> None:
+    again = runs.resumed(ended, tmp_path, done)
+    assert runs.differences(ended, again) == []
+    train(load(Run(again).config), again)  # it has ended: nothing is done again
+    assert runs.differences(ended, again) == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,12 @@ from tests.diffusion import runs
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+FAST = ("adamw", "adamw_8bit", "muon")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in sorted(OPTIMIZERS)]
+)
 def test_on_policy_and_resumed_to_the_bit(folder: Path, model: Path, name: str) -> None:
     """All weights, of which some are large enough for eight bits."""
     optimizer = {"name": name, "lr": 1.0 if name == "prodigy" else 1e-4, "schedule": "cosine"}

@@ -37,8 +37,8 @@ def test_combined_rewards_are_scored_beside_and_survive_a_stop(folder: Path, mod
     three = [
         runs.reward(folder, "redness", gate=gate, **scheduled),
         runs.reward(folder, "brightness", normalize="group"),
+        runs.reward(folder, "Interrupt", args={"number": 0, "call": 10**9}),
     ]
-    three.append(runs.reward(folder, "Interrupt", args={"number": 0, "call": 10**9}))
     changes: dict[str, Any] = {"rewards": three, "iterations": 3, "checkpoint": {"every": 1, "keep": 5}}
     one = run(folder, model, "here", **changes)
     two = run(folder, model, "beside", sampling={"score_in_background": True}, **changes)
