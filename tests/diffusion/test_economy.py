@@ -41,8 +41,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, model: Path, train
     assert first["selection/known"] == 0.0 and second["selection/known"] > 0.0
     memory = runs.last_state(folder / "whole").state["memory"]["prompts"]
     assert sum(times for _, _, times, _ in memory.values()) == 4 and len(memory) <= 4
-    assert first["model_calls/train"] == second["model_calls/train"] == plan(both).train_calls
-    assert plan(both).train_calls == plan(config(folder, model, trainer=trainer)).train_calls / 2
+    if trainer is GRPO:
+        assert first["model_calls/train"] == second["model_calls/train"] == plan(both).train_calls
+        assert plan(both).train_calls == plan(config(folder, model, trainer=trainer)).train_calls / 2
 
 
 def test_prompts_are_those_that_the_posteriors_choose(folder: Path, model: Path) -> None:
