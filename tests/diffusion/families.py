@@ -42,9 +42,10 @@ def _seeded(build: Builder) -> Builder:
 
 
 def _table(*modules: ModuleType) -> dict[str, Builder]:
-    """The public functions of these modules that return a family and need no other."""
-    found = {}
+    """The public functions of these modules that return a family, and their `BUILDERS`."""
+    found: dict[str, Builder] = {}
     for module in modules:
+        found |= {name: _seeded(build) for name, build in getattr(module, "BUILDERS", {}).items()}
         for name, build in vars(module).items():
             own = getattr(build, "__module__", None) == module.__name__ and not name.startswith("_")
             if own and getattr(build, "__annotations__", {}).get("return") == "Family":
