@@ -40,7 +40,12 @@ def changes(name: str, staleness: int = 1, **further: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "staleness"), [("window", 2), pytest.param("grpo_guard", 2, marks=pytest.mark.slow), ("diffusion_nft", 1)]
+    ("name", "staleness"),
+    [
+        ("window", 2),
+        pytest.param("grpo_guard", 2, marks=pytest.mark.slow),
+        pytest.param("diffusion_nft", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_one_run_whoever_draws_and_wherever_it_stops(
     folder: Path, model: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +66,7 @@ def test_one_run_whoever_draws_and_wherever_it_stops(
         assert all(0 < row["importance/max_abs_dev"] < 0.5 for row in rows[1:])
 
 
-@pytest.mark.parametrize("name", ["window", "diffusion_nft"])
+@pytest.mark.parametrize("name", ["window", pytest.param("diffusion_nft", marks=pytest.mark.slow)])
 def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
     """At a rate of 0 all versions are one: the run without staleness, and every weight exactly 1."""
     still = {"optimizer": {"lr": 1e-30}}

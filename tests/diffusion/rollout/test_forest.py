@@ -221,7 +221,7 @@ def trainable() -> tuple[Policy, Tensor]:
     return policy, policy.denoiser.get_parameter("transformer_blocks.0.attn.to_q.weight").requires_grad_(True)
 
 
-@few
+@settings(few, max_examples=4)
 @given(plan=plans().filter(lambda plan: plan.stochastic))
 def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
     trainable: tuple[Policy, Tensor], plan: SamplingPlan
