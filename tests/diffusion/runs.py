@@ -169,7 +169,7 @@ def resumed(run: Path, folder: Path, done: int) -> Path:
 # -- runs in processes of their own ------------------------------------------------------------------------------
 
 
-def written(folder: Path, model: Path, name: str, **changes: Any) -> Path:
+def written(folder: Path, model: Path, name: str, /, **changes: Any) -> Path:
     """The YAML file of a run in `folder/name/run`."""
     (folder / name).mkdir(exist_ok=True)
     config(folder, model, output=str(folder / name / "run"), **changes)
