@@ -1,15 +1,22 @@
-"""One tiny pipeline on disk for all runs of a session."""
+"""Tiny pipelines on disk, and one finished run, for all tests of a session."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from genrl.config import Config, load
 from genrl.diffusion.policy import export
+from genrl.diffusion.train import train
+from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+
+Made = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(autouse=True)
@@ -18,19 +25,35 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(made_once: Made) -> Path:
     """A tiny random SD3 pipeline as `from_pretrained` loads it, all encoders included. Not to be changed."""
-    folder = tmp_path_factory.mktemp("model") / "tiny-sd3"
-    FAMILIES["sd3"]().pipe.save_pretrained(folder)
-    return folder
+    return made_once("tiny-sd3", lambda folder: FAMILIES["sd3"]().pipe.save_pretrained(folder))
 
 
 @pytest.fixture(scope="session")
-def kontext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kontext(made_once: Made) -> Path:
     """A tiny random FLUX.1-Kontext, which edits pictures. Not to be changed."""
-    folder = tmp_path_factory.mktemp("model") / "tiny-kontext"
-    FAMILIES["flux_kontext"]().pipe.save_pretrained(folder)
-    return folder
+    return made_once("tiny-kontext", lambda folder: FAMILIES["flux_kontext"]().pipe.save_pretrained(folder))
+
+
+@pytest.fixture(scope="session")
+def finished(made_once: Made, model: Path) -> Path:
+    """The folder of a Flow-GRPO run of two iterations, each with its checkpoint. Not to be changed."""
+
+    def fill(folder: Path) -> None:
+        runs.write_folder(folder)
+        both = [runs.reward(folder, "brightness"), runs.reward(folder, "redness", weight=0.0)]
+        changes = {"trackers": ["tensorboard"], "ema": {"decay": 0.5}, "checkpoint": {"every": 1, "keep": 2}}
+        train(runs.config(folder, model, rewards=both, **changes))
+
+    return made_once("finished-flow-grpo", fill) / "run"
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Config:
+    """The settings of a copy of `finished`, which may be changed."""
+    shutil.copytree(finished, tmp_path / "copied")
+    return load(Run(finished).config).model_copy(update={"output": str(tmp_path / "copied")})
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tiny random-weight pipelines that start from pictures, one function per family.
+"""Tiny random-weight pipelines that edit pictures, one function per family.
 
 The classes, the schedulers and their settings are those of the real checkpoints.
 """
@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import functools
 
-from diffusers import FluxKontextPipeline, QwenImageEditPipeline, StableDiffusion3Img2ImgPipeline
+from diffusers import FluxKontextPipeline, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
 from tests.diffusion import tiny_parts as parts
-from tests.diffusion.image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, UNGUIDED, flux_parts, qwen_parts, sd3
+from tests.diffusion.image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, flux_parts, qwen_parts
 from tests.diffusion.tiny_parts import Family
-
-
-def sd3_img2img() -> Family:
-    """Starts half way: it cuts the schedule itself, so it cannot be given a segment of one."""
-    base = sd3()
-    pipe = StableDiffusion3Img2ImgPipeline(**base.pipe.components)
-    inputs = {"image": parts.pictures()}
-    return Family("sd3_img2img", pipe, base.call | {"strength": 0.5}, unguided=UNGUIDED, inputs=inputs)
 
 
 def flux_kontext() -> Family:

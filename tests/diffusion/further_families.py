@@ -7,45 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diffusers import (
-    AutoencoderKLHunyuanImage,
-    BriaFiboPipeline,
-    BriaFiboTransformer2DModel,
-    BriaPipeline,
-    BriaTransformer2DModel,
-    CogVideoXDDIMScheduler,
-    CogView3PlusPipeline,
-    CogView3PlusTransformer2DModel,
-    DDPMScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Transformer2DModel,
-    HunyuanDiT2DModel,
-    HunyuanDiTPipeline,
-    HunyuanImagePipeline,
-    HunyuanImageTransformer2DModel,
-    Kandinsky5T2IPipeline,
-    Kandinsky5Transformer3DModel,
-    LongCatImagePipeline,
-    LongCatImageTransformer2DModel,
-    OvisImagePipeline,
-    OvisImageTransformer2DModel,
-    PixArtAlphaPipeline,
-    PRXPipeline,
-    PRXTransformer2DModel,
-)
-from transformers import (
-    BertConfig,
-    BertModel,
-    ByT5Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    T5Config,
-    T5EncoderModel,
-    T5GemmaModuleConfig,
-)
+import diffusers
+import transformers
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from tests.diffusion import image_families as image
@@ -81,22 +44,20 @@ KANDINSKY5 = {
 
 
 def flux2_klein() -> Family:
-    transformer = Flux2Transformer2DModel(
+    transformer = parts.small(
+        diffusers.Flux2Transformer2DModel,
         patch_size=1,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=64,
         timestep_guidance_channels=16,
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    pipe = Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    pipe = diffusers.Flux2KleinPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=parts.flux2_autoencoder(),
-        text_encoder=Qwen3ForCausalLM(Qwen3Config(**parts.decoder_sizes(32, layers=2))),
+        text_encoder=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**parts.decoder_sizes(32, layers=2))),
         tokenizer=parts.byte_tokenizer(),
         transformer=transformer,
     )
@@ -105,10 +66,10 @@ def flux2_klein() -> Family:
 
 
 def bria() -> Family:
-    transformer = BriaTransformer2DModel(**BRIA, joint_attention_dim=32)
-    pipe = BriaPipeline(
+    transformer = diffusers.BriaTransformer2DModel(**BRIA, joint_attention_dim=32)
+    pipe = diffusers.BriaPipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=parts.kl_autoencoder(shift_factor=0.0, scaling_factor=0.13),
         text_encoder=parts.t5_encoder(),
         tokenizer=parts.t5_tokenizer(),
@@ -118,12 +79,14 @@ def bria() -> Family:
 
 
 def bria_fibo() -> Family:
-    transformer = BriaFiboTransformer2DModel(**BRIA, joint_attention_dim=64, text_encoder_dim=32)
-    pipe = BriaFiboPipeline(
+    transformer = diffusers.BriaFiboTransformer2DModel(**BRIA, joint_attention_dim=64, text_encoder_dim=32)
+    pipe = diffusers.BriaFiboPipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=parts.wan_autoencoder(),
-        text_encoder=SmolLM3ForCausalLM(SmolLM3Config(**parts.decoder_sizes(32, layers=2) | {"vocab_size": 128_004})),
+        text_encoder=transformers.SmolLM3ForCausalLM(
+            transformers.SmolLM3Config(**parts.decoder_sizes(32, layers=2) | {"vocab_size": 128_004})
+        ),
         tokenizer=parts.byte_tokenizer(),
     )
     call = {"height": 64, "width": 64, "guidance_scale": 5.0, "max_sequence_length": 48}
@@ -131,19 +94,17 @@ def bria_fibo() -> Family:
 
 
 def ovis_image() -> Family:
-    transformer = OvisImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.OvisImageTransformer2DModel,
         patch_size=1,
         in_channels=16,
         out_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8),
     )
-    pipe = OvisImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    pipe = diffusers.OvisImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=parts.kl_autoencoder(shift_factor=0.12, scaling_factor=0.36),
         text_encoder=parts.qwen3_encoder(),
         tokenizer=parts.byte_tokenizer(),
@@ -154,19 +115,17 @@ def ovis_image() -> Family:
 
 
 def longcat_image() -> Family:
-    transformer = LongCatImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.LongCatImageTransformer2DModel,
         patch_size=1,
         in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         axes_dims_rope=[4, 4, 8],
     )
-    pipe = LongCatImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    pipe = diffusers.LongCatImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=parts.kl_autoencoder(16, shift_factor=0.12, scaling_factor=0.36),
         text_encoder=parts.qwen_vl_encoder(),
         tokenizer=parts.byte_tokenizer(),
@@ -179,7 +138,7 @@ def longcat_image() -> Family:
 
 
 def prx() -> Family:
-    transformer = PRXTransformer2DModel(
+    transformer = diffusers.PRXTransformer2DModel(
         in_channels=4,
         patch_size=2,
         context_in_dim=32,
@@ -189,11 +148,11 @@ def prx() -> Family:
         depth=1,
         axes_dim=[4, 4],
     )
-    text_config = T5GemmaModuleConfig(**parts.decoder_sizes(32, layers=2))
+    text_config = transformers.T5GemmaModuleConfig(**parts.decoder_sizes(32, layers=2))
     text_config.dropout_rate = 0.0
-    pipe = PRXPipeline(
+    pipe = diffusers.PRXPipeline(
         transformer=parts.woken(transformer),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         text_encoder=T5GemmaEncoder(text_config),
         tokenizer=parts.byte_tokenizer(),
         vae=parts.kl_autoencoder(blocks=4, shift_factor=0.12, scaling_factor=0.36),
@@ -204,21 +163,16 @@ def prx() -> Family:
 
 
 def hunyuan_image() -> Family:
-    transformer = HunyuanImageTransformer2DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.HunyuanImageTransformer2DModel,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
         patch_size=(1, 1),
         guidance_embeds=True,
         text_embed_dim=32,
         text_embed_2_dim=32,
         rope_axes_dim=(4, 4),
     )
-    vae = AutoencoderKLHunyuanImage(
+    vae = diffusers.AutoencoderKLHunyuanImage(
         in_channels=3,
         out_channels=3,
         latent_channels=4,
@@ -228,14 +182,14 @@ def hunyuan_image() -> Family:
         spatial_compression_ratio=8,
         sample_size=128,
     )
-    byt5 = T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
-    pipe = HunyuanImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+    byt5 = transformers.T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
+    pipe = diffusers.HunyuanImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         vae=vae,
         text_encoder=parts.qwen_vl_encoder(layers=2),
         tokenizer=parts.byte_tokenizer(),
-        text_encoder_2=T5EncoderModel(byt5),
-        tokenizer_2=ByT5Tokenizer(),
+        text_encoder_2=transformers.T5EncoderModel(byt5),
+        tokenizer_2=transformers.ByT5Tokenizer(),
         transformer=transformer,
     )
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = 140, 8
@@ -244,17 +198,17 @@ def hunyuan_image() -> Family:
 
 
 def kandinsky5_t2i() -> Family:
-    transformer = Kandinsky5Transformer3DModel(
+    transformer = diffusers.Kandinsky5Transformer3DModel(
         **KANDINSKY5,
     )
-    pipe = Kandinsky5T2IPipeline(
+    pipe = diffusers.Kandinsky5T2IPipeline(
         transformer=parts.woken(transformer),
         vae=parts.kl_autoencoder(scaling_factor=0.36),
         text_encoder=parts.qwen_vl_encoder(),
         tokenizer=parts.qwen_vl_processor(),
         text_encoder_2=parts.clip_encoder(),
         tokenizer_2=parts.clip_tokenizer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
     pipe.resolutions = [(16, 16)]
     call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 192}
@@ -263,28 +217,25 @@ def kandinsky5_t2i() -> Family:
 
 def pixart_alpha() -> Family:
     base = image.pixart_sigma()
-    return replace(base, name="pixart_alpha", pipe=PixArtAlphaPipeline(**base.pipe.components))
+    return replace(base, name="pixart_alpha", pipe=diffusers.PixArtAlphaPipeline(**base.pipe.components))
 
 
 def cogview3plus() -> Family:
-    transformer = CogView3PlusTransformer2DModel(
+    transformer = parts.small(
+        diffusers.CogView3PlusTransformer2DModel,
         patch_size=2,
-        in_channels=4,
-        num_layers=1,
         attention_head_dim=4,
-        num_attention_heads=2,
         out_channels=4,
         text_embed_dim=32,
         time_embed_dim=8,
         condition_dim=2,
         pos_embed_max_size=8,
-        sample_size=8,
     )
-    scheduler = CogVideoXDDIMScheduler(
+    scheduler = diffusers.CogVideoXDDIMScheduler(
         beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction",
         rescale_betas_zero_snr=True, snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False,
     )  # fmt: skip
-    pipe = CogView3PlusPipeline(
+    pipe = diffusers.CogView3PlusPipeline(
         tokenizer=parts.t5_tokenizer(),
         text_encoder=parts.t5_encoder(),
         vae=parts.kl_autoencoder(),
@@ -296,7 +247,7 @@ def cogview3plus() -> Family:
 
 
 def hunyuan_dit() -> Family:
-    transformer = HunyuanDiT2DModel(
+    transformer = diffusers.HunyuanDiT2DModel(
         sample_size=8,
         num_layers=2,
         patch_size=2,
@@ -311,18 +262,18 @@ def hunyuan_dit() -> Family:
         text_len_t5=256,
         activation_fn="gelu-approximate",
     )
-    bert = BertConfig(
+    bert = transformers.BertConfig(
         vocab_size=264, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
         max_position_embeddings=77,
     )  # fmt: skip
-    pipe = HunyuanDiTPipeline(
+    pipe = diffusers.HunyuanDiTPipeline(
         vae=parts.kl_autoencoder(),
-        text_encoder=BertModel(bert),
+        text_encoder=transformers.BertModel(bert),
         tokenizer=parts.byte_tokenizer(),
         text_encoder_2=parts.t5_encoder(),
         tokenizer_2=parts.t5_tokenizer(16),
         transformer=transformer,
-        scheduler=DDPMScheduler(
+        scheduler=diffusers.DDPMScheduler(
             beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.02, prediction_type="v_prediction"
         ),
         safety_checker=None,

@@ -5,39 +5,7 @@ The classes, the schedulers and their settings are those of the real checkpoints
 
 from __future__ import annotations
 
-from diffusers import (
-    AuraFlowPipeline,
-    AuraFlowTransformer2DModel,
-    ChromaPipeline,
-    ChromaTransformer2DModel,
-    CogView4Pipeline,
-    CogView4Transformer2DModel,
-    DPMSolverMultistepScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2Pipeline,
-    Flux2Transformer2DModel,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    HiDreamImagePipeline,
-    HiDreamImageTransformer2DModel,
-    Lumina2Pipeline,
-    Lumina2Transformer2DModel,
-    PixArtSigmaPipeline,
-    PixArtTransformer2DModel,
-    PNDMScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    SanaPipeline,
-    SanaTransformer2DModel,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
+import diffusers
 
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.tiny_parts import Family
@@ -48,7 +16,7 @@ SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end":
 
 
 def sd15(in_channels: int = 4) -> Family:
-    unet = UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         sample_size=8,
         in_channels=in_channels,
         block_out_channels=(8, 16),
@@ -59,12 +27,12 @@ def sd15(in_channels: int = 4) -> Family:
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )
-    pipe = StableDiffusionPipeline(
+    pipe = diffusers.StableDiffusionPipeline(
         vae=parts.kl_autoencoder(),
         text_encoder=parts.clip_encoder(),
         tokenizer=parts.clip_tokenizer(),
         unet=unet,
-        scheduler=PNDMScheduler(skip_prk_steps=True, **SD_BETAS),
+        scheduler=diffusers.PNDMScheduler(skip_prk_steps=True, **SD_BETAS),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -74,7 +42,7 @@ def sd15(in_channels: int = 4) -> Family:
 
 
 def sdxl() -> Family:
-    unet = UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(8, 16),
         layers_per_block=1,
@@ -89,14 +57,14 @@ def sdxl() -> Family:
         projection_class_embeddings_input_dim=6 * 8 + 32,
         cross_attention_dim=64,
     )
-    pipe = StableDiffusionXLPipeline(
+    pipe = diffusers.StableDiffusionXLPipeline(
         vae=parts.kl_autoencoder(),
         text_encoder=parts.clip_encoder(),
         text_encoder_2=parts.clip_projection_encoder(),
         tokenizer=parts.clip_tokenizer(),
         tokenizer_2=parts.clip_tokenizer(),
         unet=unet,
-        scheduler=EulerDiscreteScheduler(timestep_spacing="leading", **SD_BETAS),
+        scheduler=diffusers.EulerDiscreteScheduler(timestep_spacing="leading", **SD_BETAS),
         add_watermarker=False,
     )
     call = {**SIZE, "guidance_scale": 5.0}
@@ -104,13 +72,12 @@ def sdxl() -> Family:
 
 
 def sd3(channels: int = 4) -> Family:
-    transformer = SD3Transformer2DModel(
-        sample_size=8,
+    transformer = parts.small(
+        diffusers.SD3Transformer2DModel,
         patch_size=2,
         in_channels=channels,
         out_channels=channels,
         num_layers=2,
-        attention_head_dim=8,
         num_attention_heads=4,
         caption_projection_dim=32,
         joint_attention_dim=64,
@@ -118,9 +85,9 @@ def sd3(channels: int = 4) -> Family:
         pos_embed_max_size=8,
         qk_norm="rms_norm",
     )
-    pipe = StableDiffusion3Pipeline(
+    pipe = diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=parts.kl_autoencoder(channels, shift_factor=0.06, scaling_factor=1.5),
         text_encoder=parts.clip_projection_encoder(),
         tokenizer=parts.clip_tokenizer(),
@@ -134,14 +101,12 @@ def sd3(channels: int = 4) -> Family:
 
 
 def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, object]:
-    transformer = FluxTransformer2DModel(
+    transformer = parts.small(
+        diffusers.FluxTransformer2DModel,
         patch_size=1,
         in_channels=in_channels,
         out_channels=out_channels,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         guidance_embeds=True,
@@ -149,7 +114,7 @@ def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, objec
     )
     return {
         "transformer": transformer,
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         "vae": parts.kl_autoencoder(shift_factor=0.12, scaling_factor=0.36),
         "text_encoder": parts.clip_encoder(),
         "tokenizer": parts.clip_tokenizer(),
@@ -160,23 +125,21 @@ def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, objec
 
 def flux() -> Family:
     call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 16}
-    return Family("flux", FluxPipeline(**flux_parts()), call)
+    return Family("flux", diffusers.FluxPipeline(**flux_parts()), call)
 
 
 def flux2() -> Family:
-    transformer = Flux2Transformer2DModel(
+    transformer = parts.small(
+        diffusers.Flux2Transformer2DModel,
         patch_size=1,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=64,
         timestep_guidance_channels=16,
         axes_dims_rope=(4, 4, 4, 4),
     )
-    pipe = Flux2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    pipe = diffusers.Flux2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=parts.flux2_autoencoder(),
         text_encoder=parts.mistral3_encoder(),
         # The system message comes first and is longer than 48 bytes: keep the end, where the prompt is.
@@ -188,20 +151,18 @@ def flux2() -> Family:
 
 
 def chroma() -> Family:
-    transformer = ChromaTransformer2DModel(
+    transformer = parts.small(
+        diffusers.ChromaTransformer2DModel,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8),
         approximator_num_channels=8,
         approximator_hidden_dim=16,
         approximator_layers=1,
     )
-    pipe = ChromaPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+    pipe = diffusers.ChromaPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=parts.kl_autoencoder(shift_factor=0.12, scaling_factor=0.36),
         text_encoder=parts.t5_encoder(),
         tokenizer=parts.t5_tokenizer(),
@@ -212,44 +173,39 @@ def chroma() -> Family:
 
 
 def auraflow() -> Family:
-    transformer = AuraFlowTransformer2DModel(
-        sample_size=8,
+    transformer = parts.small(
+        diffusers.AuraFlowTransformer2DModel,
         num_mmdit_layers=1,
         num_single_dit_layers=1,
-        attention_head_dim=8,
         num_attention_heads=4,
         joint_attention_dim=32,
         caption_projection_dim=32,
         pos_embed_max_size=16,
     )
-    pipe = AuraFlowPipeline(
+    pipe = diffusers.AuraFlowPipeline(
         tokenizer=parts.t5_tokenizer(),
         text_encoder=parts.umt5_encoder(),
         vae=parts.kl_autoencoder(),
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=1.73),
     )
     call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 16}
     return Family("auraflow", pipe, call, unguided=UNGUIDED)
 
 
 def lumina2() -> Family:
-    transformer = Lumina2Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.Lumina2Transformer2DModel,
         hidden_size=24,
-        num_layers=1,
-        num_refiner_layers=1,
-        num_attention_heads=2,
         num_kv_heads=1,
         multiple_of=8,
         axes_dim_rope=(4, 4, 4),
         axes_lens=(128, 32, 32),
         cap_feat_dim=32,
     )
-    pipe = Lumina2Pipeline(
+    pipe = diffusers.Lumina2Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0),
         vae=parts.kl_autoencoder(blocks=4, shift_factor=0.12, scaling_factor=0.36),
         text_encoder=parts.gemma2_encoder(),
         tokenizer=parts.byte_tokenizer(),
@@ -259,20 +215,18 @@ def lumina2() -> Family:
 
 
 def sana() -> Family:
-    transformer = SanaTransformer2DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.SanaTransformer2DModel,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=1,
         num_cross_attention_heads=2,
         cross_attention_head_dim=8,
         cross_attention_dim=16,
         caption_channels=32,
-        sample_size=8,
     )
-    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    pipe = SanaPipeline(
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    pipe = diffusers.SanaPipeline(
         tokenizer=parts.byte_tokenizer(),
         text_encoder=parts.gemma2_encoder(),
         vae=parts.dc_autoencoder(),
@@ -285,7 +239,7 @@ def sana() -> Family:
 
 
 def pixart_sigma() -> Family:
-    transformer = PixArtTransformer2DModel(
+    transformer = diffusers.PixArtTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=8,
         in_channels=4,
@@ -297,12 +251,12 @@ def pixart_sigma() -> Family:
         norm_num_groups=4,
         use_additional_conditions=False,
     )
-    pipe = PixArtSigmaPipeline(
+    pipe = diffusers.PixArtSigmaPipeline(
         tokenizer=parts.t5_tokenizer(),
         text_encoder=parts.t5_encoder(),
         vae=parts.kl_autoencoder(),
         transformer=transformer,
-        scheduler=DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02),
+        scheduler=diffusers.DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02),
     )
     call = {**SIZE, "guidance_scale": 4.5, "max_sequence_length": 16}
     call |= {"clean_caption": False, "use_resolution_binning": False}
@@ -310,22 +264,18 @@ def pixart_sigma() -> Family:
 
 
 def cogview4() -> Family:
-    transformer = CogView4Transformer2DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.CogView4Transformer2DModel,
         out_channels=4,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
         text_embed_dim=32,
         time_embed_dim=8,
         condition_dim=4,
-        sample_size=8,
         rope_axes_dim=(16, 16),
     )
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"
     )
-    pipe = CogView4Pipeline(
+    pipe = diffusers.CogView4Pipeline(
         tokenizer=parts.byte_tokenizer(first_token=True),
         text_encoder=parts.glm_encoder(),
         vae=parts.kl_autoencoder(),
@@ -337,7 +287,7 @@ def cogview4() -> Family:
 
 
 def z_image() -> Family:
-    transformer = ZImageTransformer2DModel(
+    transformer = diffusers.ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
         n_layers=1,
@@ -348,8 +298,8 @@ def z_image() -> Family:
         axes_dims=[4, 4, 8],
         axes_lens=[256, 32, 32],
     )
-    pipe = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+    pipe = diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0),
         vae=parts.kl_autoencoder(shift_factor=0.12, scaling_factor=0.36),
         text_encoder=parts.qwen3_encoder(),
         tokenizer=parts.byte_tokenizer(),
@@ -360,17 +310,16 @@ def z_image() -> Family:
 
 
 def qwen_parts() -> dict[str, object]:
-    transformer = QwenImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.QwenImageTransformer2DModel,
         patch_size=2,
         in_channels=64,
         out_channels=16,
-        num_layers=1,
         attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8),
     )
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
         max_shift=0.9,
@@ -393,17 +342,13 @@ QWEN_UNGUIDED: dict[str, object] = {"true_cfg_scale": 1.0}
 def qwen_image() -> Family:
     call = QWEN_CALL | {"negative_prompt": " "}
     unguided = QWEN_UNGUIDED | {"negative_prompt": None}
-    return Family("qwen_image", QwenImagePipeline(**qwen_parts()), call, unguided=unguided)
+    return Family("qwen_image", diffusers.QwenImagePipeline(**qwen_parts()), call, unguided=unguided)
 
 
 def hidream() -> Family:
-    transformer = HiDreamImageTransformer2DModel(
+    transformer = parts.small(
+        diffusers.HiDreamImageTransformer2DModel,
         patch_size=2,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
         caption_channels=[32, 32],
         text_emb_dim=64,
         num_routed_experts=2,
@@ -412,8 +357,8 @@ def hidream() -> Family:
         max_resolution=(16, 16),
         llama_layers=[0, 1],
     )
-    pipe = HiDreamImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    pipe = diffusers.HiDreamImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=parts.kl_autoencoder(shift_factor=0.12, scaling_factor=0.36),
         text_encoder=parts.clip_projection_encoder(),
         tokenizer=parts.clip_tokenizer(),

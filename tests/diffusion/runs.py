@@ -6,8 +6,10 @@ An iteration takes well under a second.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from genrl.config import Config, load
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import KIND, train
 from genrl.runtime.recorded import Recorded
+from genrl.runtime.run import Run
 from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 
@@ -150,6 +153,47 @@ def spoil(run: DiffusionRun, when: Callable[[int], bool], factor: float = math.n
 
     run.backward = spoilt  # type: ignore[method-assign]
     return losses
+
+
+def resumed(run: Path, folder: Path, done: int) -> Path:
+    """A copy of a finished run in `folder`, gone on with from its checkpoint after `done` iterations."""
+    again = folder / f"{run.name}-again-{done}"
+    shutil.copytree(run, again)
+    for path in (again / "checkpoints").iterdir():
+        if path.name > f"step-{done:06d}":
+            shutil.rmtree(path)
+    train(load(Run(again).config), again)
+    return again
+
+
+# -- runs in processes of their own ------------------------------------------------------------------------------
+
+
+def written(folder: Path, model: Path, name: str, /, **changes: Any) -> Path:
+    """The YAML file of a run in `folder/name/run`."""
+    (folder / name).mkdir(exist_ok=True)
+    config(folder, model, output=str(folder / name / "run"), **changes)
+    return (folder / "tiny.yaml").rename(folder / f"{name}.yaml")
+
+
+def launch(
+    file: Path, count: int, target: Callable[..., None], *arguments: Any, machines: int = 1
+) -> list[BaseProcess]:
+    """`target(file, *arguments)` in so many processes; what they print goes beside the file."""
+    log = file.with_suffix(".log")
+    if count == 1:
+        return [start(target, str(file), *arguments, log=log)]
+    return start_ranks(count, target, str(file), *arguments, log=log, machines=machines)
+
+
+def printed(file: Path) -> str:
+    """The ends of what the processes of `launch` printed."""
+    return "\n".join(path.read_text()[-3000:] for path in sorted(file.parent.glob(f"{file.stem}*.log")))
+
+
+def finish(file: Path, count: int, target: Callable[..., None], *arguments: Any, machines: int = 1) -> None:
+    """`launch`, until all have ended well."""
+    assert wait(launch(file, count, target, *arguments, machines=machines), 500) == [0] * count, printed(file)
 
 
 def train_file(path: str, resume: str | None = None) -> None:

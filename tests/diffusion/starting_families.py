@@ -5,44 +5,41 @@ Each is made of the components of its text-to-image family. At strength below 1 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
-from diffusers import (
-    ChromaImg2ImgPipeline,
-    ChromaInpaintPipeline,
-    DiffusionPipeline,
-    EulerDiscreteScheduler,
-    FluxFillPipeline,
-    FluxImg2ImgPipeline,
-    FluxInpaintPipeline,
-    FluxKontextInpaintPipeline,
-    QwenImageImg2ImgPipeline,
-    QwenImageInpaintPipeline,
-    StableDiffusion3Img2ImgPipeline,
-    StableDiffusion3InpaintPipeline,
-    StableDiffusionImg2ImgPipeline,
-    StableDiffusionInpaintPipeline,
-    StableDiffusionLatentUpscalePipeline,
-    StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLInpaintPipeline,
-    ZImageImg2ImgPipeline,
-    ZImageInpaintPipeline,
-)
+import diffusers
 from PIL import Image
 
 from tests.diffusion import image_families as image
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.tiny_parts import Family
 
+Builder = Callable[[], Family]
 
-def _from(name: str, base: Family, kind: type[DiffusionPipeline], *, masks: bool = False, **call: object) -> Family:
-    """`base` as a pipeline of this class, which starts from pictures of its size."""
+
+class Start(NamedTuple):
+    """A pipeline that starts from pictures of its size, made of the components of another."""
+
+    base: Builder
+    kind: type[diffusers.DiffusionPipeline]
+    masks: bool = False
+    sized: bool = True
+    """Whether it is told its size, or takes it from the picture."""
+    call: dict[str, object] = {"strength": 1.0}
+
+
+def _started(name: str, start: Start) -> Family:
+    base = start.base()
     size = int(str(base.call["height"]))
     given: dict[str, list[object]] = {"image": [*parts.pictures(size)]}
-    if masks:
+    if start.masks:
         given["mask_image"] = [mask(size), mask(size)]
     components = {name: part for name, part in base.pipe.components.items() if name != "image_encoder" or part}
-    return replace(base, name=name, pipe=kind(**components), call=base.call | call, inputs=given)
+    call = {k: v for k, v in base.call.items() if start.sized or k not in ("height", "width")} | start.call
+    return replace(base, name=name, pipe=start.kind(**components), call=call, inputs=given)
 
 
 def mask(size: int) -> Image.Image:
@@ -52,77 +49,32 @@ def mask(size: int) -> Image.Image:
     return made
 
 
-def without_size(family: Family) -> Family:
-    """For pipelines that take their size from the picture."""
-    return replace(family, call={k: v for k, v in family.call.items() if k not in ("height", "width")})
-
-
-def sd15_img2img() -> Family:
-    return without_size(_from("sd15_img2img", image.sd15(), StableDiffusionImg2ImgPipeline, strength=1.0))
-
-
-def sd15_inpaint() -> Family:
-    return _from("sd15_inpaint", image.sd15(), StableDiffusionInpaintPipeline, masks=True, strength=1.0)
-
-
-def sdxl_img2img() -> Family:
-    return without_size(_from("sdxl_img2img", image.sdxl(), StableDiffusionXLImg2ImgPipeline, strength=1.0))
-
-
-def sdxl_inpaint() -> Family:
-    return _from("sdxl_inpaint", image.sdxl(), StableDiffusionXLInpaintPipeline, masks=True, strength=1.0)
-
-
-def sd3_img2img() -> Family:
-    return _from("sd3_img2img", image.sd3(), StableDiffusion3Img2ImgPipeline, strength=1.0)
-
-
-def sd3_inpaint() -> Family:
-    return _from("sd3_inpaint", image.sd3(16), StableDiffusion3InpaintPipeline, masks=True, strength=1.0)
-
-
-def flux_img2img() -> Family:
-    return _from("flux_img2img", image.flux(), FluxImg2ImgPipeline, strength=1.0)
-
-
-def flux_inpaint() -> Family:
-    return _from("flux_inpaint", image.flux(), FluxInpaintPipeline, masks=True, strength=1.0)
-
-
-def flux_fill() -> Family:
+def _flux_fill() -> Family:
     """Picture and mask are channels beside the latents: 16 + 16 + 4 x 2 x 2."""
-    base = Family("flux", FluxFillPipeline(**image.flux_parts(in_channels=48, out_channels=16)), image.flux().call)
-    return _from("flux_fill", base, FluxFillPipeline, masks=True)
+    pipe = diffusers.FluxFillPipeline(**image.flux_parts(in_channels=48, out_channels=16))
+    return Family("flux", pipe, image.flux().call)
 
 
-def flux_kontext_inpaint() -> Family:
-    base = image.flux()
-    call = {"max_area": 256, "_auto_resize": False, "strength": 1.0}
-    return _from("flux_kontext_inpaint", base, FluxKontextInpaintPipeline, masks=True, **call)
-
-
-def chroma_img2img() -> Family:
-    return _from("chroma_img2img", image.chroma(), ChromaImg2ImgPipeline, strength=1.0)
-
-
-def chroma_inpaint() -> Family:
-    return _from("chroma_inpaint", image.chroma(), ChromaInpaintPipeline, masks=True, strength=1.0)
-
-
-def qwen_img2img() -> Family:
-    return _from("qwen_img2img", image.qwen_image(), QwenImageImg2ImgPipeline, strength=1.0)
-
-
-def qwen_inpaint() -> Family:
-    return _from("qwen_inpaint", image.qwen_image(), QwenImageInpaintPipeline, masks=True, strength=1.0)
-
-
-def z_image_img2img() -> Family:
-    return _from("z_image_img2img", image.z_image(), ZImageImg2ImgPipeline, strength=1.0)
-
-
-def z_image_inpaint() -> Family:
-    return _from("z_image_inpaint", image.z_image(), ZImageInpaintPipeline, masks=True, strength=1.0)
+_KONTEXT: dict[str, object] = {"max_area": 256, "_auto_resize": False, "strength": 1.0}
+_STARTS = {
+    "sd15_img2img": Start(image.sd15, diffusers.StableDiffusionImg2ImgPipeline, sized=False),
+    "sd15_inpaint": Start(image.sd15, diffusers.StableDiffusionInpaintPipeline, masks=True),
+    "sdxl_img2img": Start(image.sdxl, diffusers.StableDiffusionXLImg2ImgPipeline, sized=False),
+    "sdxl_inpaint": Start(image.sdxl, diffusers.StableDiffusionXLInpaintPipeline, masks=True),
+    "sd3_img2img": Start(image.sd3, diffusers.StableDiffusion3Img2ImgPipeline),
+    "sd3_inpaint": Start(partial(image.sd3, 16), diffusers.StableDiffusion3InpaintPipeline, masks=True),
+    "flux_img2img": Start(image.flux, diffusers.FluxImg2ImgPipeline),
+    "flux_inpaint": Start(image.flux, diffusers.FluxInpaintPipeline, masks=True),
+    "flux_fill": Start(_flux_fill, diffusers.FluxFillPipeline, masks=True, call={}),
+    "flux_kontext_inpaint": Start(image.flux, diffusers.FluxKontextInpaintPipeline, masks=True, call=_KONTEXT),
+    "chroma_img2img": Start(image.chroma, diffusers.ChromaImg2ImgPipeline),
+    "chroma_inpaint": Start(image.chroma, diffusers.ChromaInpaintPipeline, masks=True),
+    "qwen_img2img": Start(image.qwen_image, diffusers.QwenImageImg2ImgPipeline),
+    "qwen_inpaint": Start(image.qwen_image, diffusers.QwenImageInpaintPipeline, masks=True),
+    "z_image_img2img": Start(image.z_image, diffusers.ZImageImg2ImgPipeline),
+    "z_image_inpaint": Start(image.z_image, diffusers.ZImageInpaintPipeline, masks=True),
+}
+BUILDERS: dict[str, Builder] = {name: partial(_started, name, start) for name, start in _STARTS.items()}
 
 
 def sd_latent_upscaler() -> Family:
@@ -130,6 +82,6 @@ def sd_latent_upscaler() -> Family:
     base = image.sd15(in_channels=8)
     kept = ("vae", "text_encoder", "tokenizer", "unet")
     components = {name: part for name, part in base.pipe.components.items() if name in kept}
-    scheduler = EulerDiscreteScheduler(**image.SD_BETAS)
-    pipe = StableDiffusionLatentUpscalePipeline(**components, scheduler=scheduler)
+    scheduler = diffusers.EulerDiscreteScheduler(**image.SD_BETAS)
+    pipe = diffusers.StableDiffusionLatentUpscalePipeline(**components, scheduler=scheduler)
     return replace(base, name="sd_latent_upscaler", pipe=pipe, call={}, inputs={"image": [*parts.pictures(16)]})

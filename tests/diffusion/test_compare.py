@@ -19,8 +19,7 @@ import rewards
 from genrl.data.prompts import Prompt
 from genrl.diffusion.compare import compare, is_lora, sides
 from genrl.diffusion.rollout.scoring import plain
-from genrl.diffusion.train import train
-from genrl.runtime.compare.page import LARGEST_PAGE, Page, key_path
+from genrl.runtime.compare.page import Page, key_path
 from genrl.runtime.mp4 import import_av
 from tests.diffusion import families, runs
 from tests.runtime.compare import pages
@@ -71,22 +70,18 @@ def test_both_start_from_the_noise_that_plain_diffusers_has(model: Path, other: 
         pipe = DiffusionPipeline.from_pretrained(path)
         for k, row in enumerate(ROWS):
             seeds = (7 + 2 * k, 8 + 2 * k)
-            made = [
+            drawn = [
                 pipe(prompt=row.text, generator=torch.Generator().manual_seed(s), **ARGUMENTS).images[0] for s in seeds
             ]
-            wanted = sorted((np.asarray(picture) for picture in made), key=lambda p: p.sum())
+            wanted = sorted((np.asarray(picture) for picture in drawn), key=lambda p: p.sum())
             assert all(np.array_equal(*two) for two in zip(found[row.text, name], wanted, strict=True))
     categories = {pair["prompt"]: pair["category"] for pair in json.loads(key_path(out).read_text())["pairs"].values()}
     assert categories == {"a red star": "single", "two blue circles": "count", "a cat": None}
 
 
-def test_the_same_weights_give_the_same_samples(model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "copy")
-    page = Page(tmp_path / "compare.html", question="")
-    compare(*sides(str(model), str(tmp_path / "copy"), None, None, ARGUMENTS), ROWS, page)
-    assert (len(page), page.identical) == (0, 3)
-    with pytest.raises(ValueError, match="made the same samples"):
-        page.write({})
+def made(first: Path | str, second: Path | str, page: Page, *more: Any, count: int = 3, **options: Any) -> None:
+    """The pairs of two models in a page, unguided and in two steps."""
+    compare(*sides(str(first), str(second), None, None, ARGUMENTS), ROWS[:count], page, *more, **options)
 
 
 def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path) -> None:
@@ -101,12 +96,7 @@ def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path)
     bright = rewards.load(f"{tmp_path}/rewards.py:brightness")
     out = tmp_path / "compare.html"
     page = Page(out, question="")
-    compare(
-        *sides(str(model), str(other), None, None, ARGUMENTS),
-        ROWS,
-        page,
-        [plain({"bright": bright, "brightest": brightest})],
-    )
+    made(model, other, page, [plain({"bright": bright, "brightest": brightest})])
     page.write({})
     found = shown(out)
     for pair in json.loads(key_path(out).read_text())["pairs"].values():
@@ -123,25 +113,24 @@ def test_a_page_that_would_be_too_large_stops_at_the_first_sample(
     model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genrl.runtime.compare.page.LARGEST_PAGE", 1000)
-    made: list[int] = []
-    page = Page(tmp_path / "compare.html", question="")
+    drawn: list[int] = []
     with pytest.raises(ValueError, match="a page has at most 0 MB. Give --num-prompts or --per-prompt"):
-        compare(*sides(str(model), str(other), None, None, ARGUMENTS), ROWS, page, advance=made.append)
-    assert made == [] and LARGEST_PAGE > 1000
+        made(model, other, Page(tmp_path / "compare.html", question=""), advance=drawn.append)
+    assert drawn == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("wan_t2v", "video"), ("ace_step", "audio")])
 def test_videos_and_sounds(family: str, kind: str, tmp_path: Path) -> None:
-    made = families.FAMILIES[family]()
-    made.pipe.save_pretrained(tmp_path / "a")
+    tiny = families.FAMILIES[family]()
+    tiny.pipe.save_pretrained(tmp_path / "a")
     with torch.no_grad():
-        for parameter in made.pipe.transformer.parameters():
+        for parameter in tiny.pipe.transformer.parameters():
             parameter.mul_(1.3)
-    made.pipe.save_pretrained(tmp_path / "b")
+    tiny.pipe.save_pretrained(tmp_path / "b")
     out = tmp_path / "compare.html"
     page = Page(out, question="", beside=True)
-    call = {**made.call, "num_inference_steps": 2}
+    call = {**tiny.call, "num_inference_steps": 2}
     compare(*sides(str(tmp_path / "a"), str(tmp_path / "b"), None, None, call), ROWS[:1], page, fps=8)
     page.write({})
     (pair,) = pages.data(out)["pairs"]
@@ -149,56 +138,52 @@ def test_videos_and_sounds(family: str, kind: str, tmp_path: Path) -> None:
     raw = (tmp_path / pair["left"]["url"]).read_bytes()
     if kind == "audio":
         with wave.open(io.BytesIO(raw)) as file:
-            assert file.getframerate() == made.pipe.vae.config.sampling_rate and file.getnframes() > 0
+            assert file.getframerate() == tiny.pipe.vae.config.sampling_rate and file.getnframes() > 0
     else:
         with import_av().open(io.BytesIO(raw)) as container:
             assert container.streams.video[0].frames == call["num_frames"]
 
 
-class TestSides:
-    def test_a_run_against_its_base(self, folder: Path, model: Path) -> None:
-        """The base is called as the run's evaluations are; so is the run's LoRA, which needs no --model then."""
-        run = train(runs.config(folder, model, iterations=1))
-        base, trained = sides(str(model), str(run), None, None, {})
-        assert base.chosen.arguments == trained.chosen.arguments and base.chosen.arguments["num_inference_steps"] > 0
-        assert base.chosen.adapter is None and base.run is None and trained.run is not None
-        lora = str(run / "lora")
-        assert is_lora(lora) and not is_lora(str(run)) and not is_lora(str(model))
-        a, b = sides(lora, str(model), None, None, ARGUMENTS)
-        assert (a.chosen.adapter, a.chosen.model.path, b.chosen.adapter) == (lora, str(model), None)
-        a, _ = sides(lora, str(run), None, None, {})
-        assert a.chosen == trained.chosen._replace(adapter=lora)
-        file = next((run / "lora").glob("*.safetensors"))
-        a, b = sides(str(file), lora, str(model), None, ARGUMENTS)
-        assert is_lora(str(file)) and (a.chosen.adapter, b.chosen.adapter) == (str(file), lora)
-        with pytest.raises(ValueError, match="is a LoRA, and so is .*: say on which model, --model"):
-            sides(str(file), lora, None, None, {})
-        page = Page(folder / "compare.html", question="")
-        compare(a, b, ROWS[:1], page)  # a file and its folder are the same LoRA
-        assert page.identical == 1
+def test_a_run_a_lora_and_their_base(finished: Path, model: Path, tmp_path: Path) -> None:
+    """The base is called as the run's evaluations are; so is the run's LoRA, which needs no --model then."""
+    base, trained = sides(str(model), str(finished), None, None, {})
+    assert base.chosen.arguments == trained.chosen.arguments and base.chosen.arguments["num_inference_steps"] > 0
+    assert base.chosen.adapter is None and base.run is None and trained.run is not None
+    lora = str(finished / "lora")
+    assert is_lora(lora) and not is_lora(str(finished)) and not is_lora(str(model))
+    a, b = sides(lora, str(model), None, None, ARGUMENTS)
+    assert (a.chosen.adapter, a.chosen.model.path, b.chosen.adapter) == (lora, str(model), None)
+    a, _ = sides(lora, str(finished), None, None, {})
+    assert a.chosen == trained.chosen._replace(adapter=lora)
+    file = str(next((finished / "lora").glob("*.safetensors")))
+    a, b = sides(file, lora, str(model), None, ARGUMENTS)
+    assert is_lora(file) and (a.chosen.adapter, b.chosen.adapter) == (file, lora)
+    with pytest.raises(ValueError, match="is a LoRA, and so is .*: say on which model, --model"):
+        sides(file, lora, None, None, {})
+    page = Page(tmp_path / "compare.html", question="")
+    compare(a, b, ROWS[:2], page)  # a file and its folder are the same LoRA
+    assert (len(page), page.identical) == (0, 2)
+    with pytest.raises(ValueError, match="made the same samples"):
+        page.write({})
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert not is_lora(str(tmp_path / "model.safetensors")) and not is_lora(str(tmp_path / "none.safetensors"))
 
-    def test_one_and_the_same(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(model.parent)
-        with pytest.raises(ValueError, match="A and B are the same model, .*: give a run"):
-            sides(str(model), f"./{model.name}", None, None, {})
 
-    def test_other_kinds_of_pipelines(self, model: Path, tmp_path: Path) -> None:
-        families.FAMILIES["sd15"]().pipe.save_pretrained(tmp_path / "sd")
-        with pytest.raises(ValueError, match="A is a StableDiffusion3Pipeline, B a StableDiffusionPipeline: the same"):
-            sides(str(model), str(tmp_path / "sd"), None, None, {})
-
-    def test_other_sizes(self, model: Path, tmp_path: Path) -> None:
-        shutil.copytree(model, tmp_path / "large")
-        file = tmp_path / "large" / "transformer" / "config.json"
-        own = json.loads(file.read_text())
-        file.write_text(json.dumps(own | {"sample_size": 2 * own["sample_size"]}))
-        with pytest.raises(ValueError, match="A makes latents of size .*, B of .*Give --height and --width"):
-            sides(str(model), str(tmp_path / "large"), None, None, {})
-        sides(str(model), str(tmp_path / "large"), None, None, ARGUMENTS)
-
-    def test_a_broken_file(self, model: Path, tmp_path: Path) -> None:
-        (tmp_path / "lora.safetensors").write_text("no weights")
-        with pytest.raises(ValueError, match=r"lora\.safetensors is no \.safetensors file, or is cut off"):
-            sides(str(tmp_path / "lora.safetensors"), str(model), None, None, {})
-        save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-        assert not is_lora(str(tmp_path / "model.safetensors")) and not is_lora(str(tmp_path / "none.safetensors"))
+def test_what_cannot_be_compared(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One and the same model, another kind of pipeline, another size (unless one is given), a broken file."""
+    families.FAMILIES["sd15"]().pipe.save_pretrained(tmp_path / "sd")
+    shutil.copytree(model, tmp_path / "large")
+    file = tmp_path / "large" / "transformer" / "config.json"
+    own = json.loads(file.read_text())
+    file.write_text(json.dumps(own | {"sample_size": 2 * own["sample_size"]}))
+    (tmp_path / "lora.safetensors").write_text("no weights")
+    monkeypatch.chdir(model.parent)
+    for other, says in (
+        (f"./{model.name}", "A and B are the same model, .*: give a run"),
+        (tmp_path / "sd", "A is a StableDiffusion3Pipeline, B a StableDiffusionPipeline: the same"),
+        (tmp_path / "large", "A makes latents of size .*, B of .*Give --height and --width"),
+        (tmp_path / "lora.safetensors", r"lora\.safetensors is no \.safetensors file, or is cut off"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            sides(str(model), str(other), None, None, {})
+    sides(str(model), str(tmp_path / "large"), None, None, ARGUMENTS)

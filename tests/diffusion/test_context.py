@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from genrl.diffusion.train import check_processes
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.test_distributed import GRPO, NFT, distance, logs, recorded, start
+from tests.diffusion.test_distributed import GRPO, NFT, distance, recorded
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 NOT_DIVIDED = {
     "ChronoEditTransformer3DModel",
@@ -33,39 +34,45 @@ CALLS: dict[str, dict[str, Any]] = {
     "flux2": {"pipeline_args": {"max_sequence_length": 48, "text_encoder_out_layers": [1, 2]}},
     "wan_t2v": {"guidance_scale": 5.0, "num_frames": 5, "pipeline_args": {}},
 }
+PAIR: dict[str, Any] = {"distributed": {"context": 2}}
 
 
 @pytest.fixture
-def models(folder: Path) -> dict[str, Path]:
-    for name in CALLS:
+def saved(folder: Path) -> Callable[[str], Path]:
+    """The folder of a pipeline of `CALLS`."""
+
+    def save(name: str) -> Path:
         FAMILIES[name]().pipe.save_pretrained(folder / name)
-    return {name: folder / name for name in CALLS}
+        return folder / name
+
+    return save
 
 
 def within(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return float((found.double() - wanted.double()).abs().max()) <= tolerance * float(wanted.double().abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "trainer", "lora"),
-    [("flux", GRPO, runs.LORA), ("flux", NFT, None), ("flux2", GRPO, None), ("wan_t2v", GRPO, runs.LORA)],
+    ("name", "trainer", "lora"), [("flux", NFT, None), ("flux2", GRPO, None), ("wan_t2v", GRPO, runs.LORA)]
 )
 def test_learnt_from_alike(
-    folder: Path, models: dict[str, Path], name: str, trainer: dict[str, Any], lora: dict[str, Any] | None
+    folder: Path, saved: Callable[[str], Path], name: str, trainer: dict[str, Any], lora: dict[str, Any] | None
 ) -> None:
     """Samples, log-probabilities and scores within rounding; the gradient is the sum over both processes."""
     (folder / "light.py").write_text("def light(images):\n    return images.flatten(1).mean(1)  # of a video, too\n")
     changes: dict[str, Any] = {"trainer": trainer, "sampling": CALLS[name], "iterations": 1, "lora": lora}
     changes["rewards"] = [{"name": f"{folder / 'light.py'}:light"}]
-    (alone,) = recorded(folder, models[name], 1, **changes)
-    parts = recorded(folder, models[name], 2, "context", distributed={"context": 2}, **changes)
+    model = saved(name)
+    (alone,) = recorded(folder, model, 1, **changes)
+    parts = recorded(folder, model, 2, "context", **PAIR, **changes)
+    gradients = {key: alone[key] for key in alone if key.startswith("gradient/")}
     for part in parts:
         assert part.keys() == alone.keys()  # both have all samples
         assert all(torch.equal(part[key], parts[0][key]) for key in alone)
         for key in alone:
             if not key.startswith(("gradient/", "position")) or key.endswith(("final", "slots")) or "log-prob" in key:
                 assert within(part[key], alone[key], 1e-5), key
-        gradients = {key: alone[key] for key in alone if key.startswith("gradient/")}
         # advantages divide by the spread of nearly equal scores, which raises the rounding of the samples (Wan: 4e-4)
         assert 0 < distance(part, gradients) < 1e-3 * distance(gradients, {})
     rows = [read_metrics(Run(folder / run / "run").metrics)[-1] for run in ("world-1", "context-2")]
@@ -75,37 +82,36 @@ def test_learnt_from_alike(
         assert rows[1]["ratio/max_abs_dev"] == 0.0
 
 
-def test_groups_of_processes_share_samples_out(folder: Path, models: dict[str, Path]) -> None:
+@pytest.mark.slow
+def test_groups_of_processes_share_samples_out(folder: Path, saved: Callable[[str], Path]) -> None:
     """Four processes, two to a sample, whose bases are in shards over all four: as two to a sample."""
+    model = saved("flux")
     changes = {"sampling": {**CALLS["flux"], "prompts_per_iteration": 4}, "iterations": 1}
-    pair = recorded(folder, models["flux"], 2, "pair", distributed={"context": 2}, **changes)[0]
-    parts = recorded(folder, models["flux"], 4, "groups", distributed={"context": 2, "fsdp": True}, **changes)
+    pair = recorded(folder, model, 2, "pair", **PAIR, **changes)[0]
+    parts = recorded(folder, model, 4, "groups", distributed={"context": 2, "fsdp": True}, **changes)
     drawn = [{key for key in part if key.startswith("position/")} for part in parts]
     assert drawn[0] == drawn[1] and drawn[2] == drawn[3] and not drawn[0] & drawn[2]
+    gradients = {key: pair[key] for key in pair if key.startswith("gradient/")}
     for part in parts:
-        same = [key for key in part if not key.startswith("gradient/")]
-        assert all(torch.equal(part[key], pair[key]) for key in same)
-        gradients = {key: pair[key] for key in pair if key.startswith("gradient/")}
+        assert all(torch.equal(part[key], pair[key]) for key in part if not key.startswith("gradient/"))
         assert distance(part, gradients) < 1e-6 * distance(gradients, {})
 
 
-def test_stops_and_goes_on(folder: Path, models: dict[str, Path]) -> None:
+@pytest.mark.slow
+def test_stops_and_goes_on(folder: Path, saved: Callable[[str], Path]) -> None:
     """To the bit; evaluations and the adapter that both processes verify included."""
-    changes = {"sampling": CALLS["flux"], "distributed": {"context": 2}, "iterations": 2, "evaluation": {"every": 1}}
-    straight = start(folder, models["flux"], "straight", 2, runs.train_file, **changes)
-    assert runs.wait(straight, 300) == [0, 0], logs(folder, "straight")
-    first = start(folder, models["flux"], "halves", 2, runs.train_file, **{**changes, "iterations": 1})
-    assert runs.wait(first, 300) == [0, 0], logs(folder, "halves")
-    path = folder / "halves.yaml"
-    path.write_text(path.read_text().replace("iterations: 1\n", "iterations: 2\n"))
-    again = runs.start_ranks(2, runs.train_file, str(path), str(folder / "halves" / "run"), log=folder / "again.log")
-    assert runs.wait(again, 300) == [0, 0], logs(folder, "again")
-    assert runs.differences(folder / "halves" / "run", folder / "straight" / "run") == []
-    assert (folder / "straight" / "run" / "lora" / "README.md").is_file()
+    changes = {"sampling": CALLS["flux"], "iterations": 1, "evaluation": {"every": 1}, **PAIR}
+    model = saved("flux")
+    files = [runs.written(folder, model, name, **changes | {"iterations": n}) for name, n in (("one", 2), ("two", 1))]
+    for file in files:
+        runs.finish(file, 2, runs.train_file)
+    runs.finish(files[0], 2, runs.train_file, str(folder / "two" / "run"))
+    assert runs.differences(folder / "one" / "run", folder / "two" / "run") == []
+    assert (folder / "one" / "run" / "lora" / "README.md").is_file()
 
 
-def test_numbers_of_processes(folder: Path, models: dict[str, Path]) -> None:
-    config = runs.config(folder, models["flux"], sampling=CALLS["flux"], distributed={"context": 2})
+def test_numbers_of_processes(folder: Path, saved: Callable[[str], Path]) -> None:
+    config = runs.config(folder, saved("flux"), sampling=CALLS["flux"], **PAIR)
     check_processes(config, 4)
     with pytest.raises(ValueError, match=r"distributed\.context: 3 processes cannot be put in groups of 2"):
         check_processes(config, 3)

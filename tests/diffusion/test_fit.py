@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import torch
 
 from genrl.diffusion import fit
 from genrl.diffusion import run as diffusion_run
-from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime import weights
 from genrl.runtime.frame import shrink
-from genrl.runtime.run import read_metrics
 from tests.diffusion import ranks, runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
 
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
 
@@ -48,9 +45,6 @@ def test_the_largest_that_fits_in_all_processes() -> None:
 
     assert fit.largest([8, 4, 2, 1], fits, lambda ok: ok and others[asked[-1][0]]) == 2
     assert asked == [(8, False), (4, True), (2, True)]
-
-
-def test_nothing_fits() -> None:
     with pytest.raises(RuntimeError, match=r"micro-batch of 3 samples does not fit.*sampling\.batch_size"):
         fit.largest([6, 3], lambda size: False, lambda ok: ok)
 
@@ -59,28 +53,17 @@ def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypat
     """The run is that of the batch size written out, and a resumed one does not try again."""
     tried: list[int] = []
     monkeypatch.setattr(fit, "attempt", room_for(2, tried))
-    sampling = {**SAMPLING, "batch_size": 8}
-    config = runs.config(folder, model, sampling=sampling, iterations=1, evaluation={"every": 0})
-    found = train(config)
+    changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}}
+    found = train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes))
     assert tried == [8, 4, 2]
-    (folder / "plain").mkdir()
-    runs.write_folder(folder / "plain")
-    plain = runs.config(
-        folder / "plain",
-        model,
-        sampling={"prompts_per_iteration": 2, "group_size": 4, "batch_size": 2},
-        iterations=1,
-        evaluation={"every": 0},
-    )
+    written_out = {**SAMPLING, "batch_size": 2, "fit_batch": False}
+    plain = train(runs.config(folder, model, sampling=written_out, output=str(folder / "plain"), **changes))
     same = ("loss", "grad_norm", "reward/brightness_mean", "ratio/max_abs_dev")
-    (row,), (other,) = (read_metrics(run / "metrics.jsonl") for run in (found, train(plain)))
+    (row,), (other,) = (runs.rows(run) for run in (found, plain))
     assert {key: row[key] for key in same if key in row} == {key: other[key] for key in same if key in other}
-    state = json.loads(next((found / "checkpoints").rglob("state.json")).read_text())
-    assert state["memory"]["batch_size"] == 2
-    longer = runs.config(folder, model, sampling=sampling, iterations=2, evaluation={"every": 0})
-    train(longer, found)
-    assert tried == [8, 4, 2]
-    assert len(read_metrics(found / "metrics.jsonl")) == 2
+    assert runs.last_state(found).state["memory"]["batch_size"] == 2
+    train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes | {"iterations": 2}), found)
+    assert tried == [8, 4, 2] and len(runs.rows(found)) == 2
 
 
 def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
@@ -97,9 +80,7 @@ def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "copies"),
     [
-        ({}, 2),
         ({"ema": {"decay": 0.9}}, 2),  # taken before
-        ({"trainer": {"algorithm": "diffusion_nft"}}, 3),
         ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0.1}, "lora": None}, 3),
         ({"trainer": {"algorithm": "crd"}}, 4),
     ],
@@ -108,7 +89,7 @@ def test_room_for_snapshots_that_the_trainer_takes(
     folder: Path, model: Path, changes: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many copies as a run has, beside its weights and gradients, when it is done; and those that undo."""
-    config = runs.config(folder, model, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
+    config = runs.config(folder, model, iterations=1, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
     with runs.opened(config) as run:
         before = len(run.weights.snapshots)
         taken = copies - 2
@@ -123,35 +104,30 @@ def test_room_for_snapshots_that_the_trainer_takes(
     assert len(seen[0].weights.snapshots) - before == taken
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_where_a_trial_would_say_nothing(folder: Path, model: Path) -> None:
+    for changes in (
         {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
         {"trainer": {"algorithm": "prompt_rl", "rewriter": {"path": "org/model"}}},
         {"trainer": {"algorithm": "adv_grpo", "adversary": {"references": "references.jsonl"}}},
         {"distributed": {"fsdp": True}},
-    ],
-)
-def test_where_a_trial_would_say_nothing(folder: Path, model: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="sampling.fit_batch"):
-        runs.config(folder, model, sampling=SAMPLING, **changes)
+    ):
+        with pytest.raises(ValueError, match="sampling.fit_batch"):
+            runs.config(folder, model, sampling=SAMPLING, **changes)
 
 
 QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "in_training"),
+    ("algorithm", "phase"),
     [
-        ("flow_grpo", True),
-        ("diffusion_nft", False),
-        ("prdp", True),
-        pytest.param("flow_grpo", False, marks=pytest.mark.slow),
-        pytest.param("diffusion_nft", True, marks=pytest.mark.slow),
+        ("flow_grpo", "training"),
+        ("diffusion_nft", "sampling"),
+        pytest.param("prdp", "training", marks=pytest.mark.slow),
     ],
 )
 def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
-    folder: Path, model: Path, algorithm: str, in_training: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    folder: Path, model: Path, algorithm: str, phase: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """To the bit the run that has the smaller size from that iteration on."""
     trainer = {"algorithm": algorithm} | ({"kernel": "flow_sde"} if algorithm == "prdp" else {})
@@ -161,7 +137,7 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
         by_hand.setattr(diffusion_run, "settle", lambda run: (run.loop.memory.update(batch_size=2), run.resize(2)))
         train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
     monkeypatch.setattr(DiffusionRun, "begin", DiffusionRun.begin)  # put back in the end
-    ranks.running_out(2, "training" if in_training else "sampling")
+    ranks.running_out(2, phase)
     found = train(runs.config(folder, model, **changes))
     said = capsys.readouterr().err
     assert "memory ran out in iteration 2 with 8 samples in a micro-batch: it is done again, with 4" in said
@@ -173,20 +149,14 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
 @pytest.mark.parametrize("phase", ["sampling", "training"])
 def test_processes_go_down_together(folder: Path, model: Path, phase: str) -> None:
     """Memory runs out in the second of two, in the second iteration: the run is that of one process."""
-    changes = {**QUIET, "sampling": {**SAMPLING, "batch_size": 4}}
+    changes = {**QUIET, "iterations": 2, "sampling": {**SAMPLING, "batch_size": 4}}
     found = {}
     for count in (1, 2):
-        output = folder / f"run-{count}"
-        config = runs.config(folder, model, **changes, output=str(output))
-        path = (folder / "tiny.yaml").rename(folder / f"{count}.yaml")
-        arguments = (str(path), 2, phase, count - 1)
-        start = [runs.start(ranks.short, *arguments, log=folder / "1.log")] if count == 1 else runs.start_ranks(
-            2, ranks.short, *arguments, log=folder / "2.log"
-        )  # fmt: skip
-        assert runs.wait(start, 120) == [0] * count, "\n".join(p.read_text()[-3000:] for p in folder.glob("*.log"))
-        found[count] = runs.last_state(output)
-        assert found[count].step == config.iterations and found[count].state["memory"]["batch_size"] == 2
-        assert [row["ratio/max_abs_dev"] for row in runs.rows(output)] == [0.0, 0.0, 0.0]
+        runs.finish(runs.written(folder, model, str(count), **changes), count, ranks.short, 2, phase, count - 1)
+        run = folder / str(count) / "run"
+        found[count] = runs.last_state(run)
+        assert found[count].step == 2 and found[count].state["memory"]["batch_size"] == 2
+        assert [row["ratio/max_abs_dev"] for row in runs.rows(run)] == [0.0, 0.0]
     for key, tensor in found[1].tensors["weights"].items():
         torch.testing.assert_close(found[2].tensors["weights"][key], tensor, atol=1e-4, rtol=0)
 
@@ -199,25 +169,13 @@ def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
             "    return brightness(images)\n"
         )
     changes: dict[str, Any] = {**QUIET, "iterations": 1, "rewards": [runs.reward(folder, "full")]}
-    plain = runs.config(
-        folder, model, **changes, sampling={**SAMPLING, "batch_size": 4, "fit_batch": False}, output=str(folder / "no")
-    )
+    fixed = {**SAMPLING, "batch_size": 4, "fit_batch": False}
     with pytest.raises(torch.OutOfMemoryError) as error:
-        train(plain)
+        train(runs.config(folder, model, **changes, sampling=fixed, output=str(folder / "no")))
     assert "micro-batches of 4 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
     found = train(runs.config(folder, model, **changes, sampling={**SAMPLING, "batch_size": 4}))
     assert runs.last_state(found).state["memory"]["batch_size"] == 2
     assert runs.rows(found)[0]["reward/full_failed"] == 0
-
-
-def test_the_error_of_any_algorithm_says_what_to_do(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(spo, "train", full)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        train(runs.config(folder, model, trainer={"algorithm": "spo", "first": 1}))
-    assert "micro-batches of 2 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
 
 
 def test_where_an_iteration_cannot_be_left(folder: Path, model: Path) -> None:
@@ -230,14 +188,11 @@ def test_where_an_iteration_cannot_be_left(folder: Path, model: Path) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_no_smaller_micro_batch(folder: Path, model: Path) -> None:
-    with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 1})) as run:
-        with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
-            shrink(run.loop, fit.MEMORY_HINT)
-
-
-def test_replay_of_smaller_micro_batches_is_checked_anew(folder: Path, model: Path) -> None:
-    with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8})) as run:
+def test_smaller_micro_batches_are_checked_anew(folder: Path, model: Path) -> None:
+    """Whether their replay is exact; and there is an end."""
+    with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 2})) as run:
         run.replays = True
         shrink(run.loop, fit.MEMORY_HINT)
-        assert run.config.sampling.batch_size == 4 and not run.replays
+        assert run.config.sampling.batch_size == 1 and not run.replays
+        with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
+            shrink(run.loop, fit.MEMORY_HINT)

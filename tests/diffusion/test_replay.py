@@ -13,8 +13,7 @@ from torch import nn
 from genrl.cli.runs import print_replay, replay_verdict
 from genrl.config import Config
 from genrl.config import dump as to_yaml
-from genrl.diffusion.methods.diffusion_nft.train import train as train_nft
-from genrl.diffusion.methods.flow_grpo.train import train as train_grpo
+from genrl.config.method import code_of
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.runtime.guards import NonFiniteError, non_finite
 from genrl.runtime.replay import first_not_finite, replay
@@ -43,28 +42,22 @@ def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, t
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
     with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
         losses = runs.spoil(run, lambda number: number == call + 1, spoil)
-        (train_nft if config.trainer.algorithm == "diffusion_nft" else train_grpo)(run, config.trainer)  # type: ignore
+        code_of(config.trainer).train(run, config.trainer)
     assert error.value.dump is not None
     return error.value.dump, losses[call]
 
 
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(("name", "lora"), [("flow_grpo", None), ("window", runs.LORA), ("diffusion_nft", runs.LORA)])
 def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str, lora: dict[str, Any] | None) -> None:
     """To the bit: the adapter is in the dump, other weights in the checkpoint of the iteration that was stopped."""
-    sampling = {"guidance_scale": 3.0, "same_initial_noise": name != "diffusion_nft"}
-    trainer, last = TRAINERS[name], {"flow_grpo": 5, "window": 3, "diffusion_nft": 10}[name]
-    if lora is None and name == "diffusion_nft":
-        trainer = {**trainer, "updates_per_iteration": 1, "inner_epochs": 1}
-        last = 5
+    last = {"flow_grpo": 5, "window": 3, "diffusion_nft": 10}[name]
     config = runs.config(
         folder,
         model,
         lora=lora,
-        trainer=trainer,
-        sampling=sampling,
+        trainer=TRAINERS[name],
+        sampling={"guidance_scale": 3.0, "same_initial_noise": name != "diffusion_nft"},
         kernels=KERNELS.get(name, {}),
-        iterations=2,
         **QUIET,
     )
     dump, loss = stopped(config, last)
@@ -118,18 +111,13 @@ def test_a_gradient_alone_is_found(folder: Path, model: Path, monkeypatch: pytes
 
 
 def test_a_dump_elsewhere_needs_its_run(folder: Path, model: Path) -> None:
-    config = runs.config(folder, model, iterations=1, **QUIET)
+    """Here of a full fine-tuning before its first checkpoint."""
+    config = runs.config(folder, model, lora=None, iterations=1, **QUIET)
     dump, loss = stopped(config, 0)
     moved = dump.rename(folder / "moved")
     with pytest.raises(ValueError, match="is not a run folder: it has no config.yaml. Name the dump's run by --run"):
         replay(moved)
-    assert torch.equal(replay(moved, Path(config.output)).tensors["loss"], loss)
-
-
-def test_a_full_fine_tuning_without_checkpoint_says_so(folder: Path, model: Path) -> None:
-    config = runs.config(folder, model, lora=None, iterations=1, **QUIET)
-    dump, loss = stopped(config, 0)
-    again = replay(dump)
+    again = replay(moved, Path(config.output))
     assert again.weights.startswith("the model's before training") and torch.equal(again.tensors["loss"], loss)
 
 

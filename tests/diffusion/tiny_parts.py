@@ -6,54 +6,18 @@ has tokens; encoders have one or two layers of 16 to 32 channels.
 
 from __future__ import annotations
 
+import inspect
 import string
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLCogVideoX,
-    AutoencoderKLFlux2,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLLTXVideo,
-    AutoencoderKLMochi,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-    AutoencoderOobleck,
-    DiffusionPipeline,
-)
+import transformers
 from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Gemma2Config,
-    Gemma2Model,
-    GlmConfig,
-    GlmModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen2VLProcessor,
-    Qwen3Config,
-    Qwen3Model,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
@@ -80,13 +44,30 @@ class Family:
     """
 
     name: str
-    pipe: DiffusionPipeline
+    pipe: diffusers.DiffusionPipeline
     call: dict[str, object]
     kind: Literal["flow", "epsilon"] = "flow"
     media: Literal["image", "video", "audio"] = "image"
     unguided: dict[str, object] = field(default_factory=dict)
     inputs: dict[str, list[object]] = field(default_factory=dict)
     """Further arguments with one entry per prompt; they fit two prompts."""
+
+
+SMALL = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "sample_size": 8,
+}
+
+
+def small(kind: type[Network], **sizes: object) -> Network:
+    """A denoiser of this class with the sizes of `SMALL` that it has, unless told others."""
+    known = inspect.signature(kind.__init__).parameters
+    return kind(**{name: size for name, size in SMALL.items() if name in known} | sizes)
 
 
 def woken(network: Network) -> Network:
@@ -108,15 +89,15 @@ def pictures(size: int = 16) -> list[Image.Image]:
     return [picture(size), picture(size).rotate(90)]
 
 
-def clip_tokenizer(max_length: int = 77) -> CLIPTokenizer:
+def clip_tokenizer(max_length: int = 77) -> transformers.CLIPTokenizer:
     """Byte-level CLIP tokenizer without merges; the end token has the highest id, as in the real one."""
     tokens = [*BYTES, *(byte + "</w>" for byte in BYTES), "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: index for index, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=max_length)
+    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=max_length)
 
 
-def clip_config(hidden: int = 32, max_length: int = 77) -> CLIPTextConfig:
-    return CLIPTextConfig(
+def clip_config(hidden: int = 32, max_length: int = 77) -> transformers.CLIPTextConfig:
+    return transformers.CLIPTextConfig(
         vocab_size=514,
         bos_token_id=512,
         eos_token_id=513,
@@ -130,19 +111,19 @@ def clip_config(hidden: int = 32, max_length: int = 77) -> CLIPTextConfig:
     )
 
 
-def clip_encoder(hidden: int = 32) -> CLIPTextModel:
-    return CLIPTextModel(clip_config(hidden)).eval()
+def clip_encoder(hidden: int = 32) -> transformers.CLIPTextModel:
+    return transformers.CLIPTextModel(clip_config(hidden)).eval()
 
 
-def clip_projection_encoder(hidden: int = 32) -> CLIPTextModelWithProjection:
-    return CLIPTextModelWithProjection(clip_config(hidden)).eval()
+def clip_projection_encoder(hidden: int = 32) -> transformers.CLIPTextModelWithProjection:
+    return transformers.CLIPTextModelWithProjection(clip_config(hidden)).eval()
 
 
-def t5_tokenizer(max_length: int = 32) -> T5TokenizerFast:
+def t5_tokenizer(max_length: int = 32) -> transformers.T5TokenizerFast:
     """Unigram tokenizer over single printable characters."""
     characters = [(character, -3.0) for character in string.printable if not character.isspace()]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *characters]
-    return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=max_length)
+    return transformers.T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=max_length)
 
 
 def _t5_sizes(hidden: int) -> dict[str, int]:
@@ -150,12 +131,12 @@ def _t5_sizes(hidden: int) -> dict[str, int]:
     return sizes | {"relative_attention_num_buckets": 8}
 
 
-def t5_encoder(hidden: int = 32) -> T5EncoderModel:
-    return T5EncoderModel(T5Config(**_t5_sizes(hidden))).eval()
+def t5_encoder(hidden: int = 32) -> transformers.T5EncoderModel:
+    return transformers.T5EncoderModel(transformers.T5Config(**_t5_sizes(hidden))).eval()
 
 
-def umt5_encoder(hidden: int = 32) -> UMT5EncoderModel:
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(hidden))).eval()
+def umt5_encoder(hidden: int = 32) -> transformers.UMT5EncoderModel:
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(hidden))).eval()
 
 
 # A chat template which takes both forms of a message: a string, or a list of parts.
@@ -167,14 +148,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) -> Qwen2Tokenizer:
+def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) -> transformers.Qwen2Tokenizer:
     """Byte-level tokenizer with Qwen's special tokens; serves every decoder-only text encoder here.
 
     With `first_token` each text starts with a special token, so that an empty prompt has a length, and
     is padded on the left, as by the tokenizer of GLM.
     """
     vocab = {token: index for index, token in enumerate([*BYTES, *QWEN_SPECIAL])}
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = transformers.Qwen2Tokenizer(
         vocab=vocab,
         merges=[],
         additional_special_tokens=QWEN_SPECIAL[1:],
@@ -207,29 +188,29 @@ def decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
     }
 
 
-def gemma2_encoder(hidden: int = 32) -> Gemma2Model:
-    return Gemma2Model(Gemma2Config(**decoder_sizes(hidden, layers=2))).eval()
+def gemma2_encoder(hidden: int = 32) -> transformers.Gemma2Model:
+    return transformers.Gemma2Model(transformers.Gemma2Config(**decoder_sizes(hidden, layers=2))).eval()
 
 
-def glm_encoder(hidden: int = 32) -> GlmModel:
-    return GlmModel(GlmConfig(**decoder_sizes(hidden, layers=2))).eval()
+def glm_encoder(hidden: int = 32) -> transformers.GlmModel:
+    return transformers.GlmModel(transformers.GlmConfig(**decoder_sizes(hidden, layers=2))).eval()
 
 
-def llama_encoder(hidden: int = 32) -> LlamaModel:
-    return LlamaModel(LlamaConfig(**decoder_sizes(hidden, layers=3))).eval()
+def llama_encoder(hidden: int = 32) -> transformers.LlamaModel:
+    return transformers.LlamaModel(transformers.LlamaConfig(**decoder_sizes(hidden, layers=3))).eval()
 
 
-def llama_language_model(hidden: int = 32) -> LlamaForCausalLM:
+def llama_language_model(hidden: int = 32) -> transformers.LlamaForCausalLM:
     """With plain attention: its caller asks for the attention maps."""
-    config = LlamaConfig(**decoder_sizes(hidden, layers=2), attn_implementation="eager")
-    return LlamaForCausalLM(config).eval()
+    config = transformers.LlamaConfig(**decoder_sizes(hidden, layers=2), attn_implementation="eager")
+    return transformers.LlamaForCausalLM(config).eval()
 
 
-def qwen3_encoder(hidden: int = 32) -> Qwen3Model:
-    return Qwen3Model(Qwen3Config(**decoder_sizes(hidden, layers=2))).eval()
+def qwen3_encoder(hidden: int = 32) -> transformers.Qwen3Model:
+    return transformers.Qwen3Model(transformers.Qwen3Config(**decoder_sizes(hidden, layers=2))).eval()
 
 
-def mistral3_encoder(hidden: int = 32) -> Mistral3ForConditionalGeneration:
+def mistral3_encoder(hidden: int = 32) -> transformers.Mistral3ForConditionalGeneration:
     vision = {
         "model_type": "pixtral",
         "hidden_size": 16,
@@ -241,11 +222,11 @@ def mistral3_encoder(hidden: int = 32) -> Mistral3ForConditionalGeneration:
         "patch_size": 14,
     }
     text = {"model_type": "mistral", **decoder_sizes(hidden, layers=2)}
-    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
-    return Mistral3ForConditionalGeneration(config).eval()
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
+    return transformers.Mistral3ForConditionalGeneration(config).eval()
 
 
-def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> Qwen2_5_VLForConditionalGeneration:
+def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> transformers.Qwen2_5_VLForConditionalGeneration:
     ids = {token: 256 + index for index, token in enumerate(QWEN_SPECIAL)}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {
@@ -257,7 +238,7 @@ def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> Qwen2_5_VLForCondition
         "patch_size": 14,
         "fullatt_block_indexes": [0],
     }
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         # its heads have the width of hidden / heads, whatever head_dim says, and rope's three parts are half of 8
         text_config=decoder_sizes(hidden, layers=layers)
         | {"num_attention_heads": hidden // 8, "num_key_value_heads": hidden // 16, "rope_parameters": rope},
@@ -267,13 +248,13 @@ def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> Qwen2_5_VLForCondition
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    return Qwen2_5_VLForConditionalGeneration(config).eval()
+    return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-class PictureProcessor(Qwen2VLProcessor):
+class PictureProcessor(transformers.Qwen2VLProcessor):
     """`Qwen2VLProcessor` without its video half, which cannot be made where torchvision is not installed."""
 
-    def __init__(self, image_processor: Qwen2VLImageProcessorPil, tokenizer: Qwen2Tokenizer) -> None:
+    def __init__(self, image_processor: Qwen2VLImageProcessorPil, tokenizer: transformers.Qwen2Tokenizer) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
@@ -285,10 +266,10 @@ def qwen_vl_processor() -> PictureProcessor:
     return PictureProcessor(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), byte_tokenizer())
 
 
-def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) -> AutoencoderKL:
+def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) -> diffusers.AutoencoderKL:
     """Image autoencoder which shrinks each side by `2 ** (blocks - 1)`."""
     channels = (8, 16, 16, 16)[:blocks]
-    vae = AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         in_channels=3,
         out_channels=3,
         latent_channels=latent_channels,
@@ -302,8 +283,8 @@ def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) 
     return vae.eval()
 
 
-def flux2_autoencoder() -> AutoencoderKLFlux2:
-    vae = AutoencoderKLFlux2(
+def flux2_autoencoder() -> diffusers.AutoencoderKLFlux2:
+    vae = diffusers.AutoencoderKLFlux2(
         latent_channels=4,
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -314,8 +295,8 @@ def flux2_autoencoder() -> AutoencoderKLFlux2:
     return vae.eval()
 
 
-def dc_autoencoder() -> AutoencoderDC:
-    vae = AutoencoderDC(
+def dc_autoencoder() -> diffusers.AutoencoderDC:
+    vae = diffusers.AutoencoderDC(
         latent_channels=4,
         attention_head_dim=2,
         encoder_block_types=("ResBlock", "EfficientViTBlock"),
@@ -334,18 +315,18 @@ def dc_autoencoder() -> AutoencoderDC:
 _WAN_SIZES = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 
-def wan_autoencoder() -> AutoencoderKLWan:
+def wan_autoencoder() -> diffusers.AutoencoderKLWan:
     """Video autoencoder: 8 x 8 pixels and 4 frames (after the first) become one latent of 16 channels."""
-    return AutoencoderKLWan(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
+    return diffusers.AutoencoderKLWan(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
 
 
-def qwen_autoencoder() -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
+def qwen_autoencoder() -> diffusers.AutoencoderKLQwenImage:
+    return diffusers.AutoencoderKLQwenImage(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
 
 
-def ltx_autoencoder() -> AutoencoderKLLTXVideo:
+def ltx_autoencoder() -> diffusers.AutoencoderKLLTXVideo:
     """2 x 2 pixels per patch and one halving of each side and of time: 4 x 4 pixels, 2 frames per latent."""
-    vae = AutoencoderKLLTXVideo(
+    vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=8,
         block_out_channels=(8, 8, 8, 8),
         decoder_block_out_channels=(8, 8, 8, 8),
@@ -358,8 +339,8 @@ def ltx_autoencoder() -> AutoencoderKLLTXVideo:
     return vae.eval()
 
 
-def hunyuan_video_autoencoder() -> AutoencoderKLHunyuanVideo:
-    vae = AutoencoderKLHunyuanVideo(
+def hunyuan_video_autoencoder() -> diffusers.AutoencoderKLHunyuanVideo:
+    vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
         up_block_types=("HunyuanVideoUpBlock3D",) * 4,
@@ -370,8 +351,8 @@ def hunyuan_video_autoencoder() -> AutoencoderKLHunyuanVideo:
     return vae.eval()
 
 
-def mochi_autoencoder() -> AutoencoderKLMochi:
-    vae = AutoencoderKLMochi(
+def mochi_autoencoder() -> diffusers.AutoencoderKLMochi:
+    vae = diffusers.AutoencoderKLMochi(
         encoder_block_out_channels=(32, 32, 32, 32),
         decoder_block_out_channels=(32, 32, 32, 32),
         layers_per_block=(1, 1, 1, 1, 1),
@@ -379,16 +360,16 @@ def mochi_autoencoder() -> AutoencoderKLMochi:
     return vae.eval()
 
 
-def cogvideox_autoencoder() -> AutoencoderKLCogVideoX:
-    vae = AutoencoderKLCogVideoX(
+def cogvideox_autoencoder() -> diffusers.AutoencoderKLCogVideoX:
+    vae = diffusers.AutoencoderKLCogVideoX(
         block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
     )
     return vae.eval()
 
 
-def oobleck_autoencoder(latent_channels: int, sampling_rate: int) -> AutoencoderOobleck:
+def oobleck_autoencoder(latent_channels: int, sampling_rate: int) -> diffusers.AutoencoderOobleck:
     """Stereo sound autoencoder: 8 samples per latent."""
-    vae = AutoencoderOobleck(
+    vae = diffusers.AutoencoderOobleck(
         encoder_hidden_size=6,
         downsampling_ratios=[2, 4],
         channel_multiples=[2, 4],

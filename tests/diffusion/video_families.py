@@ -5,30 +5,8 @@ The classes, the schedulers and their settings are those of the real checkpoints
 
 from __future__ import annotations
 
+import diffusers
 import pytest
-from diffusers import (
-    AceStepPipeline,
-    AceStepTransformer1DModel,
-    CogVideoXDDIMScheduler,
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-    EDMDPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    HunyuanVideoPipeline,
-    HunyuanVideoTransformer3DModel,
-    LTXImageToVideoPipeline,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-    MochiPipeline,
-    MochiTransformer3DModel,
-    StableAudioDiTModel,
-    StableAudioPipeline,
-    StableAudioProjectionModel,
-    UniPCMultistepScheduler,
-    WanImageToVideoPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-)
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
 
 from tests.diffusion import tiny_parts as parts
@@ -38,10 +16,10 @@ SIZE = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
 UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}
 
 
-def _wan_transformer(in_channels: int = 16) -> WanTransformer3DModel:
-    return WanTransformer3DModel(
+def _wan_transformer(in_channels: int = 16) -> diffusers.WanTransformer3DModel:
+    return parts.small(
+        diffusers.WanTransformer3DModel,
         patch_size=(1, 2, 2),
-        num_attention_heads=2,
         attention_head_dim=12,
         in_channels=in_channels,
         out_channels=16,
@@ -56,7 +34,9 @@ def _wan_transformer(in_channels: int = 16) -> WanTransformer3DModel:
 
 
 def _wan_parts() -> dict[str, object]:
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
     return {
         "tokenizer": parts.t5_tokenizer(),
         "text_encoder": parts.umt5_encoder(),
@@ -66,13 +46,13 @@ def _wan_parts() -> dict[str, object]:
 
 
 def wan_t2v() -> Family:
-    pipe = WanPipeline(**_wan_parts(), transformer=_wan_transformer())
+    pipe = diffusers.WanPipeline(**_wan_parts(), transformer=_wan_transformer())
     return Family("wan_t2v", pipe, {**SIZE, "guidance_scale": 5.0}, media="video", unguided=UNGUIDED)
 
 
 def wan22() -> Family:
     """Two experts: one transformer above the boundary noise level, the other below."""
-    pipe = WanPipeline(
+    pipe = diffusers.WanPipeline(
         **_wan_parts(),
         transformer=_wan_transformer(),
         transformer_2=_wan_transformer(),
@@ -86,29 +66,23 @@ def wan22() -> Family:
 def wan_i2v() -> Family:
     pytest.importorskip("ftfy", reason="WanImageToVideoPipeline cleans its prompts with ftfy (pip install ftfy)")
     # The condition (a mask of 4 channels and 16 latent channels) is concatenated to the latents.
-    pipe = WanImageToVideoPipeline(**_wan_parts(), transformer=_wan_transformer(in_channels=36))
+    pipe = diffusers.WanImageToVideoPipeline(**_wan_parts(), transformer=_wan_transformer(in_channels=36))
     call = {**SIZE, "guidance_scale": 5.0, "image": parts.picture()}  # it takes one picture for all prompts
     return Family("wan_i2v", pipe, call, media="video", unguided=UNGUIDED)
 
 
 def ltx() -> Family:
-    transformer = LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        num_layers=1,
-        caption_channels=32,
+    transformer = parts.small(
+        diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, cross_attention_dim=16, caption_channels=32
     )
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.95,
         max_shift=2.05,
         base_image_seq_len=1024,
         shift_terminal=0.1,
     )
-    pipe = LTXPipeline(
+    pipe = diffusers.LTXPipeline(
         scheduler=scheduler,
         vae=parts.ltx_autoencoder(),
         text_encoder=parts.t5_encoder(),
@@ -122,30 +96,26 @@ def ltx() -> Family:
 def ltx_i2v() -> Family:
     """Its loop steps only the frames after the first, while its latents hold all of them."""
     base = ltx()
-    pipe = LTXImageToVideoPipeline(**base.pipe.components)
+    pipe = diffusers.LTXImageToVideoPipeline(**base.pipe.components)
     inputs = {"image": parts.pictures(32)}
     return Family("ltx_i2v", pipe, base.call, media="video", unguided=UNGUIDED, inputs=inputs)
 
 
 def hunyuan_video() -> Family:
-    transformer = HunyuanVideoTransformer3DModel(
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.HunyuanVideoTransformer3DModel,
         out_channels=4,
-        num_attention_heads=2,
         attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
         text_embed_dim=32,
         pooled_projection_dim=32,
         rope_axes_dim=(4, 6, 6),
     )
-    pipe = HunyuanVideoPipeline(
+    pipe = diffusers.HunyuanVideoPipeline(
         text_encoder=parts.llama_encoder(),
         tokenizer=parts.byte_tokenizer(),
         transformer=transformer,
         vae=parts.hunyuan_video_autoencoder(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=parts.clip_encoder(),
         tokenizer_2=parts.clip_tokenizer(),
     )
@@ -156,9 +126,8 @@ def hunyuan_video() -> Family:
 
 def mochi() -> Family:
     """Time runs the other way: 0 is noise, 1 is data, and the model predicts data - noise."""
-    transformer = MochiTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
+    transformer = parts.small(
+        diffusers.MochiTransformer3DModel,
         num_layers=2,
         pooled_projection_dim=16,
         in_channels=12,
@@ -166,8 +135,8 @@ def mochi() -> Family:
         time_embed_dim=4,
         max_sequence_length=16,
     )
-    pipe = MochiPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+    pipe = diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         vae=parts.mochi_autoencoder(),
         text_encoder=parts.t5_encoder(),
         tokenizer=parts.t5_tokenizer(),
@@ -178,20 +147,17 @@ def mochi() -> Family:
 
 
 def cogvideox() -> Family:
-    transformer = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
+    transformer = parts.small(
+        diffusers.CogVideoXTransformer3DModel,
         out_channels=4,
         time_embed_dim=2,
         text_embed_dim=32,
-        num_layers=1,
         sample_width=2,
         sample_height=2,
         sample_frames=5,
         max_text_seq_length=16,
     )
-    scheduler = CogVideoXDDIMScheduler(
+    scheduler = diffusers.CogVideoXDDIMScheduler(
         beta_schedule="scaled_linear",
         beta_start=0.00085,
         beta_end=0.012,
@@ -201,7 +167,7 @@ def cogvideox() -> Family:
         snr_shift_scale=3.0,
         timestep_spacing="trailing",
     )
-    pipe = CogVideoXPipeline(
+    pipe = diffusers.CogVideoXPipeline(
         tokenizer=parts.t5_tokenizer(),
         text_encoder=parts.t5_encoder(),
         vae=parts.cogvideox_autoencoder(),
@@ -221,7 +187,7 @@ def ace_step() -> Family:
         "num_key_value_heads": 2,
         "head_dim": 8,
     }
-    transformer = AceStepTransformer1DModel(
+    transformer = diffusers.AceStepTransformer1DModel(
         **sizes,
         num_hidden_layers=2,
         in_channels=24,
@@ -236,13 +202,13 @@ def ace_step() -> Family:
         num_timbre_encoder_hidden_layers=1,
         layer_types=["full_attention"],
     )
-    pipe = AceStepPipeline(
+    pipe = diffusers.AceStepPipeline(
         vae=parts.oobleck_autoencoder(latent_channels=8, sampling_rate=80),
         text_encoder=parts.qwen3_encoder(),
         tokenizer=parts.byte_tokenizer(),
         transformer=transformer,
         condition_encoder=condition_encoder,
-        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(num_train_timesteps=1),
     )
     call = {"audio_duration": 1.0, "guidance_scale": 1.0}
     return Family("ace_step", pipe, call, media="audio", inputs={"lyrics": ["la la", "lo"]})
@@ -257,7 +223,7 @@ def ace_step_guided() -> Family:
 
 def stable_audio() -> Family:
     """An EDM scheduler: neither a flow nor a table of betas."""
-    transformer = StableAudioDiTModel(
+    transformer = diffusers.StableAudioDiTModel(
         sample_size=4,
         in_channels=3,
         num_layers=2,
@@ -269,14 +235,16 @@ def stable_audio() -> Family:
         global_states_input_dim=8,
         cross_attention_input_dim=4,
     )
-    projection = StableAudioProjectionModel(text_encoder_dim=32, conditioning_dim=4, min_value=0, max_value=32)
-    pipe = StableAudioPipeline(
+    projection = diffusers.StableAudioProjectionModel(
+        text_encoder_dim=32, conditioning_dim=4, min_value=0, max_value=32
+    )
+    pipe = diffusers.StableAudioPipeline(
         vae=parts.oobleck_autoencoder(latent_channels=3, sampling_rate=4),
         text_encoder=parts.t5_encoder(),
         projection_model=projection,
         tokenizer=parts.t5_tokenizer(16),
         transformer=transformer,
-        scheduler=EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0),
+        scheduler=diffusers.EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0),
     )
     call = {"guidance_scale": 7.0, "audio_end_in_s": 1.0}
     return Family("stable_audio", pipe, call, kind="epsilon", media="audio", unguided=UNGUIDED)

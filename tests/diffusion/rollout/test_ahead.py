@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +19,10 @@ from genrl.diffusion.rollout.ray_rollouts import Order
 from genrl.diffusion.rollout.rollout import Finished, Job, Sheet, Source, Worker
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
-from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
 
 SAMPLING = {"num_inference_steps": 4, "guidance_scale": 2.0, "prompts_per_iteration": 3, "group_size": 2}
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-2, "kl_weight": 0.01, "updates_per_iteration": 2}
@@ -37,47 +34,51 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def changes(name: str, staleness: int = 1, **further: Any) -> dict[str, Any]:
+    common = {"evaluation": {"every": 0}, "checkpoint": {"every": 1, "keep": 5}}
     sampling = SAMPLING | {"staleness": staleness}
-    return {"trainer": METHODS[name], "sampling": sampling, "iterations": 4, "evaluation": {"every": 0}, **further}
+    return {"trainer": METHODS[name], "sampling": sampling, "iterations": 4, **common, **further}
 
 
-@pytest.mark.parametrize(("name", "staleness"), [("window", 2), ("grpo_guard", 2), ("diffusion_nft", 1)])
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [
+        ("window", 2),
+        pytest.param("grpo_guard", 2, marks=pytest.mark.slow),
+        pytest.param("diffusion_nft", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_one_run_whoever_draws_and_wherever_it_stops(
     folder: Path, model: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawn here when it is needed, and there ahead of time, in one go and resumed after the second iteration."""
     here = train(runs.config(folder, model, output=str(folder / "here"), **changes(name, staleness)))
     far_here.install(monkeypatch)
-    config = runs.config(folder, model, output=str(folder / "far"), engine=far_here.ENGINE, **changes(name, staleness))
-    far = train(config)
+    more = changes(name, staleness, engine=far_here.ENGINE)
+    far = train(runs.config(folder, model, output=str(folder / "far"), **more))
     assert runs.differences(here, far) == []
-    rows = runs.rows(far)[1:] if runs.rows(far)[0]["step"] == 0 else runs.rows(far)
+    rows = runs.rows(far)
     assert [row["staleness"] for row in rows] == [float(min(k, staleness)) for k in range(4)]
-    again = folder / "again"
-    shutil.copytree(far, again)
-    for step in (3, 4):
-        shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-    train(config.model_copy(update={"output": str(again)}), again)
-    assert runs.differences(far, again) == []
-    kept = checkpoint.load(checkpoint.latest(Run(far).checkpoints) or far).tensors["kept-drawing"]
+    assert runs.differences(far, runs.resumed(far, folder, 2)) == []
+    kept = runs.last_state(far).tensors["kept-drawing"]
     assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
     if name != "diffusion_nft":  # what was drawn by the present weights has no weight; later ones are near 1
         assert "importance/mean" not in rows[0]
         assert all(0 < row["importance/max_abs_dev"] < 0.5 for row in rows[1:])
 
 
-@pytest.mark.parametrize("name", ["window", "diffusion_nft"])
+@pytest.mark.parametrize("name", ["window", pytest.param("diffusion_nft", marks=pytest.mark.slow)])
 def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
     """At a rate of 0 all versions are one: the run without staleness, and every weight exactly 1."""
     still = {"optimizer": {"lr": 1e-30}}
-    new = train(runs.config(folder, model, output=str(folder / "new"), **changes(name, 0, **still)))
-    old = train(runs.config(folder, model, output=str(folder / "old"), **changes(name, 2, **still)))
-    for ours, theirs in zip(runs.rows(new), runs.rows(old), strict=True):
-        assert {key: value for key, value in theirs.items() if key in ours and "calls" not in key} == {
-            key: value for key, value in ours.items() if "calls" not in key
-        }
+    new, old = (
+        runs.rows(train(runs.config(folder, model, output=str(folder / str(k)), **changes(name, k, **still))))
+        for k in (0, 2)
+    )
+    for ours, theirs in zip(new, old, strict=True):
+        shared = {key for key in ours if "calls" not in key}
+        assert {key: theirs.get(key) for key in shared} == {key: ours[key] for key in shared}
     if name == "window":
-        assert [row["importance/max_abs_dev"] for row in runs.rows(old)[-3:]] == [0.0] * 3
+        assert [row["importance/max_abs_dev"] for row in old[-3:]] == [0.0] * 3
 
 
 def test_the_samples_are_those_of_the_earlier_weights(
@@ -92,16 +93,15 @@ def test_the_samples_are_those_of_the_earlier_weights(
         rollouts = collect(run, plan, draw_by)
         trajectory = next(iter(rollouts.mine.values())).pieces[0].trajectory
         step, recorded = next(iter(trajectory.log_probs.items()))
-        apart: Callable[[], float] = lambda: float(  # noqa: E731
-            (run.policy.replay(trajectory, step).log_prob - recorded).abs().max()
-        )
+
+        def apart() -> float:
+            return float((run.policy.replay(trajectory, step).log_prob - recorded).abs().max())
+
         with torch.no_grad(), run.policy.uncounted():
             if run.iteration:
                 before = checkpoint.load(run.process.run.checkpoints / f"step-{run.iteration:06d}")
                 values = before.tensors["kept-drawing"]
-                number = run.iteration - 1
-                named = {key: values[f"{number}/{key}"] for key in run.weights.named}
-                with run.weights.lent(named):
+                with run.weights.lent({key: values[f"{run.iteration - 1}/{key}"] for key in run.weights.named}):
                     seen.append(apart())
                 assert apart() > 0
         return rollouts
@@ -140,9 +140,10 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         assert threads.count("MainThread") == len(threads) >= 3
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
+def test_refused(folder: Path, model: Path) -> None:
+    reward = [runs.reward(folder, "redness", offload=True)]
+    runs.config(folder, model, **changes("window", rewards=reward))  # scored before the model is trained
+    for change, text in (
         ({"trainer": {"algorithm": "awm"}}, "awm learns from samples of the present weights; write 0"),
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
         ({"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "of the weights that drew; write false"),
@@ -151,24 +152,7 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"distributed": {"context": 2}}, "was not tried with it"),
         ({"trainer": {"algorithm": "ddpo", "objective": "score_function"}}, "by which older samples would count"),
-    ],
-)
-def test_refused(folder: Path, model: Path, change: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        runs.config(folder, model, **(changes("window") | change))
-
-
-def test_offloaded_rewards_are_refused(folder: Path, model: Path) -> None:
-    rewards = [runs.reward(folder, "redness", offload=True)]
-    runs.config(folder, model, rewards=rewards, **changes("window"))
-    with pytest.raises(ConfigError, match="scored while the model is trained"):
-        runs.config(folder, model, rewards=rewards, engine=far_here.ENGINE, **changes("window"))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl-diffusion[ray]'")
-def test_on_ray(folder: Path, model: Path) -> None:
-    """Two real workers, to the bit."""
-    here = train(runs.config(folder, model, output=str(folder / "here"), **changes("window")))
-    engine = {"kind": "ray", "rollout_workers": 2}
-    far = train(runs.config(folder, model, output=str(folder / "far"), engine=engine, **changes("window")))
-    assert runs.differences(here, far) == []
+        ({"rewards": reward, "engine": far_here.ENGINE}, "scored while the model is trained"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            runs.config(folder, model, **(changes("window") | change))

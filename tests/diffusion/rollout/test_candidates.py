@@ -47,8 +47,7 @@ def crawled(name: str, kernel: Kernel, *, steps: int = 4, first: int = 1, last: 
 DDIM, SDE = ("sd15", Kernel("ddim", 1.0)), ("sd3", Kernel("flow_sde", 0.7))
 
 
-@pytest.mark.parametrize(("name", "kernel"), [DDIM, SDE], ids=["ddim", "flow_sde"])
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("name", "kernel", "first"), [(*DDIM, 0), (*SDE, 2)], ids=["ddim", "flow_sde"])
 def test_calls_are_those_of_the_closed_form(name: str, kernel: Kernel, first: int) -> None:
     """Per chain first + 1 + k (T - first - 1): the parents, then every candidate that is not a picture."""
     _, plan, _, found, _, _, calls = crawled(name, kernel, first=first)

@@ -80,13 +80,13 @@ def edges_of(found: Drawn) -> dict[tuple[int, int], tuple[Tensor, float]]:
 
 
 few = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 
 @few
 @given(plan=plans())
-def test_counts_are_the_closed_forms_and_those_of_the_running_policy(policy: Policy, plan: SamplingPlan) -> None:
+def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, plan: SamplingPlan) -> None:
     before = policy.model_calls
     found = drawn(policy, plan, batch_size=3)
     assert policy.model_calls - before == 2 * plan.calls  # two prompts
@@ -103,17 +103,15 @@ def test_counts_are_the_closed_forms_and_those_of_the_running_policy(policy: Pol
     assert tree.num_nodes == sum(plan.nodes) and tree.num_nodes - plan.roots == plan.edges
     before = policy.model_calls
     for piece in found.pieces:
-        for i in piece.slots:
-            policy.replay(piece.trajectory, i)
+        for i, recorded in piece.trajectory.log_probs.items():
+            assert torch.equal(policy.replay(piece.trajectory, i).log_prob, recorded)
     assert policy.model_calls - before == 2 * plan.training_calls(plan.stochastic)
 
-
-@few
-@given(plan=plans())
-def test_replay_equals_record_on_every_edge(policy: Policy, plan: SamplingPlan) -> None:
-    for piece in drawn(policy, plan, batch_size=3).pieces:
-        for i, recorded in piece.trajectory.log_probs.items():
-            assert float((policy.replay(piece.trajectory, i).log_prob - recorded).abs().max()) == 0.0
+    whole = drawn(policy, plan)  # in one batch: the same up to the rounding of differently shaped calls
+    torch.testing.assert_close(found.final, whole.final, rtol=1e-3, atol=1e-4)
+    logs = edges_of(whole)
+    assert all(every[key][1] == pytest.approx(logs[key][1], abs=1e-4) for key in every)
+    assert all(len(piece.trajectory.batch) <= 3 for piece in found.pieces)
 
 
 @few
@@ -167,28 +165,6 @@ def test_a_leaf_made_again_alone_is_itself(policy: Policy, plan: SamplingPlan, d
     assert logs == [every[i, slots[i + 1]][1] for i in plan.stochastic]
 
 
-def test_a_split_at_the_start_is_independent_rollouts_from_one_noise(policy: Policy) -> None:
-    """With G - 1 calls less: to the bit, evaluated one by one."""
-    plan = make_plan(3, noise=dict.fromkeys(range(2), 0.7), splits={0: 4})
-    found = drawn(policy, plan, batch_size=1)
-    for slot in range(8):
-        batch = Batch([PROMPTS[slot // 4]], [(7, 3, slot)], {"num_inference_steps": 3, **CALL}, [(7, 3, slot // 4 * 4)])
-        alone = policy.roll_out(batch, kernel_of(plan), (0, 1))
-        assert torch.equal(alone.final[0], found.final[slot])
-
-
-@few
-@given(plan=plans(), batch_size=st.integers(1, 5))
-def test_leaves_do_not_depend_on_the_batch_size(policy: Policy, plan: SamplingPlan, batch_size: int) -> None:
-    """Up to the rounding of differently shaped calls."""
-    whole, cut = drawn(policy, plan), drawn(policy, plan, batch_size)
-    torch.testing.assert_close(cut.final, whole.final, rtol=1e-3, atol=1e-4)
-    ours, theirs = edges_of(cut), edges_of(whole)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[k][1] == pytest.approx(theirs[k][1], abs=1e-4) for k in ours)
-    assert all(len(piece.trajectory.batch) <= batch_size for piece in cut.pieces)
-
-
 def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:
     """The noises of siblings have correlation 1 / (1 + spread^2): over 16 x 256 numbers within four deviations."""
     for spread, expected in ((None, 0.0), (0.5, 0.8), (2.0, 0.2)):
@@ -203,8 +179,7 @@ def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:
         assert not torch.equal(noise[0], noise[1])
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0])
-@pytest.mark.parametrize("splits", [{}, {1: 3}])
+@pytest.mark.parametrize(("ratio", "splits"), [(0.3, {1: 3}), (0.5, {}), (1.0, {1: 3})])
 def test_the_tail_is_the_solvers_and_ends_at_0(
     policy: Policy, ratio: float, splits: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +221,7 @@ def trainable() -> tuple[Policy, Tensor]:
     return policy, policy.denoiser.get_parameter("transformer_blocks.0.attn.to_q.weight").requires_grad_(True)
 
 
-@few
+@settings(few, max_examples=4)
 @given(plan=plans().filter(lambda plan: plan.stochastic))
 def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
     trainable: tuple[Policy, Tensor], plan: SamplingPlan

@@ -16,7 +16,7 @@ from accelerate import PartialState
 import rewards
 from genrl.config import load
 from genrl.data.prompts import Prompt
-from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring, components, open_scorers, plain, score
+from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring, open_scorers, plain, score
 from rewards.compose import Component, Gate
 from tests.run_folders import start_ranks, wait
 
@@ -63,14 +63,10 @@ def scored_by(opened: dict[str, Any], *, background: bool = False, **more: Any) 
         return scoring.result()
 
 
-def test_scores_stand_at_their_slots() -> None:
-    found = score(plain({"b": brightness}), pieces(), ROWS, GROUP)
+def test_scores_stand_at_their_slots_and_rewards_of_groups_get_whole_ones() -> None:
+    found = score(plain({"b": brightness, "rank": rank, "wins": wins}), pieces(), ROWS, GROUP)
     assert torch.equal(found.values["b"], IMAGES.mean((1, 2, 3)).double())
     assert torch.equal(found.parts["b/red"], IMAGES[:, 0].mean((1, 2)).double())
-
-
-def test_groupwise_and_pairwise_rewards_get_whole_groups() -> None:
-    found = score(plain({"rank": rank, "wins": wins}), pieces(), ROWS, GROUP)
     means = IMAGES.mean((1, 2, 3)).view(3, 4)
     expected = (means[:, None, :] < means[:, :, None]).sum(2).flatten().double()
     assert torch.equal(found.values["rank"], expected)
@@ -118,17 +114,6 @@ def test_the_background_scores_while_samples_are_drawn() -> None:
             scoring.add(slots, images)
         scoring.result()
     assert len(names) == 5 and all(name.startswith("scoring") for name in names) and len(beats) == 5
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_leaving_early_ends_the_thread_and_moves_models_back(background: bool) -> None:
-    model = Model()
-    with pytest.raises(KeyboardInterrupt):
-        with Scoring(Scorers({"m": model}, {"m": Component()}, {"m": "meta"}), ROWS, GROUP, background=background) as s:
-            s.add(*pieces()[0])
-            raise KeyboardInterrupt
-    assert not any(thread.name.startswith("scoring") for thread in threading.enumerate())
-    assert model.moves == (["meta", "cpu"] if background else [])
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -199,6 +184,7 @@ class Model:
 
 @pytest.mark.parametrize("background", [True, False])
 def test_an_offloaded_model_is_on_its_device_while_it_scores(background: bool) -> None:
+    """It goes back, and the thread ends, also where scoring is left early."""
     model = Model()
     scorers = Scorers({"m": model}, {"m": Component()}, {"m": "meta"})
     with Scoring(scorers, ROWS, GROUP, background=background) as scoring:
@@ -206,6 +192,11 @@ def test_an_offloaded_model_is_on_its_device_while_it_scores(background: bool) -
             scoring.add(slots, images)
         assert (scoring.result().values["m"] == 1).all()
     assert model.moves == ["meta", "cpu"]
+    with pytest.raises(KeyboardInterrupt), Scoring(scorers, ROWS, GROUP, background=background) as scoring:
+        scoring.add(*pieces()[0])
+        raise KeyboardInterrupt
+    assert not any(thread.name.startswith("scoring") for thread in threading.enumerate())
+    assert model.moves == ["meta", "cpu"] * (2 if background else 1)
     scorers.close()
     assert model.ended == 1
 
@@ -216,6 +207,7 @@ def test_a_picture_that_is_not_finite_has_no_score() -> None:
     found = score(plain({"style": lambda style: [1.0] * len(style)}), [([4, 5], broken[4:6])], ROWS, GROUP)
     assert math.isnan(found.values["style"][4]) and found.values["style"][5] == 1.0
     assert found.values["style"].isnan().sum() == 11  # what nobody drew has no score either
+    assert score(plain({"b": brightness}), [], ROWS, GROUP).values["b"].isnan().all()  # in a process without samples
 
 
 def test_a_reward_can_stop_the_run_however_few_samples_it_concerns() -> None:
@@ -277,15 +269,3 @@ def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rewards.0.offload: .*mine.py:plain' has no method to"):
         open_scorers(config(tmp_path, f"  - {{name: '{tmp_path}/mine.py:plain', offload: true}}\n"), "cpu")
-
-
-@pytest.mark.slow
-def test_an_isolated_reward_scores_as_the_one_in_this_process(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    here = open_scorers(config(tmp_path, f"  - {{name: '{mine}:Typed'}}\n"), "cpu")
-    there = open_scorers(config(tmp_path, f"  - {{name: '{mine}:Typed', isolate: true}}\n"), "cpu")
-    try:
-        assert same(score(there, pieces(), ROWS, GROUP), score(here, pieces(), ROWS, GROUP))
-    finally:
-        there.close()
-    assert components(config(tmp_path, f"  - {{name: '{mine}:Typed', weight: 2}}\n"))["Typed"].weight == 2
