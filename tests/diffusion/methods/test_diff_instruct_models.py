@@ -21,15 +21,14 @@ from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import snapshot_base, trainable
+from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
-from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.test_diff_instruct_trainer import Watched, config, run
-from tests.diffusion.methods.test_diffusion_nft import relative
-from tests.diffusion.methods.test_draft import SMOOTH, decoded, warmth
+from tests.diffusion.methods.test_diff_instruct_trainer import config, networks, run
+from tests.diffusion.methods.test_draft import warmth
+from tests.diffusion.methods.watched import relative, resumed
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -37,11 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffuse
 ROOT = Path(__file__).resolve().parents[3]
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_STEP = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
-
-
-@pytest.fixture(autouse=True)
-def _rewards(folder: Path) -> None:
-    (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
 
 
 # -- Gaussians -------------------------------------------------------------------------------------------------------
@@ -117,39 +111,32 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
 # -- UNets -----------------------------------------------------------------------------------------------------------
 
 
-class PlainUNet:
-    """Stable Diffusion 1.5's networks, loaded afresh."""
-
-    def __init__(self, config: Config, values: dict[str, Tensor] | None, *, trained: bool = False) -> None:
-        self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
-        for part in (self.pipe.unet, self.pipe.vae):
-            part.eval().requires_grad_(False)
-        self.named: dict[str, Any] = {}
-        if values is not None:
-            self.named = trainable({"unet": self.pipe.unet}, config.model.lora).named
-            with torch.no_grad():
-                for key, p in self.named.items():
-                    p.copy_(values[key])
-                    p.requires_grad_(trained)
-
-    def noise(self, prompts: list[str], x: Tensor, t: Tensor) -> Tensor:
-        text = self.pipe.encode_prompt(prompts, "cpu", 1, False)[0]
-        found: Tensor = self.pipe.unet(x, t, encoder_hidden_states=text).sample
-        return found
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) -> None:
+def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
+    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
+    step of rounding where a gradient is nearly 0."""
+    pipe = FAMILIES["sd15"]().pipe
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    pipe.save_pretrained(folder / "sd15")
+    changes: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct", "assistant_lr": 1e-9}, "iterations": 1}
+    changes |= {"lora": lora, "rewards": [runs.reward(folder, "warmth")]}
+    changes["sampling"] = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
+    (alone,) = recorded(folder, folder / "sd15", 1, **changes)
+    parts = recorded(folder, folder / "sd15", 2, "sharded", **changes, **FSDP)
+    check_equal(parts, alone, 1e-5)
+
+
+@pytest.mark.parametrize("lora", [runs.LORA, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "full"])
+def test_the_gradient_of_a_unet_by_one_plain_graph(folder: Path, sd: Path, lora: Any) -> None:
     """Of the third iteration, where generator, assistant and teacher are three different networks; the generator reads
     its noise at timestep 399, as DMD2's and the paper's."""
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
     settings = config(
-        folder, folder / "sd15", {"guidance_scale": 3.0}, model={"scheduler": AT_399, "lora": lora}, iterations=3,
+        folder, sd, {"guidance_scale": 3.0}, model={"scheduler": AT_399, "lora": lora}, iterations=3,
         optimizer={"lr": 1e-2 if lora else 1e-3}, sampling={"pipeline_args": {}},
     )  # fmt: skip
-    seen: Watched = run(settings)
-    generator = PlainUNet(settings, seen.weights[2], trained=True)
-    assistant, teacher = PlainUNet(settings, seen.assistants[2][1]), PlainUNet(settings, None)
+    seen = run(settings)
+    generator, assistant, teacher = networks(settings, seen, 2)
     alphas: Tensor = generator.pipe.scheduler.alphas_cumprod
     ab, last = alphas[399], alphas[0]
     loss = torch.zeros(())
@@ -169,37 +156,14 @@ def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) ->
         y = (ours - (blank + 3.0 * (theirs - blank))).flatten(1)
         d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
         regulariser = -(s.flatten() ** 2) * (d * (ours + noise / s).flatten(1)).sum(1)
-        loss = loss + (regulariser - 3.0 * warmth(decoded(generator.pipe, x0))).sum() / 6
-    found = torch.autograd.grad(loss, list(generator.named.values()), allow_unused=True)
-    expected = {
-        key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(generator.named.items(), found, strict=True)
-    }
-    assert relative(seen.gradients[2], expected) < 5e-4
+        loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
+    assert relative(seen.updates[2].gradient, generator.gradient(loss)) < 5e-4
 
 
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
-    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
-    step of rounding where a gradient is nearly 0."""
-    pipe = FAMILIES["sd15"]().pipe
-    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="trailing")
-    pipe.save_pretrained(folder / "sd15")
-    changes: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct", "assistant_lr": 1e-9}, "iterations": 1}
-    changes |= {"lora": lora, "rewards": [runs.reward(folder, "warmth")]}
-    changes["sampling"] = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
-    (alone,) = recorded(folder, folder / "sd15", 1, **changes)
-    parts = recorded(folder, folder / "sd15", 2, "sharded", **changes, **FSDP)
-    check_equal(parts, alone, 1e-5)
-
-
-def test_a_step_that_would_return_its_noise_is_refused(folder: Path) -> None:
+def test_a_step_that_would_return_its_noise_is_refused(folder: Path, sd: Path) -> None:
     """Stable Diffusion's own scheduler has a single step at timestep 1."""
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
-    sampling = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
-    settings = runs.config(folder, folder / "sd15", trainer={"algorithm": "diff_instruct"}, sampling=sampling,
-                           rewards=[runs.reward(folder, "warmth")])  # fmt: skip
     with pytest.raises(ValueError, match="the one step is at timestep 1, .*write {timestep_spacing: trailing}"):
-        train(settings)
+        train(config(folder, sd, sampling={"pipeline_args": {}}))
 
 
 # -- the recipe of SDXL ----------------------------------------------------------------------------------------------
@@ -221,24 +185,11 @@ def rehearsed(folder: Path, sdxl: tuple[Path, Path], *changes: str) -> Config:
     return load(
         ROOT / "configs/diffusion/sdxl_diff_instruct.yaml",
         [
-            f"model.path={sdxl[0]}",
-            "model.variant=null",
-            "model.dtype=float32",
-            f"model.lora.from={sdxl[1]}",
-            f"prompts.train={folder / 'train.txt'}",
-            f"prompts.eval={folder / 'eval.txt'}",
-            "prompts.column=prompt",
-            f"rewards=[{{name: '{folder / 'smooth.py'}:warmth', weight: 100}}]",
-            "sampling.height=16",
-            "sampling.width=16",
-            "sampling.prompts_per_iteration=2",
-            "evaluation.every=0",
-            "checkpoint.every=1",
-            "trackers=[]",
-            "ema=null",
-            "iterations=2",
-            f"output={folder / 'run'}",
-            *changes,
+            *(f"model.path={sdxl[0]}", "model.variant=null", "model.dtype=float32", f"model.lora.from={sdxl[1]}"),
+            *(f"prompts.train={folder / 'train.txt'}", f"prompts.eval={folder / 'eval.txt'}", "prompts.column=prompt"),
+            f"rewards=[{{name: '{folder / 'rewards.py'}:warmth', weight: 100}}]",
+            *("sampling.height=16", "sampling.width=16", "sampling.prompts_per_iteration=2", "evaluation.every=0"),
+            *("trackers=[]", "ema=null", "iterations=2", f"output={folder / 'run'}", *changes),
         ],
     )
 
@@ -269,12 +220,7 @@ def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: 
 
 def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) -> None:
     """Two iterations as written, resumed to the bit; the LoRA draws in one step of plain diffusers what was trained."""
-    straight = train(rehearsed(folder, sdxl))
-    stopped = train(rehearsed(folder, sdxl, "iterations=1", f"output={folder / 'stopped'}"))
-    written = Run(stopped).config
-    written.write_text(written.read_text().replace("iterations: 1\n", "iterations: 2\n"))
-    train(load(written), stopped)
-    assert runs.differences(straight, stopped) == []
+    straight = resumed(rehearsed(folder, sdxl), folder)
     assert {row["model_calls/train"] for row in runs.rows(straight)} == {4 * (5 + 1 + 2 + 1)}
     assert all(row["diff_instruct/spread"] > 0 for row in runs.rows(straight))
 

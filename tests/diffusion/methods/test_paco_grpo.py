@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import rewards
-from genrl.config import Config, ConfigError, load
+from genrl.config import Config, load
 from genrl.data.prompts import Prompt
 from genrl.data.world import Scene, Thing, draw
 from genrl.diffusion.evaluate import same_prompt
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
-from genrl.runtime.run import Run
 from tests.diffusion import runs
-from tests.diffusion.methods.test_flow_grpo import relative, run
+from tests.diffusion.methods.watched import relative, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -93,20 +92,6 @@ def test_rows_of_one_prompt_are_a_group() -> None:
     """The same line of the file, not the same words in two lines (of other source pictures, for one)."""
     a, b, c = Prompt("a", {}, 1), Prompt("b", {}, 2), Prompt("a", {}, 3)
     assert same_prompt([a, a, b, b, c, c]) == [0, 0, 2, 2, 4, 4]
-
-
-def test_two_and_two_iterations_are_four(folder: Path, model: Path) -> None:
-    straight = train(config(folder, model, iterations=4, output=str(folder / "straight")))
-    train(config(folder, model, iterations=2, output=str(folder / "stopped")))
-    written = Run(folder / "stopped").config
-    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
-    train(load(written), folder / "stopped")
-    assert runs.differences(straight, folder / "stopped") == []
-
-
-def test_groups_are_not_of_one(folder: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="one sample of a prompt has nothing to be compared with"):
-        config(folder, model, sampling={"group_size": 1})
 
 
 def test_the_embedded_judge_prefers_pictures_that_are_alike(root: Path) -> None:

@@ -13,12 +13,6 @@ from genrl.diffusion.rollout.rollout import call_arguments
 from tests.diffusion.families import FAMILIES
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_family_is_called_with_is_accepted(name: str) -> None:
-    family = FAMILIES[name]()
-    check_call_arguments(family.pipe, ["num_inference_steps", *family.call, *family.inputs])
-
-
 @pytest.mark.parametrize(
     ("family", "sampling", "says"),
     [

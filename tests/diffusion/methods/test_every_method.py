@@ -1,4 +1,5 @@
-"""What a run logs is what the catalogue documents, both ways; means and spreads are those of all values."""
+"""Every method in one tiny run: it logs what the catalogue documents, costs what `genrl plan` foretells, goes on to the
+bit from its checkpoint, and computes a loss that stopped it again. And its meter: means and spreads of all values."""
 
 from __future__ import annotations
 
@@ -10,16 +11,18 @@ import pytest
 import torch
 from PIL import Image
 
+from genrl.config import Config
+from genrl.config.estimate import plan, read_components
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy import inverse
-from genrl.diffusion.train import train
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
-from tests.diffusion.methods.test_draft import SMOOTH
+from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_editing import editing
+from tests.planted import replayed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -103,11 +106,17 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
         USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
     ),
     "awm": (
-        {"trainer": {"algorithm": "awm", "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
+        {
+            "trainer": {"algorithm": "awm", "timesteps_per_sample": 1, "updates_per_iteration": 2},
+            "evaluation": {"every": 0},
+        },
         USED | EVALUATION,
     ),
-    "dgpo": (
-        {"trainer": {"algorithm": "dgpo", "first_steps": 2, "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
+    "dgpo": (  # the slow average samples in the second iteration
+        {
+            "trainer": {"algorithm": "dgpo", "first_steps": 2, "timesteps_per_sample": 1, "switch_after": 1},
+            "evaluation": {"every": 0},
+        },
         USED | EVALUATION,
     ),
     "crd": (
@@ -115,7 +124,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
         USED | EVALUATION,
     ),
     "dpo": (
-        {"trainer": {"algorithm": "dpo"}, "evaluation": {"every": 0}},
+        {"trainer": {"algorithm": "dpo", "reference_every": 1}, "evaluation": {"every": 0}},
         USED | GROUPS | KL | EVALUATION,
     ),
     "d3po": (
@@ -148,32 +157,75 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_run_logs_what_the_catalogue_has(
-    folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That no other key is logged is the logger's to refuse (`document` raises)."""
-    monkeypatch.setattr(inverse, "MOST", 10.0)  # a random autoencoder need not give pictures back
-    changes, absent = CONFIGURATIONS[name]
+KEPT: dict[str, set[str]] = {
+    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer", "kept-best", "snapshot-best"},
+    "diffusion_nft": {"snapshot-old"},
+    "prompt_rl": {"kept-rewriter"},
+    "awm": {"snapshot-ema_reference", "snapshot-old"},
+    "dgpo": {"snapshot-ema_reference"},
+    "crd": {"snapshot-old", "snapshot-sampling"},
+    "dpo": {"snapshot-refreshed_reference"},
+    "diff_instruct": {"snapshot-assistant", "kept-assistant_optimizer"},
+}
+"""What a method has in its checkpoints beside weights, their average and their optimiser."""
+CHEAPER = ("talk2move", "spo", "dynamic_tree_rpo", "diffusion_nft")
+"""Than foretold in some iterations: an earlier exit step, fewer pairs, a window elsewhere, an old policy that is new."""
+
+
+def brief(name: str, folder: Path, model: Path, kontext: Path, **further: Any) -> Config:
+    changes = CONFIGURATIONS[name][0] | further
     rewards = [runs.reward(folder, "redness")]
-    if not USED & absent:
+    if not USED & CONFIGURATIONS[name][1]:
         rewards = [runs.reward(folder, "redness", **GATED), runs.reward(folder, "brightness", weight=0)]
     if name == "adv_grpo":
         rewards = [runs.reward(folder, "redness", weight=0), JUDGE]
     if name in ("draft", "diff_instruct"):
-        (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
-        rewards = [{"name": f"{folder / 'smooth.py'}:warmth"}]
+        rewards = [runs.reward(folder, "warmth")]
     if name == "sft":
         Image.new("RGB", (32, 32), (200, 40, 40)).save(folder / "target.png")
         row = json.dumps({"prompt": "a red star", "target_image": "target.png"})
         (folder / "targets.jsonl").write_text(f"{row}\n", encoding="utf-8")
         changes = {**changes, "prompts": {"train": str(folder / "targets.jsonl"), "eval": None}}
-    config = editing(folder, kontext, rewards=rewards, **changes) if name == "talk2move" else None
-    config = config or runs.config(folder, model, rewards=rewards, **changes)
+    if name == "talk2move":
+        return editing(folder, kontext, rewards=rewards, **changes)
+    return runs.config(folder, model, rewards=rewards, **changes)
+
+
+@pytest.fixture(autouse=True)
+def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverse, "MOST", 10.0)  # it need not give pictures back
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kontext: Path, name: str) -> None:
+    """That no other key is logged is the logger's to refuse (`document` raises)."""
+    config = brief(name, folder, model, kontext)
+    run = resumed(config, folder)
     entry = {id(doc): key for key, doc in METRICS.items()}
-    rows = read_metrics(Run(train(config)).metrics)
+    rows = read_metrics(Run(run).metrics)
     logged = {entry[id(document(key))] for row in rows for key in row if key != "step"}
-    assert logged == (SHARED | metrics_of(type(config.trainer)).keys()) - absent
+    assert logged == (SHARED | metrics_of(type(config.trainer)).keys()) - CONFIGURATIONS[name][1]
+    expected = plan(config, read_components(Path(config.model.path)))
+    if name not in CHEAPER:
+        trained = [row for row in rows if "model_calls/train" in row]
+        assert sum(row["model_calls/sample"] for row in trained) == pytest.approx(2 * expected.sample_calls)
+        assert sum(row["model_calls/train"] for row in trained) == pytest.approx(2 * expected.train_calls)
+    average = {"snapshot-average"} if config.ema else set()
+    assert runs.last_state(run).tensors.keys() == {"weights", "optimizer"} | average | KEPT.get(name, set())
+
+
+@pytest.mark.parametrize(
+    "name", ["flow_grpo", "ddpo", "awm", "dpo", "d3po", "draft", "diff_instruct", "prdp", "spo", "talk2move", "sft"]
+)
+def test_a_dump_is_computed_again(
+    folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the branch of its loss that its own files do not take: `tests/runtime/test_replay.py` has those."""
+    further: dict[str, dict[str, Any]] = {
+        "flow_grpo": {"trainer": {"algorithm": "flow_grpo", "kl": "k2", "kl_weight": 0.1}},
+        "ddpo": {"trainer": CONFIGURATIONS["ddpo"][0]["trainer"] | {"objective": "score_function"}},
+    }
+    replayed(brief(name, folder, model, kontext, **further.get(name, {})), monkeypatch)
 
 
 def test_every_entry_is_logged_by_some_run() -> None:
