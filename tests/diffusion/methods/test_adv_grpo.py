@@ -23,11 +23,9 @@ from genrl.diffusion.rollout.adversary import Pairs, load_trained, trainable_of
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
 from genrl.runtime.loop import Loop
-from genrl.runtime.run import Run
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, run, trained_by, watch
+from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip  after the rewards, which mend its import
 
@@ -177,7 +175,7 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
     assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
     torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
     assert not any(p.trajectory.graphs for r in seen.rollouts for one in r.mine.values() for p in one.pieces)
-    assert "grad_norm" not in rows[0] and rows[2]["grad_norm"] > 0
+    assert "grad_norm" not in rows[0] and rows[2]["grad_norm"] > 0 and len(seen.updates) == 1
 
 
 def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critics: Path, model: Path) -> None:
@@ -191,17 +189,6 @@ def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critic
     assert all(torch.equal(one[key], other[key]) for key in one)
     moved = runs.last_state(ours).tensors["kept-adversary"]["weight"]
     assert not torch.equal(moved, torch.tensor([1.0, -2.0, 0.5]))
-
-
-def test_an_iteration_of_the_reward_leaves_the_model_alone(critics: Path, model: Path) -> None:
-    run = train(config(critics, model, adversary={"schedule": "alternate", "every": 2}, evaluation={"every": 0}))
-    first, second = runs.rows(run)
-    assert (first["updates"], second["updates"]) == (0, 1)
-    before, after = (checkpoint.load(Run(run).checkpoints / f"step-00000{k}").tensors for k in (1, 2))
-    still = [torch.equal(before["weights"][key], before["snapshot-average"][key]) for key in before["weights"]]
-    moved = [not torch.equal(before["weights"][key], after["weights"][key]) for key in before["weights"]]
-    assert all(still) and any(moved)
-    assert torch.equal(before["kept-adversary"]["weight"], after["kept-adversary"]["weight"])
 
 
 def test_turns() -> None:
@@ -323,16 +310,6 @@ def test_the_published_recipe_on_tiny_models(
     assert (first["adversary/updates"], second["adversary/updates"]) == (1, 0)
     assert "loss" not in first and second["updates"] == 2
     assert first["adversary/loss"] == pytest.approx(1.3, abs=0.2)  # a new head says nothing yet
-
-
-def test_the_reward_is_one_term_of_the_sum(critics: Path, model: Path) -> None:
-    rewards = [
-        {"name": f"{critics / 'critics.py'}:Critic", "weight": 0.5, "batch_size": 1},
-        runs.reward(critics, "brightness", weight=2),
-    ]
-    (rollouts,) = run(config(critics, model, rewards=rewards, iterations=1, **QUIET)).rollouts
-    values = rollouts.scored.values
-    torch.testing.assert_close(rollouts.total, 0.5 * values["Critic"] + 2 * values["brightness"])
 
 
 def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, model: Path) -> None:

@@ -36,124 +36,54 @@ SHARED = {entry for title in COMMON for entry in SECTIONS[title]} - {
     "rounding/applied"
 }  # what a pipeline trains is float32
 GROUPS = set(SECTIONS["Groups and advantages"])
-PROMPT_RL = {
-    "algorithm": "prompt_rl",
-    "retained": 1,
-    "kl_weight": 0.0,
-    "rewriter": {"path": str(Path(__file__).parents[3] / "assets/tiny-lm"), "max_new_tokens": 4},
-}
 ASSETS = Path(__file__).parents[3] / "assets"
-ADV_GRPO = {
-    "algorithm": "adv_grpo",
-    "kl_weight": 0.01,
-    "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"},
-}
 JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
 MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
-D3PO = {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7}
-CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    # settings, and which of the entries of all runs and of its method such a run does not log
-    "flow_grpo": (
-        {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
-        USED | MONITOR,
-    ),
+FLOW: dict[str, Any] = {"kernel": "flow_sde", "noise_level": 0.7}
+PLAIN = USED | KL | EVALUATION
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
+    # settings of the trainer, entries of all runs and of its method that such a run does not log, other sections
+    "flow_grpo": ({"kl_weight": 0.01}, USED | MONITOR, {"evaluation": {"every": 2}}),
     "adv_grpo": (
+        {"kl_weight": 0.01, "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"}},
+        {"used/<name>_weight", "used/<name>_gated"},
         {
-            "trainer": ADV_GRPO,
             "prompts": {"train": str(ASSETS / "prompts/shapes_train.txt")},
             "evaluation": {"every": 1, "monitor": {"reward": "redness", "tolerance": 1.0}},
         },
-        {"used/<name>_weight", "used/<name>_gated"},
     ),
     "dynamic_tree_rpo": (
         {
-            "trainer": {
-                "algorithm": "dynamic_tree_rpo",
-                "window": {"size": 1},
-                "tree": {"ways": 2, "at": "window", "noise_growth": 0},
-                "layer_tuning": {"target": "best_image"},
-            },
-            "evaluation": {"every": 0},
+            "window": {"size": 1},
+            "tree": {"ways": 2, "at": "window", "noise_growth": 0},
+            "layer_tuning": {"target": "best_image"},
         },
-        USED | KL | EVALUATION,
+        PLAIN,
+        {},
     ),
-    "diffusion_nft": (
-        {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},
-        KL | EVALUATION,
-    ),
-    "ddpo": (
-        {
-            "trainer": {"algorithm": "ddpo", "kernel": "flow_sde", "noise_level": 0.7},
-            "sampling": {"group_size": 1},
-            "evaluation": {"every": 0},
-        },
-        USED | KL | EVALUATION | {"zero_std_ratio", "group_std_mean"},
-    ),
+    "diffusion_nft": ({"kl_weight": 0.0}, KL | EVALUATION, {"ema": None}),
+    "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
     "prompt_rl": (
-        {"trainer": PROMPT_RL, "evaluation": {"every": 2}},
+        {"retained": 1, "kl_weight": 0.0, "rewriter": {"path": str(ASSETS / "tiny-lm"), "max_new_tokens": 4}},
         USED | KL | MONITOR,
+        {"evaluation": {"every": 2}},
     ),
     "talk2move": (
-        {
-            "trainer": {"algorithm": "talk2move", "step_evaluation": {"prompts": 1, "samples": 2}},
-            "sampling": {"num_inference_steps": 4},
-            "evaluation": {"every": 0},
-        },
-        USED | KL | EVALUATION,
+        {"step_evaluation": {"prompts": 1, "samples": 2}},
+        PLAIN,
+        {"sampling": {"num_inference_steps": 4}},
     ),
-    "prdp": (
-        {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
-        USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
-    ),
-    "awm": (
-        {
-            "trainer": {"algorithm": "awm", "timesteps_per_sample": 1, "updates_per_iteration": 2},
-            "evaluation": {"every": 0},
-        },
-        USED | EVALUATION,
-    ),
-    "dgpo": (  # the slow average samples in the second iteration
-        {
-            "trainer": {"algorithm": "dgpo", "first_steps": 2, "timesteps_per_sample": 1, "switch_after": 1},
-            "evaluation": {"every": 0},
-        },
-        USED | EVALUATION,
-    ),
-    "crd": (
-        {"trainer": {"algorithm": "crd", "updates_per_iteration": 1}, "evaluation": {"every": 0}},
-        USED | EVALUATION,
-    ),
-    "dpo": (
-        {"trainer": {"algorithm": "dpo", "reference_every": 1}, "evaluation": {"every": 0}},
-        USED | GROUPS | KL | EVALUATION,
-    ),
-    "d3po": (
-        {"trainer": D3PO, "evaluation": {"every": 0}},
-        USED | GROUPS | KL | EVALUATION,
-    ),
-    "draft": (
-        {"trainer": {"algorithm": "draft"}, "evaluation": {"every": 0}},
-        USED | GROUPS | KL | EVALUATION,
-    ),
-    "diff_instruct": (
-        {
-            "trainer": {"algorithm": "diff_instruct"},
-            "sampling": {"num_inference_steps": 1},
-            "evaluation": {"every": 0},
-        },
-        USED | GROUPS | KL | {"loss"} | EVALUATION,
-    ),
-    "spo": (
-        {
-            "trainer": {"algorithm": "spo", "kernel": "flow_sde", "noise_level": 0.7, "first": 0, "threshold": 0.0},
-            "evaluation": {"every": 0},
-        },
-        USED | GROUPS | KL | EVALUATION,
-    ),
-    "sft": (
-        {"trainer": {"algorithm": "sft"}, "sampling": {"group_size": 1}, "evaluation": {"every": 0}},
-        USED | GROUPS | KL | EVALUATION | NOT_SCORED,
-    ),
+    "prdp": (FLOW, PLAIN | {"advantage/abs_mean", "advantage/clipped"}, {}),
+    "awm": ({"timesteps_per_sample": 1, "updates_per_iteration": 2}, PLAIN - KL, {}),
+    # the slow average samples in the second iteration
+    "dgpo": ({"first_steps": 2, "timesteps_per_sample": 1, "switch_after": 1}, PLAIN - KL, {}),
+    "crd": ({"updates_per_iteration": 1}, PLAIN - KL, {}),
+    "dpo": ({"reference_every": 1}, PLAIN | GROUPS, {}),
+    "d3po": (FLOW, PLAIN | GROUPS, {}),
+    "draft": ({}, PLAIN | GROUPS, {}),
+    "diff_instruct": ({}, PLAIN | GROUPS | {"loss"}, {"sampling": {"num_inference_steps": 1}}),
+    "spo": (FLOW | {"first": 0, "threshold": 0.0}, PLAIN | GROUPS, {}),
+    "sft": ({}, PLAIN | GROUPS | NOT_SCORED, {"sampling": {"group_size": 1}}),
 }
 
 
@@ -169,11 +99,12 @@ KEPT: dict[str, set[str]] = {
 }
 """What a method has in its checkpoints beside weights, their average and their optimiser."""
 CHEAPER = ("talk2move", "spo", "dynamic_tree_rpo", "diffusion_nft")
-"""Than foretold in some iterations: an earlier exit step, fewer pairs, a window elsewhere, an old policy that is new."""
+"""Than foretold in some iterations: an earlier exit step, fewer pairs, another window, an old policy that is new."""
 
 
 def brief(name: str, folder: Path, model: Path, kontext: Path, **further: Any) -> Config:
-    changes = CONFIGURATIONS[name][0] | further
+    trainer, _, sections = CONFIGURATIONS[name]
+    changes = {"evaluation": {"every": 0}, **sections, "trainer": {"algorithm": name, **trainer, **further}}
     rewards = [runs.reward(folder, "redness")]
     if not USED & CONFIGURATIONS[name][1]:
         rewards = [runs.reward(folder, "redness", **GATED), runs.reward(folder, "brightness", weight=0)]
@@ -221,19 +152,14 @@ def test_a_dump_is_computed_again(
     folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the branch of its loss that its own files do not take: `tests/runtime/test_replay.py` has those."""
-    further: dict[str, dict[str, Any]] = {
-        "flow_grpo": {"trainer": {"algorithm": "flow_grpo", "kl": "k2", "kl_weight": 0.1}},
-        "ddpo": {"trainer": CONFIGURATIONS["ddpo"][0]["trainer"] | {"objective": "score_function"}},
-    }
+    further: dict[str, Any] = {"flow_grpo": {"kl": "k2"}, "ddpo": {"objective": "score_function"}}
     replayed(brief(name, folder, model, kontext, **further.get(name, {})), monkeypatch)
 
 
 def test_every_entry_is_logged_by_some_run() -> None:
-    found: set[str] = set()
-    for changes, absent in CONFIGURATIONS.values():
-        found |= (SHARED | metrics_of(built_in("diffusion")[changes["trainer"]["algorithm"]]).keys()) - absent
-    everything = SHARED.union(*(metrics_of(method) for method in built_in("diffusion").values()))
-    assert found == everything
+    methods = built_in("diffusion")
+    found = [(SHARED | metrics_of(methods[name]).keys()) - absent for name, (_, absent, _) in CONFIGURATIONS.items()]
+    assert set().union(*found) == SHARED.union(*(metrics_of(method) for method in methods.values()))
 
 
 def test_ratios_are_measured_over_all_their_values() -> None:

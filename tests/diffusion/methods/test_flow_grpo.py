@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.diffusion import run as diffusion_run
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.rollout.forest import Piece
-from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs
@@ -176,45 +173,6 @@ def test_kept_graphs_are_refused_where_they_are_not_those_of_training(
         runs.config(folder, model, **changes)
 
 
-# -- batch geometry --------------------------------------------------------------------------------------------------
-
-
-def recut(rollouts: Rollouts, size: int) -> Rollouts:
-    """The same samples, states and all, in micro-batches of another size."""
-    pieces: list[MicroBatch] = []
-    for one in rollouts.mine.values():
-        for first in range(0, len(one.slots), size):
-            rows = slice(first, first + size)
-            batch = replace(one.batch, prompts=one.batch.prompts[rows], keys=one.batch.keys[rows])
-            whole, slots = one.pieces[0].trajectory, one.slots[rows]
-            trajectory = replace(
-                whole,
-                batch=batch,
-                states={i: x[rows] for i, x in whole.states.items()},
-                next_states={i: x[rows] for i, x in whole.next_states.items()},
-                log_probs={i: x[rows] for i, x in whole.log_probs.items()},
-                final=whole.final[rows],
-            )
-            part = Piece(trajectory, dict.fromkeys(whole.log_probs, slots))
-            pieces.append(MicroBatch(slots, batch, one.final[rows], one.sigmas, [part], one.images[rows]))
-    cut = [piece.slots for piece in pieces]
-    return replace(rollouts, mine=dict(enumerate(pieces)), num_micro_batches=len(pieces), slots=cut)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_accumulation_gives_the_gradient_of_the_whole_batch(folder: Path, model: Path, size: int) -> None:
-    """The same samples, to the bit, as 8 x 1 and in smaller pieces (3: unequal ones). Without guidance, whose
-    difference of two passes makes more of their rounding."""
-    config = runs.config(folder, model, trainer=GRPO, sampling={**EIGHT, "batch_size": 8}, iterations=1, **QUIET)
-
-    def in_pieces(opened: DiffusionRun) -> None:
-        collect = opened.collect
-        opened.collect = lambda draw, **shape: recut(collect(draw, **shape), size)  # type: ignore[method-assign]
-
-    whole, pieces = run(config).updates[0].gradient, run(config, in_pieces).updates[0].gradient
-    assert relative(pieces, whole) < 1e-6
-
-
 # -- the gate --------------------------------------------------------------------------------------------------------
 
 
@@ -282,17 +240,6 @@ def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_window_trains_its_steps_only(folder: Path, model: Path) -> None:
-    trainer = {**GRPO, "window": {"size": 2, "low": 1, "high": 4}}
-    sampling = {"num_inference_steps": 6, "prompts_per_iteration": 1}
-    seen = run(runs.config(folder, model, trainer=trainer, sampling=sampling, iterations=6, **QUIET))
-    for row, rollouts in zip(seen.rows, seen.rollouts, strict=True):
-        first = int(row["window/first"])
-        assert row["window/size"] == 2.0 and first in (1, 2)
-        assert all(sorted(one.pieces[0].trajectory.log_probs) == [first, first + 1] for one in rollouts.mine.values())
-    assert {int(row["window/first"]) for row in seen.rows} == {1, 2}
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"])
 def test_divergences_are_zero_at_the_start_and_then_grow(folder: Path, model: Path, kind: str) -> None:
     trainer = {**GRPO, "kl_weight": 0.1, "kl": kind}
@@ -300,14 +247,6 @@ def test_divergences_are_zero_at_the_start_and_then_grow(folder: Path, model: Pa
     gentle = {"lr": 1e-3}
     rows = run(runs.config(folder, model, lora=lora, trainer=trainer, optimizer=gentle, iterations=2, **QUIET)).rows
     assert rows[0]["kl"] == 0.0 and rows[1]["kl"] > 0.0
-
-
-def test_the_weight_of_the_divergence_holds_the_policy_back(folder: Path, model: Path) -> None:
-    def end(kl_weight: float) -> float:
-        trainer = {**GRPO, "kl": "velocity", "kl_weight": kl_weight, "inner_epochs": 4}
-        return run(runs.config(folder, model, trainer=trainer, iterations=2, **QUIET)).rows[-1]["kl"]
-
-    assert end(1000.0) < 0.5 * end(1e-9)
 
 
 def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
@@ -414,15 +353,3 @@ def test_scores_that_say_nothing_change_nothing(folder: Path, model: Path, rewar
     if "silent" in reward:
         assert rows[-1]["reward/silent_failed"] == 4.0 and rows[-1]["reward/total_mean"] is None
         assert rows[0]["eval/silent_failed"] == 2.0 and rows[0]["eval/total_mean"] is None
-
-
-def test_updates_and_model_calls_are_counted(folder: Path, model: Path) -> None:
-    trainer = {**GRPO, "updates_per_iteration": 2, "inner_epochs": 3}
-    gentle = {"lr": 1e-4}  # none so large that all its samples are clipped in the next: that one would be skipped
-    config = runs.config(folder, model, trainer=trainer, optimizer=gentle, iterations=1, **QUIET)
-    with runs.opened(config) as opened:
-        flow_grpo.train(opened, config.trainer)  # type: ignore[arg-type]
-        assert opened.loop.optimizer_steps == 2 * 3 == config.optimizer_steps
-    (row,) = runs.rows(Path(config.output))
-    # 4 samples x 3 steps in sampling; 2 of the steps are trained, 3 times; the gate's replays are not counted
-    assert (row["updates"], row["model_calls/sample"], row["model_calls/train"]) == (6.0, 12.0, 24.0)

@@ -91,17 +91,6 @@ def test_guard_calls_the_model_only_for_later_updates(folder: Path, model: Path)
         assert row["model_calls/train"] == calls
 
 
-def test_guard_scales_steps_alike(folder: Path, model: Path) -> None:
-    """On policy each step's loss is -A / delta, and the gate compares ratios of the guard's size."""
-    seen = run(runs.config(folder, model, trainer=GUARD, sampling={"group_size": 4}, iterations=1, **QUIET))
-    assert (seen.rows[0]["ratio/mean"], seen.rows[0]["ratio/max_abs_dev"]) == (1.0, 0.0)
-    rollouts = seen.rollouts[0]
-    advantages = group_advantages(rollouts.total, rollouts.group, scale="group")
-    sigmas = next(iter(rollouts.mine.values())).sigmas.double()
-    expected = -(advantages.mean() * (1 / (sigmas[:-2] - sigmas[1:-1])).mean())
-    assert seen.rows[0]["loss/policy"] == pytest.approx(float(expected), abs=1e-6)
-
-
 # -- DDPO ------------------------------------------------------------------------------------------------------------
 
 

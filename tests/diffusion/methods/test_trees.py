@@ -139,16 +139,6 @@ def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.
     assert "fewer than 4 states" not in capsys.readouterr().err
 
 
-def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model: Path) -> None:
-    (folder / "silent.py").write_text(
-        "def silent(images, prompts):\n"
-        "    return [None if p != prompts[0] else float(k) for k, p in enumerate(prompts)]\n"
-    )
-    trainer = {"tree": {"ways": 2, "at": [0, 1], "prune": {"width": "extremes"}}}
-    (row,) = run(config(folder, model, trainer, rewards=[{"name": f"{folder}/silent.py:silent"}])).rows
-    assert row["reward/silent_failed"] > 0 and row["grad_norm"] > 0
-
-
 class Supervised(NamedTuple):
     """What the samples of the first iteration learn beside the policy gradient, before its update."""
 
