@@ -1,10 +1,11 @@
-"""Diff-Instruct* on epsilon, v and sample prediction: Gaussians in closed form, UNets by one plain graph, the LoRA that
-the generator begins with, and the recipe of SDXL in tiny form."""
+"""Diff-Instruct* from inside: both networks' gradients by one plain graph, resume, one-step export, bad input."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,26 +17,262 @@ from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor
 
-from genrl.config import Config, load
+from genrl.config import Config, ConfigError, check_files, load
+from genrl.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.export import export
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
+from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.test_diff_instruct_trainer import config, networks, run
 from tests.diffusion.methods.test_draft import warmth
-from tests.diffusion.methods.watched import relative, resumed
+from tests.diffusion.methods.watched import (
+    QUIET,
+    Bare,
+    Given,
+    Watched,
+    copied,
+    equal,
+    gradients,
+    relative,
+    resumed,
+    watch,
+)  # fmt: skip
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
+ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}
+
+
+def config(folder: Path, model: Path, /, trainer: dict[str, Any] | None = None, **changes: Any) -> Config:
+    changes = {"rewards": [runs.reward(folder, "warmth", weight=3.0)], **QUIET, **changes}
+    changes["sampling"] = {**ONE_STEP, **changes.get("sampling", {})}
+    return runs.config(folder, model, trainer={"algorithm": "diff_instruct", **(trainer or {})}, **changes)
+
+
+@dataclass
+class Seen(Watched):
+    assistants: list[tuple[Given, Given]] = field(default_factory=list)
+    """Before and after each of its updates."""
+    assistant_gradients: list[Given] = field(default_factory=list)
+    noised: dict[str, list[list[tuple[Tensor, Tensor, Tensor]]]] = field(default_factory=dict)
+
+
+def run(config: Config) -> Seen:
+    with runs.opened(config) as run, pytest.MonkeyPatch.context() as patch:
+        seen = Seen(**vars(watch(run)))
+        weights, other, noised = run.weights, run.loop.step_other, diff_instruct.noised
+
+        def watched_other(optimizer: Any) -> float:
+            before = copied(weights.named)  # within `use`: the assistant
+            seen.assistant_gradients.append(gradients(run))
+            norm = other(optimizer)
+            seen.assistants.append((before, copied(weights.named)))
+            return norm
+
+        def watched_noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[Any]:
+            found = list(noised(policy, rollouts, name, k))
+            seen.noised.setdefault(name, []).append([(one.noisy, one.noise, one.time) for one, _ in found])
+            yield from found
+
+        patch.setattr(diff_instruct, "noised", watched_noised)
+        run.loop.step_other = watched_other  # type: ignore[method-assign]
+        diff_instruct.train(run, config.trainer)  # type: ignore[arg-type]
+    return seen
+
+
+def score(bare: Bare, prompts: list[str], x: Tensor, sigma: Tensor) -> Tensor:
+    s = sigma.view(-1, 1, 1, 1)
+    return -(x + (1 - s) * bare.velocity(prompts, x, sigma)) / s
+
+
+def networks(config: Config, seen: Seen, k: int) -> tuple[Bare, Bare, Bare]:
+    """Generator, assistant and teacher as the generator's k-th update found them; the first is trained."""
+    steps = getattr(config.trainer, "assistant_steps", 1)
+    teacher = Bare(config).frozen()  # adapters begin as nothing
+    assistant = Bare(config, seen.assistants[(k + 1) * steps - 1][1]).frozen()
+    return Bare(config, seen.updates[k].weights), assistant, teacher
+
+
+def by_hand(config: Config, seen: Seen, k: int) -> Given:
+    """The gradient of the generator's k-th update, by one graph through generator, decoder and all scores."""
+    settings: Any = config.trainer
+    generator, assistant, teacher = networks(config, seen, k)
+    loss = torch.zeros(())
+    for one, (noisy, noise, sigma) in zip(seen.rollouts[k].mine.values(), seen.noised["generator"][k], strict=True):
+        prompts, z, s = one.batch.prompts, one.pieces[0].trajectory.initial, sigma.view(-1, 1, 1, 1)
+        x0 = z - generator.velocity(prompts, z, torch.ones(len(z)))
+        torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
+        xt = (1 - s) * x0 + s * noise
+        torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
+        ours, theirs = score(assistant, prompts, xt, sigma), score(teacher, prompts, xt, sigma)
+        blank, g = score(teacher, [""] * len(prompts), xt, sigma), settings.guidance_scale
+        y = (ours - (blank + g * (theirs - blank) if settings.guidance == "inner" else theirs)).flatten(1)
+        if settings.divergence == "score":
+            c = 0.00054 * y.shape[1] ** 0.5
+            d = y / (y.square().sum(1, keepdim=True) + c * c).sqrt()
+            regulariser = -(sigma**2) * (d * (ours + noise / s).flatten(1)).sum(1)
+        else:
+            regulariser = sigma**2 * (y.detach() * xt.flatten(1)).sum(1)
+        if settings.guidance == "outer":
+            regulariser = regulariser - g * sigma**2 * ((theirs - blank).detach() * xt).flatten(1).sum(1)
+        loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
+    return generator.gradient(loss)
+
+
+VARIANTS: list[tuple[dict[str, Any], Any]] = [
+    ({"guidance_scale": 3.0}, runs.LORA),
+    ({"guidance": "none"}, None),
+    ({"guidance": "outer", "guidance_scale": 2.0, "assistant_steps": 2}, None),
+    ({"divergence": "kl", "guidance": "outer", "guidance_scale": 2.0}, runs.LORA),
+]
+
+
+@pytest.mark.parametrize(("trainer", "lora"), VARIANTS, ids=["inner-lora", "none-full", "outer-full", "kl-outer-lora"])
+def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, trainer: dict[str, Any], lora: Any) -> None:
+    """Of the third iteration, where generator, assistant and teacher are three different networks."""
+    settings = config(folder, model, trainer, lora=lora, optimizer={"lr": 1e-2 if lora else 1e-3}, iterations=3)
+    seen = run(settings)
+    assert relative(seen.updates[2].gradient, by_hand(settings, seen, 2)) < 5e-4
+    at = 2 * trainer.get("assistant_steps", 1)  # the assistant's first update in that iteration
+    assistant, loss = Bare(settings, seen.assistants[at][0]), torch.zeros(())
+    for one, (noisy, noise, sigma) in zip(seen.rollouts[2].mine.values(), seen.noised["assistant"][at], strict=True):
+        error = score(assistant, one.batch.prompts, noisy, sigma) + noise / sigma.view(-1, 1, 1, 1)
+        loss = loss + (sigma**2 * error.square().flatten(1).sum(1)).sum() / 6
+    assert relative(seen.assistant_gradients[at], assistant.gradient(loss)) < 5e-4
+
+
+def test_the_levels_and_noises_of_the_two_halves_are_drawn_anew(folder: Path, model: Path) -> None:
+    seen = run(config(folder, model, {"assistant_steps": 2}, iterations=2))
+    assert len(seen.noised["assistant"]) == 4 and len(seen.noised["generator"]) == 2
+    levels = [torch.cat([sigma for _, _, sigma in one]) for part in seen.noised.values() for one in part]
+    assert len({float(level) for one in levels for level in one}) == 6 * 6
+    assert all(bool(((one >= 0.02) & (one <= 0.98)).all()) for one in levels)
+
+
+def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(folder: Path, model: Path) -> None:
+    nothing = [runs.reward(folder, "redness", weight=0)]
+    seen = run(config(folder, model, {"guidance": "none"}, rewards=nothing, iterations=2))
+    first, second = seen.rows
+    assert first["diff_instruct/reward_pull"] == 0.0  # distillation: rewards of weight 0 are for the log
+    (start, after), _ = seen.assistants
+    assert not equal(start, after)
+    assert equal(seen.updates[0].weights, start)  # in the first iteration it is still what the assistant was
+    assert second["diff_instruct/divergence"] > 0 and first["grad_norm"] > 0
+
+
+def test_variety_within_a_prompt_is_logged(folder: Path, model: Path) -> None:
+    """3 prompts with 2 samples each, in micro-batches of 4: the deviation of two numbers is their distance / sqrt 2."""
+    seen = run(config(folder, model, iterations=1))
+    drawn = {s: x for m in seen.rollouts[0].mine.values() for s, x in zip(m.slots, m.final, strict=True)}
+    apart = torch.stack([(drawn[2 * k] - drawn[2 * k + 1]).abs().mean() for k in range(3)])
+    assert seen.rows[0]["diff_instruct/spread"] == pytest.approx(float(apart.mean()) / 2**0.5, rel=1e-5)
+    alone = run(config(folder, model, iterations=1, sampling={"prompts_per_iteration": 4, "group_size": 1}))
+    assert "diff_instruct/spread" not in alone.rows[0]
+
+
+def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full fine-tuning of a large model cannot take the assistant's step back: the iteration is finished first."""
+    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", 0)
+    common: dict[str, Any] = {"lora": None, "checkpoint": {"every": 1}, "optimizer": {"lr": 1e-3}}
+    train(config(folder, model, output=str(folder / "straight"), iterations=3, **common))
+    stopped = config(folder, model, output=str(folder / "stopped"), iterations=3, **common)
+    follow, calls = diff_instruct.follow, 0
+
+    def ending(run: Any, *rest: Any) -> None:
+        nonlocal calls
+        follow(run, *rest)
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(diff_instruct, "follow", ending)
+        train(stopped)
+    assert runs.last_state(folder / "stopped").step == 2
+    train(load(Run(folder / "stopped").config), folder / "stopped")
+    assert runs.differences(folder / "straight", folder / "stopped") == []
+
+
+def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, model: Path) -> None:
+    """With the assistant and its optimiser; and the model calls are those that are foretold."""
+    common: dict[str, Any] = {"lora": None, "trainer": {"assistant_steps": 2}, "optimizer": {"lr": 1e-3}}
+    settings = config(folder, model, iterations=2, **common)
+    straight = resumed(settings, folder)
+    kept = runs.last_state(straight).tensors["kept-assistant_optimizer"]
+    assert any(bool(tensor.any()) for key, tensor in kept.items() if "exp_avg" in key)
+    rows = runs.rows(straight)
+    assert {row["model_calls/sample"] for row in rows} == {plan(settings).sample_calls} == {6}
+    assert {row["model_calls/train"] for row in rows} == {plan(settings).train_calls} == {6 * (2 + 1 + 2 + 1)}
+
+
+@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
+def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: Path, lora: Any) -> None:
+    """The exported weights draw, in one step of the stock pipeline, what the trained generator draws."""
+    rate = {"lr": 1e-2 if lora else 1e-3}
+    settings = config(folder, model, lora=lora, ema=None, optimizer=rate, iterations=2, checkpoint={"every": 2})
+    folder_of_run = train(settings)
+    out = export(folder_of_run, folder / "out")
+    plain = DiffusionPipeline.from_pretrained(model if lora else out)
+    if lora:
+        plain.load_lora_weights(str(out))
+    call = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16, "max_sequence_length": 4}
+
+    def drawn(pipe: Any) -> Tensor:
+        images: Tensor = pipe("a red star", generator=torch.Generator().manual_seed(3), output_type="pt", **call).images
+        return images
+
+    steps: list[int] = []
+    forward = plain.transformer.forward
+    plain.transformer.forward = lambda *a, **k: (steps.append(1), forward(*a, **k))[1]
+    found = drawn(plain)
+    assert len(steps) == 1
+    with runs.opened(settings) as run, torch.no_grad():
+        run.weights.restore(runs.last_state(folder_of_run).tensors)
+        batch = Batch(["a red star"], [("x", 0)], {**call})
+        noise = torch.randn(run.policy.state_shape(batch), generator=torch.Generator().manual_seed(3))
+        mine = run.policy.decode(batch, run.policy.advance(batch, noise, 0))
+    torch.testing.assert_close(found.float(), mine, rtol=1e-4, atol=1e-4)
+    assert float((found - drawn(DiffusionPipeline.from_pretrained(model))).abs().max()) > 1e-3
+    assert "num_inference_steps=1" in (out / "README.md").read_text()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sampling": {"num_inference_steps": 8}}, r"sampling\.num_inference_steps.*one step, found 8; write 1"),
+        ({"evaluation": {"every": 1, "num_inference_steps": 8}}, r"evaluation\.num_inference_steps.*write null"),
+        ({"sampling": {"guidance_scale": 4.0}}, r"sampling\.guidance_scale.*learnt from the teacher.*write 1"),
+        ({"sampling": {"guidance_scale": None}}, r"sampling\.guidance_scale.*write 1"),
+        ({"lora": {"frozen": ["org/distilled"]}}, r"model\.lora\.frozen.*name a distilled LoRA by model\.lora\.from"),
+        ({"trainer": {"guidance": "both"}}, "allowed: one of none, inner, outer"),
+    ],
+)
+def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(folder, model, **changes)
+
+
+def test_a_reward_without_gradients_is_refused_by_its_source(folder: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"diff_instruct differentiates the reward, and .*brightness has no grad"):
+        check_files(config(folder, model, rewards=[runs.reward(folder, "brightness")]))
+
+
 ROOT = Path(__file__).resolve().parents[3]
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
-ONE_STEP = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
+ONE_CALL = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
 
 
 # -- Gaussians -------------------------------------------------------------------------------------------------------
@@ -196,7 +433,7 @@ def rehearsed(folder: Path, sdxl: tuple[Path, Path], *changes: str) -> Config:
 
 def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: Path, sdxl: tuple[Path, Path]) -> None:
     settings = rehearsed(folder, sdxl)
-    batch = Batch(["a red star"], [("x", 0)], ONE_STEP)
+    batch = Batch(["a red star"], [("x", 0)], ONE_CALL)
     x, t = keyed_noise((1, 4, 8, 8), "x"), torch.tensor([500])
     with runs.opened(settings) as opened, torch.no_grad():
         weights, policy = opened.weights, opened.policy
@@ -226,7 +463,7 @@ def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) 
 
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = DDIMScheduler.from_config(plain.scheduler.config, timestep_spacing="trailing", clip_sample=False)
-    call = {**ONE_STEP, "output_type": "pt"}
+    call = {**ONE_CALL, "output_type": "pt"}
     begun = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
     plain.load_lora_weights(export(straight, folder / "out"))
     drawn = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
@@ -234,7 +471,7 @@ def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) 
     with runs.opened(rehearsed(folder, sdxl)) as opened, torch.no_grad():
         opened.weights.restore(runs.last_state(straight).tensors)
         noise = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(3))
-        batch = Batch(["a red star"], [("x", 0)], ONE_STEP)
+        batch = Batch(["a red star"], [("x", 0)], ONE_CALL)
         trained = opened.policy.decode(batch, opened.policy.advance(batch, noise, 0))
     torch.testing.assert_close(drawn.float(), trained, rtol=1e-3, atol=1e-3)
     assert float((drawn - begun).abs().max()) > 1e-3
@@ -244,9 +481,9 @@ def test_the_generator_reads_its_noise_at_the_timestep_of_the_scheduler(folder: 
     """`steps_offset` of one leading step, as DMD2's one-step UNet has it: at 399."""
     settings = rehearsed(folder, sdxl, f"model.scheduler={AT_399}")
     with runs.opened(settings) as opened, torch.no_grad():
-        made = opened.policy.roll_out(Batch(["a red star"], [("x", 0)], ONE_STEP))
+        made = opened.policy.roll_out(Batch(["a red star"], [("x", 0)], ONE_CALL))
         assert made.sigmas.tolist() == [399]
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = EulerDiscreteScheduler.from_config(plain.scheduler.config, **AT_399)
-    plain("a red star", output_type="latent", **ONE_STEP)
+    plain("a red star", output_type="latent", **ONE_CALL)
     assert plain.scheduler.timesteps.tolist() == [399.0]

@@ -1,8 +1,7 @@
-"""DiffusionNFT from inside: its gradient computed a second time by other means, its old policy, its settings."""
+"""DiffusionNFT from inside: its noisy states, its old policy, its costs. Its gradient: `test_forward_trainers`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
 from genrl.diffusion.methods.noising import own_noise
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import EIGHT, QUIET, Bare, Given, Update, equal, relative, run
+from tests.diffusion.methods.watched import EIGHT, QUIET, equal, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -26,56 +24,6 @@ NFT = {"algorithm": "diffusion_nft", "beta": 0.5, "kl_weight": 0.0, "advantage_s
 
 
 # -- the gradient, by other means ------------------------------------------------------------------------------------
-
-
-def by_hand(config: Config, rollouts: Rollouts, update: Update, *, kl_weight: float) -> Given:
-    """Gradient of one update by autograd, from a model loaded afresh and the paper's formulas."""
-    bare = Bare(config)
-    clean = {key: x for one in rollouts.mine.values() for key, x in zip(one.batch.keys, one.final, strict=True)}
-    slot = {key: s for one in rollouts.mine.values() for key, s in zip(one.batch.keys, one.slots, strict=True)}
-    groups = rollouts.total.view(2, 4)
-    advantages = ((groups - groups.mean(1, keepdim=True)) / (rollouts.total.std(correction=0) + 1e-4)).flatten()
-    beta, found = 0.5, []
-    for piece in update.pieces:
-        keys, noisy, sigma = piece.batch.keys, piece.given["noisy"], piece.given["sigma"].view(-1, 1, 1, 1)
-        x0 = torch.stack([clean[key] for key in keys])
-        r = (advantages[[slot[key] for key in keys]].clamp(-5, 5) / 10 + 0.5).float()
-        arguments = piece.batch.prompts, noisy, piece.given["sigma"]
-        bare.fill(update.snapshots["old"])
-        with torch.no_grad():
-            old = bare.velocity(*arguments)
-        with bare.untrained():
-            reference = bare.velocity(*arguments)
-        bare.fill(update.weights)
-        new = bare.velocity(*arguments)
-        errors = []
-        for v in (beta * new + (1 - beta) * old, (1 + beta) * old - beta * new):
-            difference = noisy - sigma * v - x0
-            width = difference.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
-            errors.append(difference.square().flatten(1).mean(1) / width)
-        matching = 5 / beta * (r * errors[0] + (1 - r) * errors[1])
-        kl = (new - reference).square().flatten(1).mean(1)
-        # pieces are of equal size
-        found.append(bare.gradient((matching + kl_weight * kl).mean() / len(update.pieces)))
-    return {key: torch.stack([one[key] for one in found]).sum(0) for key in bare.named}
-
-
-@pytest.mark.parametrize("kl_weight", [0.0, 0.3])
-def test_gradient_of_the_updates(folder: Path, model: Path, kl_weight: float) -> None:
-    """The first, where the old policy is the present one, and the second, where it is not any more."""
-    trainer = {**NFT, "kl_weight": kl_weight, "updates_per_iteration": 2}
-    config = runs.config(folder, model, trainer=trainer, sampling=EIGHT, iterations=1, **QUIET)
-    seen = run(config)
-    assert len(seen.updates) == 2 and [len(update.pieces) for update in seen.updates] == [2, 2]
-    for update in seen.updates:
-        gradient = by_hand(config, seen.rollouts[0], update, kl_weight=kl_weight)
-        assert relative(update.gradient, gradient) < 1e-5
-    second = seen.updates[1]
-    assert not equal(second.weights, second.snapshots["old"])
-    # The old policy matters: with the present one in its place the gradient is another.
-    mistaken = replace(second, snapshots={"old": second.weights})
-    assert relative(second.gradient, by_hand(config, seen.rollouts[0], mistaken, kl_weight=kl_weight)) > 1e-4
-    assert seen.rows[0]["nft/old_deviation"] > 0 and ("kl" in seen.rows[0]) == (kl_weight > 0)
 
 
 def test_noisy_states_are_on_the_straight_path(folder: Path, model: Path) -> None:

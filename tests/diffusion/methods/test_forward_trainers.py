@@ -1,4 +1,4 @@
-"""AWM, DGPO, CRD, DPO and D3PO from inside: gradients computed a second time by other means, settings."""
+"""AWM, DGPO, CRD, DPO, D3PO and DiffusionNFT from inside: gradients computed a second time by other means, settings."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "crd": {"algorithm": "crd", **KL, **TWO},
     "dpo": {"algorithm": "dpo", "timesteps_per_pair": 2, **TWO},
     "d3po": {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7, "beta": 2.0, **TWO},
+    "diffusion_nft": {"algorithm": "diffusion_nft", "beta": 0.5, "advantage_scale": "global", **KL, **TWO},
 }
 
 
@@ -110,7 +111,24 @@ def d3po_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
     return torch.stack(losses)
 
 
-LOSSES: dict[str, Loss] = {"awm": awm_loss, "dgpo": dgpo_loss, "crd": crd_loss, "dpo": dpo_loss, "d3po": d3po_loss}
+def nft_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
+    state, sigma = (prompts, given["noisy"], given["sigma"]), given["sigma"].view(-1, 1, 1, 1)
+    with torch.no_grad():
+        reference, old = bare.under(None, *state), bare.under(update.snapshots["old"], *state)
+    new = bare.under(update.weights, *state)
+
+    def matching(v: Tensor) -> Tensor:
+        difference = given["noisy"] - sigma * v - t["clean"]
+        return mean(difference**2) / mean(difference.detach().abs()).clamp(min=1e-5)
+
+    r, beta = t["advantage"].clamp(-5, 5) / 10 + 0.5, 0.5
+    towards, away = matching(beta * new + (1 - beta) * old), matching((1 + beta) * old - beta * new)
+    return 5 / beta * (r * towards + (1 - r) * away) + 0.3 * mean((new - reference) ** 2)
+
+
+LOSSES: dict[str, Loss] = {
+    "awm": awm_loss, "dgpo": dgpo_loss, "crd": crd_loss, "dpo": dpo_loss, "d3po": d3po_loss, "diffusion_nft": nft_loss,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -128,11 +146,12 @@ def test_gradient_of_the_updates(folder: Path, model: Path, name: str) -> None:
         part = parts[position]
         slots = part.slots
         tensors = {"advantage": advantages[slots], "reward": rollouts.total[slots], "sigmas": part.sigmas}
+        tensors["clean"] = part.final
         assert len(update.pieces) == 2
         total = {key: torch.zeros_like(p) for key, p in bare.named.items()}
         for piece in update.pieces:
             prompts, given = list(piece.batch.prompts), piece.given
-            if name != "d3po":
+            if name not in ("d3po", "diffusion_nft"):
                 rows = list(range(4))
                 if name == "dpo":
                     rows = [int(tensors["reward"].argmax()), int(tensors["reward"].argmin())]
@@ -232,7 +251,7 @@ def test_guidance_that_is_an_input_of_the_model_stays(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awm", "dgpo", "crd", "diffusion_nft"])
 def test_a_model_that_is_no_flow_is_refused(folder: Path, sd: Path, name: str) -> None:
-    config = runs.config(folder, sd, trainer=TRAINERS.get(name, runs.NFT), sampling=EIGHT, iterations=1, **QUIET)
+    config = runs.config(folder, sd, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)
     config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"pipeline_args": {}})})
     with pytest.raises(ValueError, match=f"{name} needs a flow-matching model; .* predicts epsilon"):
         run(config)

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
-from genrl.config import Config, load
+from genrl.config import Config
 from genrl.data.prompts import Prompt
-from genrl.data.world import Scene, Thing, draw
 from genrl.diffusion.evaluate import same_prompt
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
@@ -85,14 +83,3 @@ def test_rows_of_one_prompt_are_a_group() -> None:
     """The same line of the file, not the same words in two lines (of other source pictures, for one)."""
     a, b, c = Prompt("a", {}, 1), Prompt("b", {}, 2), Prompt("a", {}, 3)
     assert same_prompt([a, a, b, b, c, c]) == [0, 0, 2, 2, 4, 4]
-
-
-def test_the_embedded_judge_prefers_pictures_that_are_alike(root: Path) -> None:
-    """The YAML's pairwise reward on drawn pictures: the two that agree beat the odd one."""
-    shipped = load(root / "configs" / "diffusion" / "paco_grpo.yaml")
-    assert (shipped.sampling.height, shipped.evaluation.height) == (56, 64)
-    name = next(reward.name for reward in shipped.rewards if reward.name != "shapes" and reward.weight > 0)
-    pictures = [draw(Scene("single", (Thing("red", "star", x, 30, r),))) for x, r in ((20, 9), (44, 9), (32, 6))]
-    images = torch.stack([torch.from_numpy(picture).permute(2, 0, 1) / 255 for picture in pictures])
-    found = rewards.score(rewards.load(name), images=images, prompts=["a red star"] * 3, group=[0] * 3).values
-    assert min(found[:2]) > found[2] + 0.1
