@@ -43,11 +43,13 @@ from tests.diffusion.methods.watched import (
     relative,
     resumed,
     watch,
-)  # fmt: skip
+)
+from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
+AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}
 
 
@@ -88,64 +90,94 @@ def run(config: Config) -> Seen:
     return seen
 
 
-def score(bare: Bare, prompts: list[str], x: Tensor, sigma: Tensor) -> Tensor:
-    s = sigma.view(-1, 1, 1, 1)
-    return -(x + (1 - s) * bare.velocity(prompts, x, sigma)) / s
+class Flow(Bare):
+    """SD3, which reads its noise at the end of the path."""
+
+    def drawn(self, prompts: list[str], z: Tensor) -> Tensor:
+        return z - self.velocity(prompts, z, torch.ones(len(z)))
+
+    def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Of picture and noise in a noisy state."""
+        s = time.view(-1, 1, 1, 1)
+        return 1 - s, s
+
+    def score(self, prompts: list[str], x: Tensor, time: Tensor) -> Tensor:
+        a, s = self.levels(time)
+        return -(x + a * self.velocity(prompts, x, time)) / s
 
 
-def networks(config: Config, seen: Seen, k: int) -> tuple[Bare, Bare, Bare]:
-    """Generator, assistant and teacher as the generator's k-th update found them; the first is trained."""
-    steps = getattr(config.trainer, "assistant_steps", 1)
-    teacher = Bare(config).frozen()  # adapters begin as nothing
-    assistant = Bare(config, seen.assistants[(k + 1) * steps - 1][1]).frozen()
-    return Bare(config, seen.updates[k].weights), assistant, teacher
+class UNet(Flow):
+    """Stable Diffusion 1.5, which reads its noise at timestep 399, as DMD2's and the paper's."""
+
+    def drawn(self, prompts: list[str], z: Tensor) -> Tensor:
+        ab, last = self.pipe.scheduler.alphas_cumprod[399], self.pipe.scheduler.alphas_cumprod[0]
+        predicted = self.noise(prompts, z, torch.full((len(z),), 399))
+        clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
+        drawn: Tensor = last.sqrt() * clean + (1 - last).sqrt() * predicted  # it ends there unless set_alpha_to_one
+        return drawn
+
+    def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        ab = self.pipe.scheduler.alphas_cumprod[time].view(-1, 1, 1, 1)
+        return ab.sqrt(), (1 - ab).sqrt()
+
+    def score(self, prompts: list[str], x: Tensor, time: Tensor) -> Tensor:
+        return -self.noise(prompts, x, time) / self.levels(time)[1]
 
 
-def by_hand(config: Config, seen: Seen, k: int) -> Given:
+def by_hand(kind: type[Flow], config: Config, seen: Seen, k: int) -> Given:
     """The gradient of the generator's k-th update, by one graph through generator, decoder and all scores."""
     settings: Any = config.trainer
-    generator, assistant, teacher = networks(config, seen, k)
+    generator, teacher = kind(config, seen.updates[k].weights), kind(config).frozen()  # adapters begin as nothing
+    assistant = kind(config, seen.assistants[(k + 1) * settings.assistant_steps - 1][1]).frozen()
     loss = torch.zeros(())
-    for one, (noisy, noise, sigma) in zip(seen.rollouts[k].mine.values(), seen.noised["generator"][k], strict=True):
-        prompts, z, s = one.batch.prompts, one.pieces[0].trajectory.initial, sigma.view(-1, 1, 1, 1)
-        x0 = z - generator.velocity(prompts, z, torch.ones(len(z)))
+    for one, (noisy, noise, time) in zip(seen.rollouts[k].mine.values(), seen.noised["generator"][k], strict=True):
+        prompts, (a, s) = one.batch.prompts, generator.levels(time)
+        x0 = generator.drawn(prompts, one.pieces[0].trajectory.initial)
         torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
-        xt = (1 - s) * x0 + s * noise
+        xt = a * x0 + s * noise
         torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
-        ours, theirs = score(assistant, prompts, xt, sigma), score(teacher, prompts, xt, sigma)
-        blank, g = score(teacher, [""] * len(prompts), xt, sigma), settings.guidance_scale
+        ours, theirs = assistant.score(prompts, xt, time), teacher.score(prompts, xt, time)
+        blank, g = teacher.score([""] * len(prompts), xt, time), settings.guidance_scale
         y = (ours - (blank + g * (theirs - blank) if settings.guidance == "inner" else theirs)).flatten(1)
+        square = s.flatten() ** 2
         if settings.divergence == "score":
-            c = 0.00054 * y.shape[1] ** 0.5
-            d = y / (y.square().sum(1, keepdim=True) + c * c).sqrt()
-            regulariser = -(sigma**2) * (d * (ours + noise / s).flatten(1)).sum(1)
+            d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
+            regulariser = -square * (d * (ours + noise / s).flatten(1)).sum(1)
         else:
-            regulariser = sigma**2 * (y.detach() * xt.flatten(1)).sum(1)
+            regulariser = square * (y.detach() * xt.flatten(1)).sum(1)
         if settings.guidance == "outer":
-            regulariser = regulariser - g * sigma**2 * ((theirs - blank).detach() * xt).flatten(1).sum(1)
+            regulariser = regulariser - g * square * ((theirs - blank).detach() * xt).flatten(1).sum(1)
         loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
     return generator.gradient(loss)
 
 
-VARIANTS: list[tuple[dict[str, Any], Any]] = [
-    ({"guidance_scale": 3.0}, runs.LORA),
-    ({"guidance": "none"}, None),
-    ({"guidance": "outer", "guidance_scale": 2.0, "assistant_steps": 2}, None),
-    ({"divergence": "kl", "guidance": "outer", "guidance_scale": 2.0}, runs.LORA),
-]
+VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "inner-lora": ({"guidance_scale": 3.0}, runs.LORA),
+    "none-full": ({"guidance": "none"}, None),
+    "outer-full": ({"guidance": "outer", "guidance_scale": 2.0, "assistant_steps": 2}, None),
+    "kl-outer-lora": ({"divergence": "kl", "guidance": "outer", "guidance_scale": 2.0}, runs.LORA),
+    "unet-lora": ({"guidance_scale": 3.0}, runs.LORA),
+    "unet-full": ({"guidance_scale": 3.0}, None),
+}
 
 
-@pytest.mark.parametrize(("trainer", "lora"), VARIANTS, ids=["inner-lora", "none-full", "outer-full", "kl-outer-lora"])
-def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, trainer: dict[str, Any], lora: Any) -> None:
+@pytest.mark.parametrize("name", tiered(VARIANTS, VARIANTS.keys() - {"none-full", "unet-full"}))
+def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, sd: Path, name: str) -> None:
     """Of the third iteration, where generator, assistant and teacher are three different networks."""
-    settings = config(folder, model, trainer, lora=lora, optimizer={"lr": 1e-2 if lora else 1e-3}, iterations=3)
+    trainer, lora = VARIANTS[name]
+    of_model: dict[str, Any] = {"lora": lora, "optimizer": {"lr": 1e-2 if lora else 1e-3}, "iterations": 3}
+    kind = UNet if name.startswith("unet") else Flow
+    if kind is UNet:
+        of_model |= {"model": {"scheduler": AT_399, "lora": lora}, "sampling": {"pipeline_args": {}}}
+    settings = config(folder, sd if kind is UNet else model, trainer, **of_model)
     seen = run(settings)
-    assert relative(seen.updates[2].gradient, by_hand(settings, seen, 2)) < 5e-4
+    assert relative(seen.updates[2].gradient, by_hand(kind, settings, seen, 2)) < 5e-4
     at = 2 * trainer.get("assistant_steps", 1)  # the assistant's first update in that iteration
-    assistant, loss = Bare(settings, seen.assistants[at][0]), torch.zeros(())
-    for one, (noisy, noise, sigma) in zip(seen.rollouts[2].mine.values(), seen.noised["assistant"][at], strict=True):
-        error = score(assistant, one.batch.prompts, noisy, sigma) + noise / sigma.view(-1, 1, 1, 1)
-        loss = loss + (sigma**2 * error.square().flatten(1).sum(1)).sum() / 6
+    assistant, loss = kind(settings, seen.assistants[at][0]), torch.zeros(())
+    for one, (noisy, noise, time) in zip(seen.rollouts[2].mine.values(), seen.noised["assistant"][at], strict=True):
+        s = assistant.levels(time)[1]
+        error = assistant.score(one.batch.prompts, noisy, time) + noise / s
+        loss = loss + (s.flatten() ** 2 * error.square().flatten(1).sum(1)).sum() / 6
     assert relative(seen.assistant_gradients[at], assistant.gradient(loss)) < 5e-4
 
 
@@ -271,7 +303,6 @@ def test_a_reward_without_gradients_is_refused_by_its_source(folder: Path, model
 
 
 ROOT = Path(__file__).resolve().parents[3]
-AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_CALL = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
 
 
@@ -362,39 +393,6 @@ def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
     (alone,) = recorded(folder, folder / "sd15", 1, **changes)
     parts = recorded(folder, folder / "sd15", 2, "sharded", **changes, **FSDP)
     check_equal(parts, alone, 1e-5)
-
-
-@pytest.mark.parametrize("lora", [runs.LORA, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "full"])
-def test_the_gradient_of_a_unet_by_one_plain_graph(folder: Path, sd: Path, lora: Any) -> None:
-    """Of the third iteration, where generator, assistant and teacher are three different networks; the generator reads
-    its noise at timestep 399, as DMD2's and the paper's."""
-    settings = config(
-        folder, sd, {"guidance_scale": 3.0}, model={"scheduler": AT_399, "lora": lora}, iterations=3,
-        optimizer={"lr": 1e-2 if lora else 1e-3}, sampling={"pipeline_args": {}},
-    )  # fmt: skip
-    seen = run(settings)
-    generator, assistant, teacher = networks(settings, seen, 2)
-    alphas: Tensor = generator.pipe.scheduler.alphas_cumprod
-    ab, last = alphas[399], alphas[0]
-    loss = torch.zeros(())
-    for one, (noisy, noise, t) in zip(seen.rollouts[2].mine.values(), seen.noised["generator"][2], strict=True):
-        prompts, z = one.batch.prompts, one.pieces[0].trajectory.initial
-        predicted = generator.noise(prompts, z, torch.full((len(z),), 399))
-        clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
-        x0 = last.sqrt() * clean + (1 - last).sqrt() * predicted  # diffusers ends there unless set_alpha_to_one
-        torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
-        a, s = (column.view(-1, 1, 1, 1) for column in (alphas[t].sqrt(), (1 - alphas[t]).sqrt()))
-        xt = a * x0 + s * noise
-        torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
-        ours, theirs, blank = (
-            -network.noise(texts, xt, t) / s
-            for network, texts in ((assistant, prompts), (teacher, prompts), (teacher, [""] * len(prompts)))
-        )
-        y = (ours - (blank + 3.0 * (theirs - blank))).flatten(1)
-        d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
-        regulariser = -(s.flatten() ** 2) * (d * (ours + noise / s).flatten(1)).sum(1)
-        loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
-    assert relative(seen.updates[2].gradient, generator.gradient(loss)) < 5e-4
 
 
 def test_a_step_that_would_return_its_noise_is_refused(folder: Path, sd: Path) -> None:

@@ -234,12 +234,15 @@ def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> Non
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["rewards.py:brightness"], r"rewards\.0\.name: draft differentiates the reward, and .*brightness has no "
-                                    r"gradients .*; train on clipscore, pickscore"),
+        (
+            ["rewards.py:brightness"],
+            r"rewards\.0\.name: draft differentiates the reward, and .*brightness has no "
+            r"gradients .*; train on clipscore, pickscore",
+        ),
         (["shapes"], r"shapes has no gradients .* use flow_grpo or diffusion_nft"),
         (["rewards.py:warmth", "rewards.py:redness"], r"rewards\.1\.name: .*redness has no grad.* train on warmth"),
     ],
-)  # fmt: skip
+)
 def test_a_reward_without_gradients_is_refused_by_its_source(
     folder: Path, model: Path, names: list[str], says: str
 ) -> None:

@@ -29,7 +29,7 @@ from tests.diffusion.methods.watched import (
     log_density,
     relative,
     run,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

@@ -30,7 +30,7 @@ from tests.diffusion.methods.watched import (
     resumed,
     run,
     trained_by,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

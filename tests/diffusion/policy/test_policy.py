@@ -213,15 +213,6 @@ def test_each_distinct_prompt_is_encoded_once() -> None:
     assert seen == [1]
 
 
-def test_encodings_equal_those_of_the_pipeline_alone(policy: Policy) -> None:
-    fresh = FAMILIES["sd3"]().pipe
-    arguments = {"prompt_2": None, "prompt_3": None, "max_sequence_length": 16}
-    wanted = [fresh.encode_prompt(prompt=[PROMPTS[r]], **arguments) for r in (0, 1)]
-    found = policy.pipe.encode_prompt(prompt=[PROMPTS[0], PROMPTS[1]], **arguments)
-    for part, (one, two) in enumerate(zip(*wanted, strict=True)):
-        assert torch.equal(found[part], torch.cat([one, two]))
-
-
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
 def test_offloaded_text_encoders_are_moved_once_per_call(policy: Policy, prompts: list[str]) -> None:
     offloaded = Policy(FAMILIES["sd3"]().pipe, text_encoders="between")
