@@ -117,7 +117,7 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     assert len(next(iter(seen.rollouts[0].mine.values())).pieces[0].trajectory.log_probs) == 3  # all steps but the last
     changes: dict[str, Any] = {"sampling": {**DIFFUSION, **SINGLES}, "output": str(folder / "whole")}
     trainer = {**DDPO, "history": HISTORY}
-    straight = resumed(runs.config(folder, sd, trainer=trainer, iterations=3, **changes), folder, done=2)
+    straight = resumed(runs.config(folder, sd, trainer=trainer, iterations=2, **changes), folder)
     assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
 
 
