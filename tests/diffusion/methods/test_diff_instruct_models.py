@@ -161,7 +161,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(VARIANTS, VARIANTS.keys() - {"none-full", "unet-full"}))
+@pytest.mark.parametrize("name", tiered(VARIANTS, ("inner-lora", "outer-full", "unet-lora")))
 def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, sd: Path, name: str) -> None:
     """Of the third iteration, where generator, assistant and teacher are three different networks."""
     trainer, lora = VARIANTS[name]
@@ -210,6 +210,7 @@ def test_variety_within_a_prompt_is_logged(folder: Path, model: Path) -> None:
     assert "diff_instruct/spread" not in alone.rows[0]
 
 
+@pytest.mark.slow
 def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
     assert runs.differences(folder / "straight", folder / "stopped") == []
 
 
+@pytest.mark.slow
 def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, model: Path) -> None:
     """With the assistant and its optimiser; and the model calls are those that are foretold."""
     common: dict[str, Any] = {"lora": None, "trainer": {"assistant_steps": 2}, "optimizer": {"lr": 1e-3}}
@@ -247,7 +249,7 @@ def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, model: Path) -> Non
     assert {row["model_calls/train"] for row in rows} == {plan(settings).train_calls} == {6 * (2 + 1 + 2 + 1)}
 
 
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [runs.LORA, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "full"])
 def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: Path, lora: Any) -> None:
     """The exported weights draw, in one step of the stock pipeline, what the trained generator draws."""
     rate = {"lr": 1e-2 if lora else 1e-3}
@@ -453,6 +455,7 @@ def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: 
     assert float((generator - teacher).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) -> None:
     """Two iterations as written, resumed to the bit; the LoRA draws in one step of plain diffusers what was trained."""
     straight = resumed(rehearsed(folder, sdxl), folder)

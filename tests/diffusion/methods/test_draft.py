@@ -86,8 +86,8 @@ class Plain(Bare):
     ("trainer", "lora"),
     [
         ({"steps": 2}, runs.LORA),
-        ({"steps": 3}, None),
-        ({"truncation": "alignprop"}, runs.LORA),
+        pytest.param({"steps": 3}, None, marks=pytest.mark.slow),
+        pytest.param({"truncation": "alignprop"}, runs.LORA, marks=pytest.mark.slow),
         ({"truncation": "refl", "steps": 3, "margin": 2.0}, runs.LORA),
     ],
     ids=["draft", "draft-all-full", "alignprop", "refl"],

@@ -22,6 +22,7 @@ from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_editing import editing
+from tests.diffusion.policy.tiers import tiered
 from tests.planted import replayed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -146,7 +147,8 @@ def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kon
 
 
 @pytest.mark.parametrize(
-    "name", ["flow_grpo", "ddpo", "awm", "dpo", "d3po", "draft", "diff_instruct", "prdp", "spo", "talk2move", "sft"]
+    "name",
+    tiered("flow_grpo ddpo dpo draft prdp spo".split(), ("flow_grpo", "draft", "spo")),
 )
 def test_a_dump_is_computed_again(
     folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from tests.diffusion.methods.watched import (
     relative,
     run,
 )
+from tests.diffusion.policy.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -117,9 +118,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "kl" else pytest.param(name, marks=pytest.mark.slow) for name in KEPT]
-)
+@pytest.mark.parametrize("name", tiered(KEPT, ("kl",)))
 def test_kept_graphs_give_the_same_update_without_the_calls(folder: Path, model: Path, name: str) -> None:
     """Bit for bit over two iterations: pictures, gradients, weights. No graph is kept that the update does not use."""
     seen = []
@@ -240,7 +239,9 @@ def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"])
+@pytest.mark.parametrize(
+    "kind", tiered("gaussian gaussian_dt mean_square velocity x_prediction k2".split(), ("gaussian", "x_prediction"))
+)
 def test_divergences_are_zero_at_the_start_and_then_grow(folder: Path, model: Path, kind: str) -> None:
     trainer = {**GRPO, "kl_weight": 0.1, "kl": kind}
     lora = None if kind in ("velocity", "k2") else LORA
@@ -332,7 +333,7 @@ def test_sum_reduction_reaches_the_loss(folder: Path, model: Path) -> None:
     assert relative(joint.gradient, {key: 256 * g for key, g in mean.gradient.items()}) < 1e-5
 
 
-@pytest.mark.parametrize("kernel", ["dance_sde", "wan_sde", "flow_cps", "flow_ddim"])
+@pytest.mark.parametrize("kernel", tiered(["dance_sde", "wan_sde", "flow_cps", "flow_ddim"], ("wan_sde", "flow_cps")))
 def test_every_kernel_trains(folder: Path, model: Path, kernel: str) -> None:
     level = {"dance_sde": 0.3, "wan_sde": None, "flow_cps": 0.8, "flow_ddim": 1.0}[kernel]
     trainer = {**GRPO, "kernel": kernel, "noise_level": level}

@@ -24,6 +24,7 @@ from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, Watched, resumed, run
+from tests.diffusion.policy.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -156,7 +157,7 @@ def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
             torch.testing.assert_close(by_name["k2"], (new.log_prob - reference.log_prob) ** 2 / 2)
 
 
-@pytest.mark.parametrize("aggregate", ["gdpo", "log_tame", "log_tame_released"])
+@pytest.mark.parametrize("aggregate", tiered(["gdpo", "log_tame", "log_tame_released"], ("gdpo", "log_tame_released")))
 def test_several_rewards_to_one_advantage(
     folder: Path, model: Path, aggregate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

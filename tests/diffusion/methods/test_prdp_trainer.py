@@ -146,6 +146,7 @@ def test_impossible_settings_are_refused(
     assert text in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, sd: Path) -> None:
     changes: dict[str, Any] = {"lora": None, "optimizer": {"lr": 1e-5}, "evaluation": {"every": 0}}
     config = runs.config(folder, sd, trainer={**DDIM, "inner_epochs": 2}, sampling=OF_NOISE, **changes)

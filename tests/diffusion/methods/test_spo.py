@@ -192,6 +192,7 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
         assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
 
 
+@pytest.mark.slow
 def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, sd: Path) -> None:
     changes: dict[str, Any] = {"lora": None, "optimizer": {"lr": 1e-4}, "evaluation": {"every": 0}}
     straight = resumed(runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **changes), folder)

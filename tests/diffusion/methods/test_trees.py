@@ -21,6 +21,7 @@ from genrl.mdp.tree import Tree
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, resumed, run, trained_by
+from tests.diffusion.policy.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -71,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", tiered(SETTINGS, ("window", "splits", "tree_and_tail", "sliding_prune", "growing")))
 def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: str) -> None:
     """Over all iterations of a run; those of `genrl check` and `genrl plan`. Trees are guided, in training or not."""
     guided: dict[str, Any] = {"guidance_scale": 4.5} if name.startswith("tree") else {}

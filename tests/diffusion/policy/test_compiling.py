@@ -221,7 +221,7 @@ SWITCHES: dict[str, dict[str, Any]] = {  # what does not go together, apart
 }
 
 
-@pytest.mark.parametrize("name", tiered(SWITCHES, ("kept graphs", "least memory")))
+@pytest.mark.parametrize("name", tiered(SWITCHES, ()))
 def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, traced: None, name: str) -> None:
     sections = {
         section: {**EVERYWHERE.get(section, {}), **SWITCHES[name].get(section, {})}
