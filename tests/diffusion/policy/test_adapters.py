@@ -18,6 +18,7 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.weights import REFERENCE, Weights
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.tiers import tiered
 
 TYPES = ["lora", "dora", "rslora", "lokr"]
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
@@ -51,7 +52,7 @@ def saved(folder: Path, seed: int = 0, **keys: Any) -> tuple[Policy, Path]:
     return policy, folder
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", tiered(TYPES, ("lora", "lokr")))
 def test_nothing_changes_at_first_and_replay_is_exact(kind: str) -> None:
     untouched = drawn(Policy(FAMILIES["sd3"]().pipe))
     policy, weights = made(type=kind)
@@ -70,7 +71,7 @@ def test_nothing_changes_at_first_and_replay_is_exact(kind: str) -> None:
     assert not torch.equal(drawn(policy), untouched)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", tiered(TYPES, ("lora", "lokr")))
 def test_saved_loaded_by_plain_diffusers_and_merged(tmp_path: Path, kind: str) -> None:
     policy, folder = saved(tmp_path / "lora", type=kind)
     pipe = FAMILIES["sd3"]().pipe

@@ -125,6 +125,7 @@ def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatc
     assert lines[-1].rsplit(" (")[1] == "1 of at most 2 times)"
 
 
+@pytest.mark.slow
 def test_too_many_graphs_are_no_answer_to_whether_timesteps_broadcast(
     traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

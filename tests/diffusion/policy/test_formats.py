@@ -58,7 +58,10 @@ def picture(folder: Path, lora: Path | None) -> torch.Tensor:
     return torch.as_tensor(made.images)
 
 
-@pytest.mark.parametrize(("family", "form"), [("sd15", "kohya"), ("sd15", "comfyui"), ("sd3", "comfyui")])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("sd15", "kohya"), pytest.param("sd15", "comfyui", marks=pytest.mark.slow), ("sd3", "comfyui")],
+)
 def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any) -> None:
     run = saved(folder, family, **({} if form == "comfyui" else {"type": "rslora", "ranks": {"to_q": 2}}))
     out = export(run, folder / "out", form=form)
