@@ -14,22 +14,18 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.cli.pipelines import rewards_of_run
-from genrl.config import Config, ConfigError, check_files, load
+from genrl.config import Config, ConfigError, check_files
 from genrl.data.prompts import PromptError
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
 from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
 from genrl.diffusion.methods.adv_grpo.train import turns
 from genrl.diffusion.rollout.adversary import Pairs, load_trained, trainable_of
-from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
 from genrl.runtime.loop import Loop
-from genrl.runtime.run import Run
 from tests.diffusion import runs
-
-from transformers import Dinov2Config, Dinov2Model  # isort: skip  after the rewards, which mend its import
+from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -98,8 +94,6 @@ def frozen(images):
     return images.mean(dim=(2, 3)) @ torch.tensor([1.0, -2.0, 0.5])
 '''
 ADVERSARY: dict[str, Any] = {"schedule": "together", "lr": 0.05}
-QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
-TRIPLES = {"group_size": 3, "batch_size": 2}
 
 
 @pytest.fixture
@@ -127,32 +121,33 @@ def config(
     return runs.config(folder, model, **{"trainer": trainer, "rewards": rewards, "sampling": TRIPLES, **changes})
 
 
-def watched(config: Config) -> tuple[list[Rollouts], list[list[Pairs]], list[dict[str, float]], DiffusionRun]:
-    """Train, and keep the samples, their references and the rows of every iteration."""
-    with runs.opened(config) as run:
-        rollouts: list[Rollouts] = []
-        pairs: list[list[Pairs]] = []
-        rows: list[dict[str, float]] = []
-        collect, finish, paired = run.collect, run.finish, adv_grpo.paired
-        run.collect = lambda draw, **shape: rollouts.append(collect(draw, **shape)) or rollouts[-1]  # type: ignore
-        run.finish = lambda metrics: rows.append(dict(metrics)) or finish(metrics)  # type: ignore[method-assign]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adv_grpo, "paired", lambda *given: pairs.append(paired(*given)) or pairs[-1])
-            adv_grpo.train(run, config.trainer)  # type: ignore[arg-type]
-    return rollouts, pairs, rows, run
-
-
 def stacked(pairs: list[Pairs]) -> tuple[Tensor, Tensor]:
     """All references and samples of an iteration, floats."""
     return torch.cat([one.real for one in pairs]).float() / 255, torch.cat([one.fake for one in pairs]).float() / 255
 
 
-@pytest.mark.parametrize("critic", ["Critic", "Patched", "Preferring"])
+def paired(run: DiffusionRun, config: Config) -> tuple[Watched, list[list[Pairs]]]:
+    """Train, and keep the samples' references, too."""
+    pairs: list[list[Pairs]] = []
+    seen, plain = watch(run), adv_grpo.paired
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adv_grpo, "paired", lambda *given: pairs.append(plain(*given)) or pairs[-1])
+        adv_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+    return seen, pairs
+
+
+@pytest.mark.parametrize("critic", ["Patched", "Preferring"])
 def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> None:
-    """Two Adam steps in each of two iterations, by autograd on the formulas over all pictures at once."""
-    settings = {**ADVERSARY, "steps": 2, "warmup": 2}
-    adversary = {**settings, "schedule": "alternate", "every": 3}
-    _, pairs, rows, run = watched(config(critics, model, critic, adversary, iterations=3, **QUIET))
+    """Two Adam steps in each of two iterations, by autograd on the formulas over all pictures at once; no graph is kept
+    of iterations that train the reward, and those of the model's use theirs up."""
+    settings = {**ADVERSARY, "steps": 2, "warmup": 2, "schedule": "alternate", "every": 3}
+    adversary = {"references": str(critics / "pictures"), **settings}
+    chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}
+    found = config(critics, model, critic, trainer=chosen, iterations=3, **QUIET)
+    with runs.opened(found) as opened:
+        seen, pairs = paired(opened, found)
+        trained = opened.loop.kept.things["adversary"].state_dict()["weight"]
+    rows = seen.rows
     weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05, betas=(0.5, 0.999))
     for iteration in range(2):
@@ -176,8 +171,9 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
             optimizer.step()
         assert rows[iteration]["adversary/updates"] == 2 and "loss" not in rows[iteration]
     assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
-    trained = run.loop.kept.things["adversary"].state_dict()["weight"]
     torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
+    assert not any(p.trajectory.graphs for r in seen.rollouts for one in r.mine.values() for p in one.pieces)
+    assert "grad_norm" not in rows[0] and rows[2]["grad_norm"] > 0 and len(seen.updates) == 1
 
 
 def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critics: Path, model: Path) -> None:
@@ -191,28 +187,6 @@ def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critic
     assert all(torch.equal(one[key], other[key]) for key in one)
     moved = runs.last_state(ours).tensors["kept-adversary"]["weight"]
     assert not torch.equal(moved, torch.tensor([1.0, -2.0, 0.5]))
-
-
-def test_an_iteration_of_the_reward_leaves_the_model_alone(critics: Path, model: Path) -> None:
-    run = train(config(critics, model, adversary={"schedule": "alternate", "every": 2}, evaluation={"every": 0}))
-    first, second = runs.rows(run)
-    assert (first["updates"], second["updates"]) == (0, 1)
-    before, after = (checkpoint.load(Run(run).checkpoints / f"step-00000{k}").tensors for k in (1, 2))
-    still = [torch.equal(before["weights"][key], before["snapshot-average"][key]) for key in before["weights"]]
-    moved = [not torch.equal(before["weights"][key], after["weights"][key]) for key in before["weights"]]
-    assert all(still) and any(moved)
-    assert torch.equal(before["kept-adversary"]["weight"], after["kept-adversary"]["weight"])
-
-
-def test_an_iteration_of_the_reward_keeps_no_graphs(critics: Path, model: Path) -> None:
-    """There is no update of the model to go back through them; in the next one there is, and it uses them up."""
-    adversary = {"references": str(critics / "pictures"), **ADVERSARY, "schedule": "alternate", "every": 2}
-    chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}
-    rollouts, _, (first, second), run = watched(
-        config(critics, model, trainer=chosen, evaluation={"every": 0}, checkpoint={"every": 100})
-    )
-    assert not any(piece.trajectory.graphs for r in rollouts for one in r.mine.values() for piece in one.pieces)
-    assert run.iteration == 2 and "grad_norm" not in first and second["grad_norm"] > 0
 
 
 def test_turns() -> None:
@@ -233,7 +207,9 @@ def test_turns() -> None:
 
 def test_references_take_turns_within_a_group(critics: Path, model: Path) -> None:
     """The three samples of a prompt see both of its references, in the samples' size; another iteration another way."""
-    _, pairs, _, run = watched(config(critics, model, iterations=3, **QUIET))
+    found = config(critics, model, iterations=3, **QUIET)
+    with runs.opened(found) as opened:
+        _, pairs = paired(opened, found)
     orders = set()
     for one in pairs:
         level = {slot: int(real[2, 0, 0]) for part in one for slot, real in zip(part.slots, part.real, strict=True)}
@@ -245,31 +221,33 @@ def test_references_take_turns_within_a_group(critics: Path, model: Path) -> Non
     assert len(orders) == 2
 
 
-@pytest.mark.parametrize("schedule", [{"schedule": "together", "warmup": 1}, {"schedule": "lag", "steps": 2}])
-def test_two_and_two_iterations_are_four(
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param({"schedule": "together", "warmup": 1}, marks=pytest.mark.slow), {"schedule": "lag", "steps": 2}],
+    ids=["together", "lag"],
+)
+def test_a_run_taken_back_in_an_iteration_goes_on_to_the_bit(
     critics: Path, model: Path, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the reward, its optimiser, and what is drawn of the references; also where an iteration is taken back."""
+    """With the reward, its optimiser, and what is drawn of the references."""
     rewards = [{"name": f"{critics / 'critics.py'}:Critic", "args": {"rate": -1.0}}]  # so it lags for a while
-    common: dict[str, Any] = {"adversary": {**schedule, "lr": 0.1}, "iterations": 4, "evaluation": {"every": 2}}
+    common: dict[str, Any] = {"adversary": {**schedule, "lr": 0.1}, "iterations": 3, "evaluation": {"every": 0}}
     common["rewards"] = rewards
     straight = train(config(critics, model, output=str(critics / "straight"), **common))
     stopped = config(critics, model, output=str(critics / "stopped"), **common)
-    finish = Loop.step_other
+    finish, armed = Loop.step_other, [True]
 
     def step_other(self: Loop, optimizer: torch.optim.Optimizer) -> float:
         norm = finish(self, optimizer)
-        if self.iteration == 2 and monkeypatch.armed:  # type: ignore[attr-defined]
-            monkeypatch.armed = False  # type: ignore[attr-defined]
+        if self.iteration == 1 and armed:
+            armed.clear()
             signal.raise_signal(signal.SIGTERM)  # the reward has moved, the model has not
         return norm
 
-    monkeypatch.armed = True  # type: ignore[attr-defined]
     monkeypatch.setattr(Loop, "step_other", step_other)
     with pytest.raises(SystemExit):
         train(stopped)
-    state = runs.last_state(critics / "stopped")
-    assert {"kept-adversary", "kept-adversary_optimizer"} <= state.tensors.keys()
+    assert not armed
     train(stopped, critics / "stopped")
     assert runs.differences(straight, critics / "stopped") == []
 
@@ -281,21 +259,13 @@ def test_two_processes_train_one_reward(critics: Path, model: Path) -> None:
         "adversary": {**ADVERSARY, "steps": 2},
         "sampling": {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2},
         "optimizer": {"lr": 1e-4, "max_grad_norm": 1e9},
-        "iterations": 2,
         "evaluation": {"every": 0},
     }
     found = {}
     for count in (1, 2):
-        config(critics, model, "Patched", output=str(critics / f"run-{count}"), **common)
-        path = (critics / "tiny.yaml").rename(critics / f"{count}.yaml")
-        log = critics / f"{count}.log"
-        if count == 1:
-            processes = [runs.start(runs.train_file, str(path), log=log)]
-        else:
-            processes = runs.start_ranks(count, runs.train_file, str(path), log=log)
-        codes = runs.wait(processes, 300)
-        assert codes == [0] * count, "\n".join(p.read_text()[-2000:] for p in critics.glob("*.log"))
-        found[count] = (runs.last_state(critics / f"run-{count}").tensors, runs.rows(critics / f"run-{count}"))
+        config(critics, model, "Patched", **common)
+        done = trained_by(count, critics)
+        found[count] = (runs.last_state(done).tensors, runs.rows(done))
     (alone, rows), (both, theirs) = found[1], found[2]
     start = torch.tensor([1.0, -2.0, 0.5])
     assert (alone["kept-adversary"]["weight"] - start).abs().min() > 0.05
@@ -314,42 +284,6 @@ def test_logits_that_cannot_be_trained(critics: Path, model: Path, critic: str, 
         train(config(critics, model, critic, **QUIET))
 
 
-def test_the_published_recipe_on_tiny_models(
-    tmp_path: Path, model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SD3.5's configuration, with a tiny SD3 and a tiny DINOv2 of the published patch: one iteration of the reward, one
-    of the model, at the paper's 518 px."""
-    monkeypatch.chdir(root)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    Dinov2Model(Dinov2Config(**sizes, patch_size=14, image_size=518)).save_pretrained(tmp_path / "dino")
-    published = root / "configs/diffusion/sd35_medium_adv_grpo.yaml"
-    assert load(published).sampling.height == 512
-    small = load(
-        published,
-        [
-            *(f"model.path={model}", "model.dtype=float32", f"rewards.0.args.model={tmp_path / 'dino'}"),
-            *("sampling.height=16", "sampling.width=16", "sampling.pipeline_args={max_sequence_length: 4}"),
-            *("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2"),
-            *("trainer.adversary.every=2", "iterations=2", "evaluation.every=0", "trackers=[]"),
-            *("ema.every=1", "rewards.1={name: saturation, weight: 0}", f"output={tmp_path / 'run'}"),
-        ],
-    )
-    first, second = runs.rows(train(small))
-    assert (first["adversary/updates"], second["adversary/updates"]) == (1, 0)
-    assert "loss" not in first and second["updates"] == 2
-    assert first["adversary/loss"] == pytest.approx(1.3, abs=0.2)  # a new head says nothing yet
-
-
-def test_the_reward_is_one_term_of_the_sum(critics: Path, model: Path) -> None:
-    rewards = [
-        {"name": f"{critics / 'critics.py'}:Critic", "weight": 0.5, "batch_size": 1},
-        runs.reward(critics, "brightness", weight=2),
-    ]
-    rollouts, *_ = watched(config(critics, model, rewards=rewards, iterations=1, **QUIET))
-    values = rollouts[0].scored.values
-    torch.testing.assert_close(rollouts[0].total, 0.5 * values["Critic"] + 2 * values["brightness"])
-
-
 def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, model: Path) -> None:
     run = train(config(critics, model, evaluation={"every": 0}))
     opened = open_scorers(config(critics, model), "cpu")
@@ -360,34 +294,18 @@ def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, m
         load_trained(opened, critics)
 
 
-OWN = '''
-from typing import ClassVar
-
-from genrl.config.diffusion_method import DiffusionMethod
-
-
-class Own(DiffusionMethod):
-    """Keeps its reward in a way of its own."""
-
-    trains_reward: ClassVar[bool] = True
-
-
-def train(run, settings):
-    """No test runs it."""
-
-
-def loss(settings, policy, recorded):
-    """Nor this."""
-
-
-def load_trained(scorers, run):
-    scorers.rewards["Critic"].weight.data.fill_(float((run / "weight.txt").read_text()))
-'''
-
-
 def test_evaluation_asks_a_method_from_outside_for_its_trained_reward(critics: Path, model: Path) -> None:
-    (critics / "own.py").write_text(OWN)
-    (critics / "weight.txt").write_text("3")
+    (critics / "own.py").write_text(
+        "from typing import ClassVar\n"
+        "from genrl.config.diffusion_method import DiffusionMethod\n"
+        "class Own(DiffusionMethod):\n"
+        '    """Keeps its reward in a way of its own."""\n'
+        "    trains_reward: ClassVar[bool] = True\n"
+        "def train(run, settings): ...\n"
+        "def loss(settings, policy, recorded): ...\n"
+        "def load_trained(scorers, run):\n"
+        "    scorers.rewards['Critic'].weight.data.fill_(3.0)\n"
+    )
     settings = config(critics, model, trainer={"algorithm": f"{critics / 'own.py'}:Own"})
     with closing(rewards_of_run(settings, critics)) as opened:
         assert opened.rewards["Critic"].weight.tolist() == [3.0, 3.0, 3.0]

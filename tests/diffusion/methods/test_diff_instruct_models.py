@@ -1,10 +1,11 @@
-"""Diff-Instruct* on epsilon, v and sample prediction: Gaussians in closed form, UNets by one plain graph, the LoRA that
-the generator begins with, and the recipe of SDXL in tiny form."""
+"""Diff-Instruct* from inside: both networks' gradients by one plain graph, resume, one-step export, bad input."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,32 +17,295 @@ from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor
 
-from genrl.config import Config, load
+from genrl.config import Config, ConfigError, check_files, load
+from genrl.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.export import export
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import snapshot_base, trainable
+from genrl.diffusion.policy.weights import snapshot_base
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
 from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.test_diff_instruct_trainer import Watched, config, run
-from tests.diffusion.methods.test_diffusion_nft import relative
-from tests.diffusion.methods.test_draft import SMOOTH, decoded, warmth
+from tests.diffusion.methods.test_draft import warmth
+from tests.diffusion.methods.watched import (
+    QUIET,
+    Bare,
+    Given,
+    Watched,
+    copied,
+    equal,
+    gradients,
+    relative,
+    resumed,
+    watch,
+)
+from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
-ROOT = Path(__file__).resolve().parents[3]
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
-ONE_STEP = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
+ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}
 
 
-@pytest.fixture(autouse=True)
-def _rewards(folder: Path) -> None:
-    (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
+def config(folder: Path, model: Path, /, trainer: dict[str, Any] | None = None, **changes: Any) -> Config:
+    changes = {"rewards": [runs.reward(folder, "warmth", weight=3.0)], **QUIET, **changes}
+    changes["sampling"] = {**ONE_STEP, **changes.get("sampling", {})}
+    return runs.config(folder, model, trainer={"algorithm": "diff_instruct", **(trainer or {})}, **changes)
+
+
+@dataclass
+class Seen(Watched):
+    assistants: list[tuple[Given, Given]] = field(default_factory=list)
+    """Before and after each of its updates."""
+    assistant_gradients: list[Given] = field(default_factory=list)
+    noised: dict[str, list[list[tuple[Tensor, Tensor, Tensor]]]] = field(default_factory=dict)
+
+
+def run(config: Config) -> Seen:
+    with runs.opened(config) as run, pytest.MonkeyPatch.context() as patch:
+        seen = Seen(**vars(watch(run)))
+        weights, other, noised = run.weights, run.loop.step_other, diff_instruct.noised
+
+        def watched_other(optimizer: Any) -> float:
+            before = copied(weights.named)  # within `use`: the assistant
+            seen.assistant_gradients.append(gradients(run))
+            norm = other(optimizer)
+            seen.assistants.append((before, copied(weights.named)))
+            return norm
+
+        def watched_noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[Any]:
+            found = list(noised(policy, rollouts, name, k))
+            seen.noised.setdefault(name, []).append([(one.noisy, one.noise, one.time) for one, _ in found])
+            yield from found
+
+        patch.setattr(diff_instruct, "noised", watched_noised)
+        run.loop.step_other = watched_other  # type: ignore[method-assign]
+        diff_instruct.train(run, config.trainer)  # type: ignore[arg-type]
+    return seen
+
+
+class Flow(Bare):
+    """SD3, which reads its noise at the end of the path."""
+
+    def drawn(self, prompts: list[str], z: Tensor) -> Tensor:
+        return z - self.velocity(prompts, z, torch.ones(len(z)))
+
+    def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Of picture and noise in a noisy state."""
+        s = time.view(-1, 1, 1, 1)
+        return 1 - s, s
+
+    def score(self, prompts: list[str], x: Tensor, time: Tensor) -> Tensor:
+        a, s = self.levels(time)
+        return -(x + a * self.velocity(prompts, x, time)) / s
+
+
+class UNet(Flow):
+    """Stable Diffusion 1.5, which reads its noise at timestep 399, as DMD2's and the paper's."""
+
+    def drawn(self, prompts: list[str], z: Tensor) -> Tensor:
+        ab, last = self.pipe.scheduler.alphas_cumprod[399], self.pipe.scheduler.alphas_cumprod[0]
+        predicted = self.noise(prompts, z, torch.full((len(z),), 399))
+        clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
+        drawn: Tensor = last.sqrt() * clean + (1 - last).sqrt() * predicted  # it ends there unless set_alpha_to_one
+        return drawn
+
+    def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        ab = self.pipe.scheduler.alphas_cumprod[time].view(-1, 1, 1, 1)
+        return ab.sqrt(), (1 - ab).sqrt()
+
+    def score(self, prompts: list[str], x: Tensor, time: Tensor) -> Tensor:
+        return -self.noise(prompts, x, time) / self.levels(time)[1]
+
+
+def by_hand(kind: type[Flow], config: Config, seen: Seen, k: int) -> Given:
+    """The gradient of the generator's k-th update, by one graph through generator, decoder and all scores."""
+    settings: Any = config.trainer
+    generator, teacher = kind(config, seen.updates[k].weights), kind(config).frozen()  # adapters begin as nothing
+    assistant = kind(config, seen.assistants[(k + 1) * settings.assistant_steps - 1][1]).frozen()
+    loss = torch.zeros(())
+    for one, (noisy, noise, time) in zip(seen.rollouts[k].mine.values(), seen.noised["generator"][k], strict=True):
+        prompts, (a, s) = one.batch.prompts, generator.levels(time)
+        x0 = generator.drawn(prompts, one.pieces[0].trajectory.initial)
+        torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
+        xt = a * x0 + s * noise
+        torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
+        ours, theirs = assistant.score(prompts, xt, time), teacher.score(prompts, xt, time)
+        blank, g = teacher.score([""] * len(prompts), xt, time), settings.guidance_scale
+        y = (ours - (blank + g * (theirs - blank) if settings.guidance == "inner" else theirs)).flatten(1)
+        square = s.flatten() ** 2
+        if settings.divergence == "score":
+            d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
+            regulariser = -square * (d * (ours + noise / s).flatten(1)).sum(1)
+        else:
+            regulariser = square * (y.detach() * xt.flatten(1)).sum(1)
+        if settings.guidance == "outer":
+            regulariser = regulariser - g * square * ((theirs - blank).detach() * xt).flatten(1).sum(1)
+        loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
+    return generator.gradient(loss)
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "inner-lora": ({"guidance_scale": 3.0}, runs.LORA),
+    "none-full": ({"guidance": "none"}, None),
+    "outer-full": ({"guidance": "outer", "guidance_scale": 2.0, "assistant_steps": 2}, None),
+    "kl-outer-lora": ({"divergence": "kl", "guidance": "outer", "guidance_scale": 2.0}, runs.LORA),
+    "unet-lora": ({"guidance_scale": 3.0}, runs.LORA),
+    "unet-full": ({"guidance_scale": 3.0}, None),
+}
+
+
+@pytest.mark.parametrize("name", tiered(VARIANTS, ("inner-lora", "outer-full", "unet-lora")))
+def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, sd: Path, name: str) -> None:
+    """Of the third iteration, where generator, assistant and teacher are three different networks."""
+    trainer, lora = VARIANTS[name]
+    of_model: dict[str, Any] = {"lora": lora, "optimizer": {"lr": 1e-2 if lora else 1e-3}, "iterations": 3}
+    kind = UNet if name.startswith("unet") else Flow
+    if kind is UNet:
+        of_model |= {"model": {"scheduler": AT_399, "lora": lora}, "sampling": {"pipeline_args": {}}}
+    settings = config(folder, sd if kind is UNet else model, trainer, **of_model)
+    seen = run(settings)
+    assert relative(seen.updates[2].gradient, by_hand(kind, settings, seen, 2)) < 5e-4
+    at = 2 * trainer.get("assistant_steps", 1)  # the assistant's first update in that iteration
+    assistant, loss = kind(settings, seen.assistants[at][0]), torch.zeros(())
+    for one, (noisy, noise, time) in zip(seen.rollouts[2].mine.values(), seen.noised["assistant"][at], strict=True):
+        s = assistant.levels(time)[1]
+        error = assistant.score(one.batch.prompts, noisy, time) + noise / s
+        loss = loss + (s.flatten() ** 2 * error.square().flatten(1).sum(1)).sum() / 6
+    assert relative(seen.assistant_gradients[at], assistant.gradient(loss)) < 5e-4
+
+
+def test_the_levels_and_noises_of_the_two_halves_are_drawn_anew(folder: Path, model: Path) -> None:
+    seen = run(config(folder, model, {"assistant_steps": 2}, iterations=2))
+    assert len(seen.noised["assistant"]) == 4 and len(seen.noised["generator"]) == 2
+    levels = [torch.cat([sigma for _, _, sigma in one]) for part in seen.noised.values() for one in part]
+    assert len({float(level) for one in levels for level in one}) == 6 * 6
+    assert all(bool(((one >= 0.02) & (one <= 0.98)).all()) for one in levels)
+
+
+def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(folder: Path, model: Path) -> None:
+    nothing = [runs.reward(folder, "redness", weight=0)]
+    seen = run(config(folder, model, {"guidance": "none"}, rewards=nothing, iterations=2))
+    first, second = seen.rows
+    assert first["diff_instruct/reward_pull"] == 0.0  # distillation: rewards of weight 0 are for the log
+    (start, after), _ = seen.assistants
+    assert not equal(start, after)
+    assert equal(seen.updates[0].weights, start)  # in the first iteration it is still what the assistant was
+    assert second["diff_instruct/divergence"] > 0 and first["grad_norm"] > 0
+
+
+def test_variety_within_a_prompt_is_logged(folder: Path, model: Path) -> None:
+    """3 prompts with 2 samples each, in micro-batches of 4: the deviation of two numbers is their distance / sqrt 2."""
+    seen = run(config(folder, model, iterations=1))
+    drawn = {s: x for m in seen.rollouts[0].mine.values() for s, x in zip(m.slots, m.final, strict=True)}
+    apart = torch.stack([(drawn[2 * k] - drawn[2 * k + 1]).abs().mean() for k in range(3)])
+    assert seen.rows[0]["diff_instruct/spread"] == pytest.approx(float(apart.mean()) / 2**0.5, rel=1e-5)
+    alone = run(config(folder, model, iterations=1, sampling={"prompts_per_iteration": 4, "group_size": 1}))
+    assert "diff_instruct/spread" not in alone.rows[0]
+
+
+@pytest.mark.slow
+def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full fine-tuning of a large model cannot take the assistant's step back: the iteration is finished first."""
+    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", 0)
+    common: dict[str, Any] = {"lora": None, "checkpoint": {"every": 1}, "optimizer": {"lr": 1e-3}}
+    train(config(folder, model, output=str(folder / "straight"), iterations=3, **common))
+    stopped = config(folder, model, output=str(folder / "stopped"), iterations=3, **common)
+    follow, calls = diff_instruct.follow, 0
+
+    def ending(run: Any, *rest: Any) -> None:
+        nonlocal calls
+        follow(run, *rest)
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(diff_instruct, "follow", ending)
+        train(stopped)
+    assert runs.last_state(folder / "stopped").step == 2
+    train(load(Run(folder / "stopped").config), folder / "stopped")
+    assert runs.differences(folder / "straight", folder / "stopped") == []
+
+
+@pytest.mark.slow
+def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, model: Path) -> None:
+    """With the assistant and its optimiser; and the model calls are those that are foretold."""
+    common: dict[str, Any] = {"lora": None, "trainer": {"assistant_steps": 2}, "optimizer": {"lr": 1e-3}}
+    settings = config(folder, model, iterations=2, **common)
+    straight = resumed(settings, folder)
+    kept = runs.last_state(straight).tensors["kept-assistant_optimizer"]
+    assert any(bool(tensor.any()) for key, tensor in kept.items() if "exp_avg" in key)
+    rows = runs.rows(straight)
+    assert {row["model_calls/sample"] for row in rows} == {plan(settings).sample_calls} == {6}
+    assert {row["model_calls/train"] for row in rows} == {plan(settings).train_calls} == {6 * (2 + 1 + 2 + 1)}
+
+
+@pytest.mark.parametrize("lora", [runs.LORA, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "full"])
+def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: Path, lora: Any) -> None:
+    """The exported weights draw, in one step of the stock pipeline, what the trained generator draws."""
+    rate = {"lr": 1e-2 if lora else 1e-3}
+    settings = config(folder, model, lora=lora, ema=None, optimizer=rate, iterations=2, checkpoint={"every": 2})
+    folder_of_run = train(settings)
+    out = export(folder_of_run, folder / "out")
+    plain = DiffusionPipeline.from_pretrained(model if lora else out)
+    if lora:
+        plain.load_lora_weights(str(out))
+    call = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16, "max_sequence_length": 4}
+
+    def drawn(pipe: Any) -> Tensor:
+        images: Tensor = pipe("a red star", generator=torch.Generator().manual_seed(3), output_type="pt", **call).images
+        return images
+
+    steps: list[int] = []
+    forward = plain.transformer.forward
+    plain.transformer.forward = lambda *a, **k: (steps.append(1), forward(*a, **k))[1]
+    found = drawn(plain)
+    assert len(steps) == 1
+    with runs.opened(settings) as run, torch.no_grad():
+        run.weights.restore(runs.last_state(folder_of_run).tensors)
+        batch = Batch(["a red star"], [("x", 0)], {**call})
+        noise = torch.randn(run.policy.state_shape(batch), generator=torch.Generator().manual_seed(3))
+        mine = run.policy.decode(batch, run.policy.advance(batch, noise, 0))
+    torch.testing.assert_close(found.float(), mine, rtol=1e-4, atol=1e-4)
+    assert float((found - drawn(DiffusionPipeline.from_pretrained(model))).abs().max()) > 1e-3
+    assert "num_inference_steps=1" in (out / "README.md").read_text()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sampling": {"num_inference_steps": 8}}, r"sampling\.num_inference_steps.*one step, found 8; write 1"),
+        ({"evaluation": {"every": 1, "num_inference_steps": 8}}, r"evaluation\.num_inference_steps.*write null"),
+        ({"sampling": {"guidance_scale": 4.0}}, r"sampling\.guidance_scale.*learnt from the teacher.*write 1"),
+        ({"sampling": {"guidance_scale": None}}, r"sampling\.guidance_scale.*write 1"),
+        ({"lora": {"frozen": ["org/distilled"]}}, r"model\.lora\.frozen.*name a distilled LoRA by model\.lora\.from"),
+        ({"trainer": {"guidance": "both"}}, "allowed: one of none, inner, outer"),
+    ],
+)
+def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(folder, model, **changes)
+
+
+def test_a_reward_without_gradients_is_refused_by_its_source(folder: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"diff_instruct differentiates the reward, and .*brightness has no grad"):
+        check_files(config(folder, model, rewards=[runs.reward(folder, "brightness")]))
+
+
+ROOT = Path(__file__).resolve().parents[3]
+ONE_CALL = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
 
 
 # -- Gaussians -------------------------------------------------------------------------------------------------------
@@ -117,66 +381,7 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
 # -- UNets -----------------------------------------------------------------------------------------------------------
 
 
-class PlainUNet:
-    """Stable Diffusion 1.5's networks, loaded afresh."""
-
-    def __init__(self, config: Config, values: dict[str, Tensor] | None, *, trained: bool = False) -> None:
-        self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
-        for part in (self.pipe.unet, self.pipe.vae):
-            part.eval().requires_grad_(False)
-        self.named: dict[str, Any] = {}
-        if values is not None:
-            self.named = trainable({"unet": self.pipe.unet}, config.model.lora).named
-            with torch.no_grad():
-                for key, p in self.named.items():
-                    p.copy_(values[key])
-                    p.requires_grad_(trained)
-
-    def noise(self, prompts: list[str], x: Tensor, t: Tensor) -> Tensor:
-        text = self.pipe.encode_prompt(prompts, "cpu", 1, False)[0]
-        found: Tensor = self.pipe.unet(x, t, encoder_hidden_states=text).sample
-        return found
-
-
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-def test_both_gradients_of_a_unet_by_one_plain_graph(folder: Path, lora: Any) -> None:
-    """Of the third iteration, where generator, assistant and teacher are three different networks; the generator reads
-    its noise at timestep 399, as DMD2's and the paper's."""
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
-    settings = config(
-        folder, folder / "sd15", {"guidance_scale": 3.0}, model={"scheduler": AT_399, "lora": lora}, iterations=3,
-        optimizer={"lr": 1e-2 if lora else 1e-3}, sampling={"pipeline_args": {}},
-    )  # fmt: skip
-    seen: Watched = run(settings)
-    generator = PlainUNet(settings, seen.weights[2], trained=True)
-    assistant, teacher = PlainUNet(settings, seen.assistants[2][1]), PlainUNet(settings, None)
-    alphas: Tensor = generator.pipe.scheduler.alphas_cumprod
-    ab, last = alphas[399], alphas[0]
-    loss = torch.zeros(())
-    for one, (noisy, noise, t) in zip(seen.rollouts[2].mine.values(), seen.noised["generator"][2], strict=True):
-        prompts, z = one.batch.prompts, one.pieces[0].trajectory.initial
-        predicted = generator.noise(prompts, z, torch.full((len(z),), 399))
-        clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
-        x0 = last.sqrt() * clean + (1 - last).sqrt() * predicted  # diffusers ends there unless set_alpha_to_one
-        torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
-        a, s = (column.view(-1, 1, 1, 1) for column in (alphas[t].sqrt(), (1 - alphas[t]).sqrt()))
-        xt = a * x0 + s * noise
-        torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
-        ours, theirs, blank = (
-            -network.noise(texts, xt, t) / s
-            for network, texts in ((assistant, prompts), (teacher, prompts), (teacher, [""] * len(prompts)))
-        )
-        y = (ours - (blank + 3.0 * (theirs - blank))).flatten(1)
-        d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
-        regulariser = -(s.flatten() ** 2) * (d * (ours + noise / s).flatten(1)).sum(1)
-        loss = loss + (regulariser - 3.0 * warmth(decoded(generator.pipe, x0))).sum() / 6
-    found = torch.autograd.grad(loss, list(generator.named.values()), allow_unused=True)
-    expected = {
-        key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(generator.named.items(), found, strict=True)
-    }
-    assert relative(seen.gradients[2], expected) < 5e-4
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
     """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
@@ -192,14 +397,10 @@ def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
     check_equal(parts, alone, 1e-5)
 
 
-def test_a_step_that_would_return_its_noise_is_refused(folder: Path) -> None:
+def test_a_step_that_would_return_its_noise_is_refused(folder: Path, sd: Path) -> None:
     """Stable Diffusion's own scheduler has a single step at timestep 1."""
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
-    sampling = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
-    settings = runs.config(folder, folder / "sd15", trainer={"algorithm": "diff_instruct"}, sampling=sampling,
-                           rewards=[runs.reward(folder, "warmth")])  # fmt: skip
     with pytest.raises(ValueError, match="the one step is at timestep 1, .*write {timestep_spacing: trailing}"):
-        train(settings)
+        train(config(folder, sd, sampling={"pipeline_args": {}}))
 
 
 # -- the recipe of SDXL ----------------------------------------------------------------------------------------------
@@ -221,31 +422,18 @@ def rehearsed(folder: Path, sdxl: tuple[Path, Path], *changes: str) -> Config:
     return load(
         ROOT / "configs/diffusion/sdxl_diff_instruct.yaml",
         [
-            f"model.path={sdxl[0]}",
-            "model.variant=null",
-            "model.dtype=float32",
-            f"model.lora.from={sdxl[1]}",
-            f"prompts.train={folder / 'train.txt'}",
-            f"prompts.eval={folder / 'eval.txt'}",
-            "prompts.column=prompt",
-            f"rewards=[{{name: '{folder / 'smooth.py'}:warmth', weight: 100}}]",
-            "sampling.height=16",
-            "sampling.width=16",
-            "sampling.prompts_per_iteration=2",
-            "evaluation.every=0",
-            "checkpoint.every=1",
-            "trackers=[]",
-            "ema=null",
-            "iterations=2",
-            f"output={folder / 'run'}",
-            *changes,
+            *(f"model.path={sdxl[0]}", "model.variant=null", "model.dtype=float32", f"model.lora.from={sdxl[1]}"),
+            *(f"prompts.train={folder / 'train.txt'}", f"prompts.eval={folder / 'eval.txt'}", "prompts.column=prompt"),
+            f"rewards=[{{name: '{folder / 'rewards.py'}:warmth', weight: 100}}]",
+            *("sampling.height=16", "sampling.width=16", "sampling.prompts_per_iteration=2", "evaluation.every=0"),
+            *("trackers=[]", "ema=null", "iterations=2", f"output={folder / 'run'}", *changes),
         ],
     )
 
 
 def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: Path, sdxl: tuple[Path, Path]) -> None:
     settings = rehearsed(folder, sdxl)
-    batch = Batch(["a red star"], [("x", 0)], ONE_STEP)
+    batch = Batch(["a red star"], [("x", 0)], ONE_CALL)
     x, t = keyed_noise((1, 4, 8, 8), "x"), torch.tensor([500])
     with runs.opened(settings) as opened, torch.no_grad():
         weights, policy = opened.weights, opened.policy
@@ -267,20 +455,16 @@ def test_the_teacher_is_without_the_lora_that_the_generator_begins_with(folder: 
     assert float((generator - teacher).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) -> None:
     """Two iterations as written, resumed to the bit; the LoRA draws in one step of plain diffusers what was trained."""
-    straight = train(rehearsed(folder, sdxl))
-    stopped = train(rehearsed(folder, sdxl, "iterations=1", f"output={folder / 'stopped'}"))
-    written = Run(stopped).config
-    written.write_text(written.read_text().replace("iterations: 1\n", "iterations: 2\n"))
-    train(load(written), stopped)
-    assert runs.differences(straight, stopped) == []
+    straight = resumed(rehearsed(folder, sdxl), folder)
     assert {row["model_calls/train"] for row in runs.rows(straight)} == {4 * (5 + 1 + 2 + 1)}
     assert all(row["diff_instruct/spread"] > 0 for row in runs.rows(straight))
 
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = DDIMScheduler.from_config(plain.scheduler.config, timestep_spacing="trailing", clip_sample=False)
-    call = {**ONE_STEP, "output_type": "pt"}
+    call = {**ONE_CALL, "output_type": "pt"}
     begun = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
     plain.load_lora_weights(export(straight, folder / "out"))
     drawn = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
@@ -288,7 +472,7 @@ def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) 
     with runs.opened(rehearsed(folder, sdxl)) as opened, torch.no_grad():
         opened.weights.restore(runs.last_state(straight).tensors)
         noise = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(3))
-        batch = Batch(["a red star"], [("x", 0)], ONE_STEP)
+        batch = Batch(["a red star"], [("x", 0)], ONE_CALL)
         trained = opened.policy.decode(batch, opened.policy.advance(batch, noise, 0))
     torch.testing.assert_close(drawn.float(), trained, rtol=1e-3, atol=1e-3)
     assert float((drawn - begun).abs().max()) > 1e-3
@@ -298,9 +482,9 @@ def test_the_generator_reads_its_noise_at_the_timestep_of_the_scheduler(folder: 
     """`steps_offset` of one leading step, as DMD2's one-step UNet has it: at 399."""
     settings = rehearsed(folder, sdxl, f"model.scheduler={AT_399}")
     with runs.opened(settings) as opened, torch.no_grad():
-        made = opened.policy.roll_out(Batch(["a red star"], [("x", 0)], ONE_STEP))
+        made = opened.policy.roll_out(Batch(["a red star"], [("x", 0)], ONE_CALL))
         assert made.sigmas.tolist() == [399]
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = EulerDiscreteScheduler.from_config(plain.scheduler.config, **AT_399)
-    plain("a red star", output_type="latent", **ONE_STEP)
+    plain("a red star", output_type="latent", **ONE_CALL)
     assert plain.scheduler.timesteps.tolist() == [399.0]

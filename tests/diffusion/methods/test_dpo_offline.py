@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config, ConfigError, check_files, load
+from genrl.config import Config, ConfigError, check_files
 from genrl.data.preferences import as_tensor, open_set
 from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
@@ -19,8 +19,8 @@ from genrl.diffusion.methods.dpo_offline.train import PAIR
 from genrl.diffusion.methods.given import given_pictures, picture_size
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.train import train
-from genrl.runtime.run import Run
 from tests.diffusion import runs
+from tests.diffusion.methods.watched import resumed, watch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -95,32 +95,14 @@ def test_an_editing_model_learns_from_pairs_with_their_sources(
     sizes = {"height": 16, "width": 16, "prompts_per_iteration": 2}
     prompts = {"train": str(source), "eval": None}
     found = config(folder, source, kontext, prompts=prompts, sampling=sizes | sampling, iterations=1)
-    seen: list[tuple[str, Any]] = []
     with runs.opened(found) as run:
-        backward = run.backward
-
-        def watched(settings: Any, results: Any, recorded: Any, **counts: Any) -> None:
-            seen.extend(zip(recorded.batch.prompts, recorded.batch.inputs["image"], strict=True))
-            backward(settings, results, recorded, **counts)
-
-        run.backward = watched  # type: ignore[method-assign]
+        watched = watch(run)
         dpo_offline.train(run, found.trainer)  # type: ignore[arg-type]
+    batches = [piece.batch for update in watched.updates for piece in update.pieces]
+    seen = [pair for batch in batches for pair in zip(batch.prompts, batch.inputs["image"], strict=True)]
     texts = [row["prompt"] for row in rows]
     assert len(seen) == 4  # winner and loser of two pairs
     assert all(picture.getpixel((0, 0)) == (40 * texts.index(text), 80, 120) for text, picture in seen)
-
-
-def test_two_and_two_iterations_are_four(folder: Path) -> None:
-    source = preference_set(folder)
-    train(config(folder, source, output=str(folder / "straight"), iterations=4))
-    train(config(folder, source, output=str(folder / "stopped"), iterations=2))
-    written = Run(folder / "stopped").config
-    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
-    train(load(written), folder / "stopped")
-    assert runs.differences(folder / "straight", folder / "stopped") == []
-    rows = runs.rows(folder / "straight")
-    assert all(row["model_calls/sample"] == 0 and "reward/total_mean" not in row for row in rows)
-    assert rows[-1]["preference/logit"] > rows[0]["preference/logit"]  # a few pairs over and over: learnt by heart
 
 
 def test_a_missing_column_is_named_with_its_row_and_the_nearest(folder: Path) -> None:
@@ -149,14 +131,18 @@ def test_a_picture_that_is_none_is_named(folder: Path) -> None:
     assert not (folder / "run" / "checkpoints").exists()
 
 
+def test_a_run_goes_on_to_the_bit(folder: Path) -> None:
+    rows = runs.rows(resumed(config(folder, preference_set(folder), iterations=3), folder))
+    assert all(row["model_calls/sample"] == 0 and "reward/total_mean" not in row for row in rows)
+    assert rows[-1]["preference/logit"] > rows[0]["preference/logit"]  # a few pairs over and over: learnt by heart
+
+
 def test_pictures_are_scaled_to_cover_and_cut_around_the_centre() -> None:
+    """Those of a data set folder are in its files."""
     image = Image.new("RGB", (40, 20), "white")
     image.paste("black", (0, 0, 10, 20))  # the left quarter is cut off
     assert float(as_tensor(image, 10, 10).min()) > 0.9
     assert as_tensor(image, 10, 20).shape == (3, 10, 20)
-
-
-def test_a_data_set_folder_holds_the_pictures_itself() -> None:
     rows = load_prompts(EMBEDDED, pictures=False)
     reader = open_set(EMBEDDED, rows)
     assert len(rows) == 272 and rows[0].columns == {}

@@ -1,148 +1,42 @@
-"""AWM, DGPO, CRD, DPO and D3PO from inside: gradients computed a second time by other means, resume, settings."""
+"""AWM, DGPO, CRD, DPO, D3PO and DiffusionNFT from inside: gradients computed a second time by other means, settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, load
-from genrl.config import dump as to_yaml
-from genrl.config.estimate import plan
-from genrl.diffusion.methods.awm import train as awm
-from genrl.diffusion.methods.crd import train as crd
-from genrl.diffusion.methods.d3po import train as d3po
-from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.config import ConfigError
 from genrl.diffusion.methods.dgpo.settings import DGPO
-from genrl.diffusion.methods.dpo import train as dpo
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.train import train
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import flow_sde
-from genrl.runtime.guards import NonFiniteError
-from genrl.runtime.replay import replay
-from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.test_diffusion_nft import copied, relative, velocity
+from tests.diffusion.methods.watched import EIGHT, QUIET, Bare, Given, Update, equal, relative, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
-MODULES: dict[str, ModuleType] = {
-    "awm": awm,
-    "dgpo": dgpo,
-    "crd": crd,
-    "dpo": dpo,
-    "d3po": d3po,
-    "flow_grpo": flow_grpo,
-}
 TWO = {"updates_per_iteration": 2}
+KL = {"kl_weight": 0.3}
 TRAINERS: dict[str, dict[str, Any]] = {
     "awm": {"algorithm": "awm", "timesteps_per_sample": 2, "kl_weight": 0.3, "ema_kl_weight": 0.2, **TWO},
-    "dgpo": {
-        "algorithm": "dgpo",
-        "first_steps": 3,
-        "timesteps_per_sample": 2,
-        "clip_range": 0.5,
-        "kl_weight": 0.3,
-        **TWO,
-    },
-    "crd": {"algorithm": "crd", "kl_weight": 0.3, **TWO},
+    "dgpo": {"algorithm": "dgpo", "first_steps": 3, "timesteps_per_sample": 2, "kl_weight": 0.3, "clip_range": 0.5}
+    | TWO,
+    "crd": {"algorithm": "crd", **KL, **TWO},
     "dpo": {"algorithm": "dpo", "timesteps_per_pair": 2, **TWO},
     "d3po": {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7, "beta": 2.0, **TWO},
+    "diffusion_nft": {"algorithm": "diffusion_nft", "beta": 0.5, "advantage_scale": "global", **KL, **TWO},
 }
-EIGHT = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
-QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
-Given = dict[str, Tensor]
-
-
-@dataclass
-class Update:
-    weights: Given
-    snapshots: dict[str, Given]
-    gradient: Given
-    pieces: list[tuple[list[str], Given]]
-    """Prompts, and what the loss was made of."""
-
-
-@dataclass
-class Watched:
-    rollouts: list[Rollouts] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
-    rows: list[dict[str, float]] = field(default_factory=list)
-    guidance: set[float] = field(default_factory=set)
-    """Scales of the conditions that were trained under."""
-
-
-def run(config: Config, *, sharded: bool = False) -> Watched:
-    """Train in this process, and report samples, backward passes, gradients and metrics. sharded: as if it were."""
-    seen, pieces = Watched(), []
-    with runs.opened(config) as run:
-        weights = run.weights
-        weights.in_step = sharded
-        collect, backward, step, finish = run.collect, run.backward, run.step, run.finish
-
-        def watched_collect(draw: Any, **shape: Any) -> Rollouts:
-            seen.rollouts.append(collect(draw, **shape))
-            return seen.rollouts[-1]
-
-        def watched_backward(settings: Any, results: Any, recorded: Any, **counts: float) -> None:
-            pieces.append((list(recorded.batch.prompts), copied(recorded.tensors)))
-            seen.guidance.add(recorded.batch.sampling["guidance_scale"])
-            backward(settings, results, recorded, **counts)
-
-        def watched_step() -> float:
-            gradient = {key: p.grad.clone() for key, p in weights.named.items() if p.grad is not None}
-            snapshots = {name: copied(tensors) for name, tensors in weights.snapshots.items()}
-            seen.updates.append(Update(copied(weights.named), snapshots, gradient, list(pieces)))
-            pieces.clear()
-            return step()
-
-        def watched_finish(metrics: Any) -> None:
-            seen.rows.append(dict(metrics))
-            finish(metrics)
-
-        run.collect, run.backward = watched_collect, watched_backward  # type: ignore[method-assign]
-        run.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
-        MODULES[config.trainer.algorithm].train(run, config.trainer)
-    return seen
 
 
 # -- the gradients, by other means -----------------------------------------------------------------------------------
-
-
-class Bare:
-    """The transformer alone, loaded afresh, under any of the weights of an update."""
-
-    def __init__(self, config: Config) -> None:
-        self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
-        self.pipe.transformer.eval().requires_grad_(False)
-        self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
-
-    def __call__(self, values: Given | None, prompts: list[str], x: Tensor, sigma: Tensor) -> Tensor:
-        """values: weights; None = the model without adapters, without gradient."""
-        sigma = sigma.expand(len(x))
-        if values is None:
-            self.pipe.transformer.disable_adapters()
-            with torch.no_grad():
-                found = velocity(self.pipe, prompts, x, sigma)
-            self.pipe.transformer.enable_adapters()
-            return found
-        with torch.no_grad():
-            for key, p in self.named.items():
-                p.copy_(values[key])
-        return velocity(self.pipe, prompts, x, sigma)
 
 
 def mean(x: Tensor) -> Tensor:
@@ -156,20 +50,20 @@ def awm_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: di
     def log_prob(v: Tensor) -> Tensor:
         return -((mean((v - given["target"]) ** 2) + 1e-10) ** 0.25 - 1e-10**0.25) * given["sigma"] / 0.25
 
-    x, s = given["noisy"], given["sigma"]
+    state = prompts, given["noisy"], given["sigma"]
     with torch.no_grad():
-        reference, ema = bare(None, prompts, x, s), bare(update.snapshots["ema_reference"], prompts, x, s)
-        old = log_prob(bare(update.snapshots["old"], prompts, x, s))
-    new = bare(update.weights, prompts, x, s)
+        reference, ema = bare.under(None, *state), bare.under(update.snapshots["ema_reference"], *state)
+        old = log_prob(bare.under(update.snapshots["old"], *state))
+    new = bare.under(update.weights, *state)
     distances = 0.3 * mean((new - reference) ** 2) + 0.2 * mean((new - ema) ** 2)
     return -t["advantage"] / 5 * torch.exp(log_prob(new) - old) + distances
 
 
 def dgpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    x, s, u = given["noisy"], given["sigma"], given["target"]
+    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
     with torch.no_grad():
-        reference, ema = bare(None, prompts, x, s), bare(update.snapshots["ema_reference"], prompts, x, s)
-    new = bare(update.weights, prompts, x, s)
+        reference, ema = bare.under(None, *state), bare.under(update.snapshots["ema_reference"], *state)
+    new = bare.under(update.weights, *state)
     error, advantage = mean((new - u) ** 2), t["advantage"]
     order = 100 * (advantage * (error.detach() - mean((reference - u) ** 2))).mean()  # one group is one piece
     assert float((mean((ema - u) ** 2) - error.detach()).abs().max()) < 0.4  # no clip at 0.5
@@ -177,14 +71,14 @@ def dgpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
 
 
 def crd_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    x, s, u = given["noisy"], given["sigma"], given["target"]
+    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
 
     def scaled(v: Tensor) -> Tensor:
         return mean((v - u) ** 2) / mean((v - u).detach().abs())
 
     with torch.no_grad():
-        reference, old = bare(None, prompts, x, s), scaled(bare(update.snapshots["old"], prompts, x, s))
-    new = bare(update.weights, prompts, x, s)
+        reference, old = bare.under(None, *state), scaled(bare.under(update.snapshots["old"], *state))
+    new = bare.under(update.weights, *state)
     implicit, aim = old - scaled(new), t["advantage"].clamp(-5, 5) / 10 + 0.5
     residual = (implicit - implicit.detach().mean()) - (aim - aim.mean())
     weight = 1e-4 + aim * (0.3 - 1e-4)
@@ -192,10 +86,9 @@ def crd_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: di
 
 
 def dpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    x, s, u = given["noisy"], given["sigma"], given["target"]
-    with torch.no_grad():
-        ref_win, ref_lose = mean((bare(None, prompts, x, s) - u) ** 2)
-    win, lose = mean((bare(update.weights, prompts, x, s) - u) ** 2)
+    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
+    ref_win, ref_lose = mean((bare.under(None, *state) - u) ** 2)
+    win, lose = mean((bare.under(update.weights, *state) - u) ** 2)
     return -torch.nn.functional.logsigmoid(-50 * ((win - lose) - (ref_win - ref_lose)))[None]
 
 
@@ -204,12 +97,11 @@ def d3po_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
     s, s_next, largest = t["sigmas"][i], t["sigmas"][i + 1], t["sigmas"][1]
 
     def log_prob(values: Given | None) -> Tensor:
-        step = flow_sde(x, bare(values, prompts, x, s), s, s_next, noise_level=0.7, sigma_max=largest)
+        step = flow_sde(x, bare.under(values, prompts, x, s), s, s_next, noise_level=0.7, sigma_max=largest)
         squares = (given["next_state"] - step.mean) ** 2 / (2 * step.std**2)
         return mean(-squares - step.std.log().expand_as(squares) - 0.5 * torch.log(torch.tensor(2 * torch.pi)))
 
-    with torch.no_grad():
-        reference = log_prob(None)
+    reference = log_prob(None)
     ratio = (log_prob(update.weights) - reference).exp().clamp(0.9, 1.1).log()
     losses = [
         -torch.nn.functional.logsigmoid(2.0 * (1 if t["reward"][a] > t["reward"][b] else -1) * (ratio[a] - ratio[b]))
@@ -219,7 +111,24 @@ def d3po_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
     return torch.stack(losses)
 
 
-LOSSES: dict[str, Loss] = {"awm": awm_loss, "dgpo": dgpo_loss, "crd": crd_loss, "dpo": dpo_loss, "d3po": d3po_loss}
+def nft_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
+    state, sigma = (prompts, given["noisy"], given["sigma"]), given["sigma"].view(-1, 1, 1, 1)
+    with torch.no_grad():
+        reference, old = bare.under(None, *state), bare.under(update.snapshots["old"], *state)
+    new = bare.under(update.weights, *state)
+
+    def matching(v: Tensor) -> Tensor:
+        difference = given["noisy"] - sigma * v - t["clean"]
+        return mean(difference**2) / mean(difference.detach().abs()).clamp(min=1e-5)
+
+    r, beta = t["advantage"].clamp(-5, 5) / 10 + 0.5, 0.5
+    towards, away = matching(beta * new + (1 - beta) * old), matching((1 + beta) * old - beta * new)
+    return 5 / beta * (r * towards + (1 - r) * away) + 0.3 * mean((new - reference) ** 2)
+
+
+LOSSES: dict[str, Loss] = {
+    "awm": awm_loss, "dgpo": dgpo_loss, "crd": crd_loss, "dpo": dpo_loss, "d3po": d3po_loss, "diffusion_nft": nft_loss,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -237,22 +146,23 @@ def test_gradient_of_the_updates(folder: Path, model: Path, name: str) -> None:
         part = parts[position]
         slots = part.slots
         tensors = {"advantage": advantages[slots], "reward": rollouts.total[slots], "sigmas": part.sigmas}
+        tensors["clean"] = part.final
         assert len(update.pieces) == 2
         total = {key: torch.zeros_like(p) for key, p in bare.named.items()}
-        for prompts, given in update.pieces:
-            if name != "d3po":
+        for piece in update.pieces:
+            prompts, given = list(piece.batch.prompts), piece.given
+            if name not in ("d3po", "diffusion_nft"):
                 rows = list(range(4))
                 if name == "dpo":
                     rows = [int(tensors["reward"].argmax()), int(tensors["reward"].argmin())]
                 check_noised(part.final[rows], given, same=name in ("dgpo", "dpo"))
                 assert prompts == [part.batch.prompts[row] for row in rows]
             loss = LOSSES[name](bare, update, prompts, given, tensors).mean() / len(update.pieces)
-            gradients = torch.autograd.grad(loss, list(bare.named.values()), allow_unused=True)
-            for key, gradient in zip(bare.named, gradients, strict=True):
-                total[key] += torch.zeros(()) if gradient is None else gradient
+            for key, gradient in bare.gradient(loss).items():
+                total[key] += gradient
         assert relative(update.gradient, total) < 2e-5
     first, second = seen.updates
-    assert any(not torch.equal(second.weights[key], first.weights[key]) for key in first.weights)
+    assert not equal(second.weights, first.weights)
 
 
 def check_noised(clean: Tensor, given: Given, *, same: bool) -> None:
@@ -265,71 +175,14 @@ def check_noised(clean: Tensor, given: Given, *, same: bool) -> None:
     assert same or float((noise[1] - noise[0]).abs().max()) > 0.5
 
 
-# -- resume, replay, cost --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_two_and_two_iterations_are_four(folder: Path, model: Path, name: str) -> None:
-    """To the bit: weights, snapshots, optimiser and metrics; and the model calls are those that are foretold."""
-    trainer = {**TRAINERS[name]}
-    if name == "dgpo":
-        trainer["switch_after"] = 3  # the slow average samples in the third iteration
-    if name == "dpo":
-        trainer["reference_every"] = 4
-    common: dict[str, Any] = {"trainer": trainer, "sampling": EIGHT, "evaluation": {"every": 0}}
-    common["rewards"] = [runs.reward(folder, "redness")]
-    straight = runs.config(folder, model, output=str(folder / "straight"), iterations=4, **common)
-    train(straight)
-    train(runs.config(folder, model, output=str(folder / "stopped"), iterations=2, **common))
-    written = Run(folder / "stopped").config
-    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
-    train(load(written), folder / "stopped")
-    assert runs.differences(folder / "straight", folder / "stopped") == []
-    found = plan(straight)
-    rows = runs.rows(folder / "straight")
-    assert {row["model_calls/sample"] for row in rows} == {found.sample_calls}
-    assert {row["model_calls/train"] for row in rows} == {found.train_calls}
-    snapshots = {
-        "awm": {"snapshot-ema_reference", "snapshot-old"},
-        "dgpo": {"snapshot-ema_reference"},
-        "crd": {"snapshot-old", "snapshot-sampling"},
-        "dpo": {"snapshot-refreshed_reference"},
-        "d3po": set(),
-    }[name]
-    assert (
-        runs.last_state(folder / "straight").tensors.keys() == {"weights", "optimizer", "snapshot-average"} | snapshots
-    )
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_dump_is_computed_again(folder: Path, model: Path, name: str) -> None:
-    config = runs.config(folder, model, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)
-    write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
-        losses = runs.spoil(run, lambda number: number == 4)
-        MODULES[name].train(run, config.trainer)
-    assert error.value.dump is not None
-    again = replay(error.value.dump)
-    assert torch.equal(again.tensors["loss"], losses[3])
-    assert torch.equal(again.tensors["model_output"], again.recorded["model_output"])
-
-
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None:
+    nothing: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "iterations": 1, "sampling": EIGHT, **QUIET}
     for name, trainer in TRAINERS.items():
-        config = runs.config(
-            folder,
-            model,
-            trainer={**trainer, "updates_per_iteration": 1},
-            rewards=[runs.reward(folder, "nothing")],
-            output=str(folder / name),
-            iterations=1,
-            sampling=EIGHT,
-            **QUIET,
-        )
-        (update,) = run(config).updates
+        trainer = {**trainer, "updates_per_iteration": 1}
+        (update,) = run(runs.config(folder, model, trainer=trainer, output=str(folder / name), **nothing)).updates
         assert all(not gradient.any() for gradient in update.gradient.values()), name
 
 
@@ -349,30 +202,30 @@ def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model:
     trainer = {**TRAINERS[name], "updates_per_iteration": 1}  # an update without any pair is left out by all
     changes: dict[str, Any] = {"trainer": trainer, "rewards": [{"name": f"{folder / 'half.py'}:half"}]}
     changes |= {"sampling": EIGHT, "iterations": 1}
-    rows = []
-    for sharded in (False, True):
-        config = runs.config(folder, model, output=str(folder / str(sharded)), **changes, **QUIET)
-        rows.append(run(config, sharded=sharded))
-    plain, padded = rows
+
+    def sharded(opened: DiffusionRun) -> None:
+        """As if it were."""
+        opened.weights.in_step = True
+
+    plain = run(runs.config(folder, model, output=str(folder / "plain"), **changes, **QUIET))
+    padded = run(runs.config(folder, model, output=str(folder / "padded"), **changes, **QUIET), sharded)
     (one,), (other,) = plain.updates, padded.updates
     assert len(other.pieces) > len(one.pieces) > 0
     assert plain.rows == padded.rows and plain.rows[0]["preference/pairs"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["dpo", "d3po"])
-def test_models_that_are_no_flow_are_trained_by_preferences(folder: Path, name: str) -> None:
-    """An epsilon prediction with guidance, which is off in DPO's training; the reward rises in neither, in one step."""
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
+def test_models_that_are_no_flow_are_trained_by_preferences(folder: Path, sd: Path, name: str) -> None:
+    """An epsilon prediction with guidance, which is off in DPO's training."""
     trainer = {**TRAINERS[name], "updates_per_iteration": 1}
     if name == "d3po":
         trainer |= {"kernel": "ddim", "noise_level": 1.0}
-    config = runs.config(folder, folder / "sd15", trainer=trainer, iterations=2, **QUIET)
+    config = runs.config(folder, sd, trainer=trainer, iterations=1, **QUIET)
     sampling = {"pipeline_args": {}, "guidance_scale": 3.0}
-    config = config.model_copy(update={"sampling": config.sampling.model_copy(update=sampling)})
-    seen = run(config)
+    seen = run(config.model_copy(update={"sampling": config.sampling.model_copy(update=sampling)}))
     assert all(row["grad_norm"] > 0 for row in seen.rows)
     if name == "dpo":
-        (_, given), *_ = seen.updates[0].pieces
+        given = seen.updates[0].pieces[0].given
         assert not given["sigma"].is_floating_point() and float(given["target"].std()) == pytest.approx(1, abs=0.2)
 
 
@@ -386,7 +239,8 @@ def test_guidance_that_is_an_input_of_the_model_stays(folder: Path) -> None:
     common: dict[str, Any] = {"iterations": 1, **QUIET}
     for name, trainer in trainers.items():
         config = runs.config(folder, flux, trainer=trainer, sampling=sampling, output=str(folder / name), **common)
-        assert run(config).guidance == {3.5}, name
+        pieces = [piece for update in run(config).updates for piece in update.pieces]
+        assert {piece.batch.sampling["guidance_scale"] for piece in pieces} == {3.5}, name
     policy, batch = Policy(FAMILIES["sd3"]().pipe), Batch(["a"], [(0,)], {"guidance_scale": 3.5})
     assert without_guidance(policy, batch).sampling == {"guidance_scale": 1.0}
     for name in ("dgpo", "crd"):
@@ -395,10 +249,9 @@ def test_guidance_that_is_an_input_of_the_model_stays(folder: Path) -> None:
             run(runs.config(folder, flux, trainer=trainer, sampling=sampling, output=str(folder / "ref"), **common))
 
 
-@pytest.mark.parametrize("name", ["awm", "dgpo", "crd"])
-def test_a_model_that_is_no_flow_is_refused(folder: Path, name: str) -> None:
-    FAMILIES["sd15"]().pipe.save_pretrained(folder / "sd15")
-    config = runs.config(folder, folder / "sd15", trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)
+@pytest.mark.parametrize("name", ["awm", "dgpo", "crd", "diffusion_nft"])
+def test_a_model_that_is_no_flow_is_refused(folder: Path, sd: Path, name: str) -> None:
+    config = runs.config(folder, sd, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)
     config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"pipeline_args": {}})})
     with pytest.raises(ValueError, match=f"{name} needs a flow-matching model; .* predicts epsilon"):
         run(config)

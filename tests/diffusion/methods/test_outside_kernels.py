@@ -11,19 +11,15 @@ import torch
 import yaml
 
 from genrl.config import ConfigError, load
-from genrl.config import dump as to_yaml
 from genrl.config.kernels import find_kernel
-from genrl.config.method import code_of
 from genrl.diffusion.train import train
 from genrl.mdp.kernels import transition_of
-from genrl.runtime.guards import NonFiniteError
-from genrl.runtime.replay import replay
-from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
+from tests.diffusion.methods.watched import QUIET
+from tests.planted import replayed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
-QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 BUILT_IN = {"algorithm": "flow_grpo", "kernel": "dance_sde", "noise_level": 0.3, "clip_range": 1e-3}
 DANCE = '''
 def dance(x, velocity, sigma, sigma_next, *, noise_level):
@@ -44,28 +40,20 @@ def kernel(folder: Path) -> Callable[[str], str]:
     return write
 
 
-def test_a_run_is_that_of_the_built_in_kernel(folder: Path, model: Path, kernel: Callable[[str], str]) -> None:
-    """Up to rounding: its arithmetic is float32, that of ours float64 on coefficients."""
+def test_a_run_is_that_of_the_built_in_kernel(
+    folder: Path, model: Path, kernel: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to rounding: its arithmetic is float32, that of ours float64 on coefficients. And its dump is replayed."""
     own = {**BUILT_IN, "kernel": kernel(DANCE)}
     rows = []
     for name, trainer in (("theirs", own), ("ours", BUILT_IN)):
-        rows += runs.rows(
-            train(runs.config(folder, model, trainer=trainer, iterations=1, output=str(folder / name), **QUIET))
-        )
+        config = runs.config(folder, model, trainer=trainer, output=str(folder / name), iterations=1, **QUIET)
+        rows += runs.rows(train(config))
     theirs, ours = rows
     assert theirs["ratio/max_abs_dev"] == 0.0 and theirs["grad_norm"] > 0
     for key in ("loss/policy", "grad_norm", "reward/total_mean"):
         assert theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=1e-6), key
-
-
-def test_its_dump_is_replayed(folder: Path, model: Path, kernel: Callable[[str], str]) -> None:
-    config = runs.config(folder, model, trainer={**BUILT_IN, "kernel": kernel(DANCE)}, iterations=1, **QUIET)
-    write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
-        losses = runs.spoil(run, lambda number: number == 2)
-        code_of(config.trainer).train(run, config.trainer)
-    assert error.value.dump is not None
-    assert torch.equal(replay(error.value.dump).tensors["loss"], losses[1])
+    replayed(runs.config(folder, model, trainer=own, evaluation={"every": 0}), monkeypatch)
 
 
 def refusal(folder: Path, name: str, **changes: Any) -> str:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a pipeline: the loss by hand, its source picture, calls, resume, and sets that are none."""
+"""Supervised fine-tuning of a pipeline: the loss by hand, its source picture, calls, and sets that are none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config, ConfigError, check_files, load
+from genrl.config import Config, ConfigError, check_files
 from genrl.config.estimate import plan
 from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
 from genrl.data.prompts import PromptError
@@ -19,16 +19,15 @@ from genrl.diffusion.policy import inverse
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
-from genrl.runtime.run import Run
 from tests.diffusion import runs
+from tests.diffusion.methods.watched import gradients, relative, resumed, watch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
-SFT: dict[str, Any] = {"algorithm": "sft"}
 COLOURS = [(40 * k, 80, 120) for k in range(4)]
 
 
-def config(folder: Path, kontext: Path, trainer: dict[str, Any] = SFT, **changes: Any) -> Config:
+def config(folder: Path, kontext: Path, **changes: Any) -> Config:
     """Four edits of pictures of one colour each, by the tiny FLUX.1-Kontext."""
     rows = []
     for k, colour in enumerate(COLOURS):
@@ -39,6 +38,7 @@ def config(folder: Path, kontext: Path, trainer: dict[str, Any] = SFT, **changes
     call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
     sampling = {"inputs": {"image": "source_image"}, "pipeline_args": call, "height": 16, "width": 16, "group_size": 1}
     sampling |= {"prompts_per_iteration": 4, "batch_size": 2, "guidance_scale": 2.5, **changes.pop("sampling", {})}
+    trainer = {"algorithm": "sft"} | changes.pop("trainer", {})
     settings = {"evaluation": {"every": 0}, "prompts": {"train": str(folder / "pairs.jsonl"), "eval": None}}
     return runs.config(folder, kontext, sampling=sampling, trainer=trainer, **settings, **changes)
 
@@ -50,70 +50,50 @@ def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, kontext: Path) -> None:
     """Of each target its own noise and level; the gradient is that of the mean over pictures and levels."""
-    found = config(folder, kontext, {**SFT, "timesteps_per_picture": 2}, iterations=1)
+    found = config(folder, kontext, trainer={"timesteps_per_picture": 2}, iterations=1)
     with runs.opened(found) as run:
-        backward, step, seen, gradients = run.backward, run.step, [], {}
+        seen, losses, backward = watch(run), [], run.backward
 
         def watched(settings: Any, results: Any, recorded: Any, **counts: Any) -> None:
-            seen.append((recorded, results["loss"].detach(), counts["divisor"]))
+            assert counts["divisor"] == 4 * 2
+            losses.append(results["loss"].detach())
             backward(settings, results, recorded, **counts)
 
-        def kept() -> float:
-            gradients.update({name: p.grad.clone() for name, p in run.weights.named.items() if p.grad is not None})
-            return step()
-
-        run.backward, run.step = watched, kept  # type: ignore[method-assign]
-        weights = {name: p.detach().clone() for name, p in run.weights.named.items()}
+        run.backward = watched  # type: ignore[method-assign]
         sft.train(run, found.trainer)  # type: ignore[arg-type]
+        (update,) = seen.updates
         for name, parameter in run.weights.named.items():
-            parameter.data.copy_(weights[name])
+            parameter.data.copy_(update.weights[name])
             parameter.grad = None
         reader = open_set(found.prompts.train, run.prompts, TARGET_COLUMNS)
         levels = []
-        for recorded, loss, divisor in seen:
-            rows = [next(row for row in run.prompts if row.text == text) for text in recorded.batch.prompts]
+        for piece, loss in zip(update.pieces, losses, strict=True):
+            rows = [next(row for row in run.prompts if row.text == text) for text in piece.batch.prompts]
             pictures = torch.stack([as_tensor(reader(row)[0], 16, 16) for row in rows])
-            assert [p.getpixel((0, 0)) for p in recorded.batch.inputs["image"]] == [
+            assert [p.getpixel((0, 0)) for p in piece.batch.inputs["image"]] == [
                 COLOURS[int(row.text.split()[1])] for row in rows
             ]
             with torch.no_grad():
-                clean = inverse.encode(run.policy, recorded.batch, pictures)
-            noisy, sigma, target = (recorded[name] for name in ("noisy", "sigma", "target"))
+                clean = inverse.encode(run.policy, piece.batch, pictures)
+            noisy, sigma, target = (piece.given[name] for name in ("noisy", "sigma", "target"))
             noise = target + clean
             assert torch.allclose(noisy, torch.lerp(clean, noise, sigma.view(-1, *[1] * (clean.dim() - 1))), atol=1e-5)
-            error = (run.policy.velocity(recorded.batch, noisy, sigma) - (noise - clean)).square().flatten(1).mean(1)
-            assert torch.allclose(error, loss, atol=1e-5) and divisor == 4 * 2
+            error = (run.policy.velocity(piece.batch, noisy, sigma) - (noise - clean)).square().flatten(1).mean(1)
+            assert torch.allclose(error, loss, atol=1e-5)
             (error.sum() / 8).backward()
             levels += [*sigma.tolist(), float(noise.mean())]
-        assert len(seen) == 4 and len(set(levels)) == len(levels)  # no noise and no level twice
-        for name, parameter in run.weights.named.items():
-            if parameter.grad is not None:
-                assert torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6), name
-        assert any(bool(gradient.any()) for gradient in gradients.values())
-
-
-def test_a_pair_is_learnt(folder: Path, kontext: Path) -> None:
-    rows = runs.rows(
-        train(config(folder, kontext, {**SFT, "timesteps_per_picture": 8}, iterations=6, optimizer={"lr": 2e-2}))
-    )
-    assert rows[-1]["sft/error"] < 0.9 * rows[0]["sft/error"]
+        assert len(losses) == 4 and len(set(levels)) == len(levels)  # no noise and no level twice
+        assert relative(update.gradient, gradients(run)) < 1e-4
+        assert any(bool(gradient.any()) for gradient in update.gradient.values())
 
 
 def test_calls_are_the_predicted_ones_and_nothing_is_sampled(folder: Path, kontext: Path) -> None:
-    found = config(folder, kontext, {**SFT, "timesteps_per_picture": 3, "inner_epochs": 2}, iterations=1)
-    (row,) = runs.rows(train(found))
-    assert row["model_calls/sample"] == plan(found).sample_calls == 0
-    assert row["model_calls/train"] == plan(found).train_calls == 4 * 3 * 2
-    assert "reward/total_mean" not in row
-
-
-def test_two_and_two_iterations_are_four(folder: Path, kontext: Path) -> None:
-    train(config(folder, kontext, iterations=4, output=str(folder / "straight")))
-    train(config(folder, kontext, iterations=2, output=str(folder / "stopped")))
-    written = Run(folder / "stopped").config
-    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
-    train(load(written), folder / "stopped")
-    assert runs.differences(folder / "straight", folder / "stopped") == []
+    """Over a stop, after which the run goes on to the bit."""
+    found = config(folder, kontext, trainer={"timesteps_per_picture": 3, "inner_epochs": 2}, iterations=2)
+    for row in runs.rows(resumed(found, folder)):
+        assert row["model_calls/sample"] == plan(found).sample_calls == 0
+        assert row["model_calls/train"] == plan(found).train_calls == 4 * 3 * 2
+        assert "reward/total_mean" not in row
 
 
 def test_no_guidance_extrapolates_in_training(folder: Path, kontext: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError, estimate, load
+from genrl.config import Config, ConfigError, estimate
 from genrl.config.method import code_of
 from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
 from genrl.diffusion.methods.edges import Edges, progress_table
@@ -20,14 +18,14 @@ from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree
-from genrl.runtime.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.methods.watched import QUIET, resumed, run, trained_by
+from tests.diffusion.policy.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
-QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8, "noise_growth": 0}}
 EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}
 
@@ -37,14 +35,6 @@ def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -
     return runs.config(
         folder, model, trainer=GRPO | trainer, sampling=sampling, **{**QUIET, "iterations": 1, **changes}
     )
-
-
-def run(config: Config, prepare: Callable[[DiffusionRun], None] = lambda run: None) -> list[dict[str, Any]]:
-    """Train in this process; the metric rows."""
-    with runs.opened(config) as run:
-        prepare(run)
-        code_of(config.trainer).train(run, config.trainer)
-    return runs.rows(Path(config.output))
 
 
 # -- cost ------------------------------------------------------------------------------------------------------------
@@ -82,28 +72,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", tiered(SETTINGS, ("window", "splits", "tree_and_tail", "sliding_prune", "growing")))
 def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: str) -> None:
-    """Over all iterations of a run; those of `genrl check` and `genrl plan`."""
-    found = config(folder, model, SETTINGS[name], iterations=3)
+    """Over all iterations of a run; those of `genrl check` and `genrl plan`. Trees are guided, in training or not."""
+    guided: dict[str, Any] = {"guidance_scale": 4.5} if name.startswith("tree") else {}
+    trainer = SETTINGS[name] | ({"guidance_in_training": False} if name == "tree_and_tail" else {})
+    found = config(folder, model, trainer, iterations=3 if name == "sliding_prune" else 2, sampling=guided)
     expected = estimate.plan(found, estimate.read_components(model))
-    rows = run(found)
-    assert sum(row["model_calls/sample"] for row in rows) == pytest.approx(3 * expected.sample_calls)
-    assert sum(row["model_calls/train"] for row in rows) == pytest.approx(3 * expected.train_calls)
+    rows = runs.rows(train(found))
+    assert sum(row["model_calls/sample"] for row in rows) == pytest.approx(len(rows) * expected.sample_calls)
+    assert sum(row["model_calls/train"] for row in rows) == pytest.approx(len(rows) * expected.train_calls)
     for iteration, row in enumerate(rows):
         plan = sampling_plan(found, found.trainer, iteration)  # type: ignore[arg-type]
-        assert row["model_calls/sample"] == 2 * plan.calls
+        assert row["model_calls/sample"] == 2 * plan.calls * (2 if guided else 1)
         assert row["ratio/max_abs_dev"] == 0.0 or "kl" in row  # a second epoch is off-policy
         assert row["window/size"] == len(trained_steps(found, found.trainer, iteration))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("in_training", [True, False])
-def test_guided_calls_are_those_of_the_estimate(folder: Path, model: Path, in_training: bool) -> None:
-    trainer = {**TREE_RPO, "window": {"size": 2, "low": 1, "high": 3}, "guidance_in_training": in_training}
-    found = config(folder, model, trainer, sampling={"guidance_scale": 4.5})
-    expected = estimate.plan(found, estimate.read_components(model))
-    (row,) = run(found)
-    assert (row["model_calls/sample"], row["model_calls/train"]) == (expected.sample_calls, expected.train_calls)
 
 
 B2 = {
@@ -115,29 +98,26 @@ B2 = {
 }
 
 
-def of_noise(folder: Path, final: bool = False) -> Path:
-    """A noise-predicting pipeline on disk. final: its schedule ends at alpha-bar 1."""
-    pipe = FAMILIES["sd15"]().pipe
-    pipe.scheduler.register_to_config(set_alpha_to_one=final)
-    pipe.save_pretrained(folder / "sd15")
-    return folder / "sd15"
-
-
-def test_the_last_step_of_ddim_is_trained_where_the_window_reaches_it(folder: Path) -> None:
+def test_the_last_step_of_ddim_is_trained_where_the_window_reaches_it(folder: Path, sd: Path) -> None:
     """As theirs (B2-DiffuRL); its calls are those of the estimate, and its log-probabilities replay."""
-    model = of_noise(folder)
-    found = config(folder, model, B2, iterations=2, sampling={"num_inference_steps": 3})
-    expected = estimate.plan(found, estimate.read_components(model))
-    rows = run(found)
+    found = config(folder, sd, B2, iterations=2, sampling={"num_inference_steps": 3, "pipeline_args": {}})
+    expected = estimate.plan(found, estimate.read_components(sd))
+    rows = runs.rows(train(found))
     assert [row["window/size"] for row in rows] == [2, 3]
     assert sum(row["model_calls/sample"] for row in rows) == 2 * expected.sample_calls
     assert all(row["ratio/max_abs_dev"] == 0 and row["grad_norm"] > 0 for row in rows)
 
 
-def test_a_last_step_without_noise_cannot_be_trained(folder: Path) -> None:
-    found = config(folder, of_noise(folder, final=True), B2, sampling={"num_inference_steps": 3})
+def test_a_last_step_without_noise_cannot_be_trained(folder: Path, model: Path) -> None:
+    """A schedule of DDIM that ends at alpha-bar 1, and every flow."""
+    pipe = FAMILIES["sd15"]().pipe
+    pipe.scheduler.register_to_config(set_alpha_to_one=True)
+    pipe.save_pretrained(folder / "sd15")
+    found = config(folder, folder / "sd15", B2, sampling={"num_inference_steps": 3, "pipeline_args": {}})
     with pytest.raises(ValueError, match=r"window.high: .* ends at alpha-bar 1, so its last step has no noise; use 2"):
         run(found)
+    with pytest.raises(ConfigError, match="the last of 5 steps is never stochastic, so the window must end by 4"):
+        config(folder, model, {"window": {"size": 2, "high": 5}})
 
 
 def test_the_last_step_of_a_flow_is_not_trained(folder: Path, model: Path) -> None:
@@ -149,28 +129,15 @@ def test_the_last_step_of_a_flow_is_not_trained(folder: Path, model: Path) -> No
 
 
 def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two, two and eight states: the first two are measured against the leaves."""
+    """Of two, two and eight states: the first two are measured against the leaves. Of four: nothing is said."""
     trainer = {"tree": {"ways": 2, "at": [0, 2, 3], "normalise": "depth"}}
-    train(config(folder, model, trainer, iterations=3))
+    train(config(folder, model, trainer, iterations=2))
     told = capsys.readouterr().err
     assert told.count("have fewer than 4 states: measured against the leaves") == 1
     assert "depths 1, 2 have fewer" in told
-
-
-def test_enough_states_are_not_remarked_on(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(config(folder, model, {"tree": {"ways": 4, "at": [0], "normalise": "depth"}}))
+    enough = {"tree": {"ways": 4, "at": [0], "normalise": "depth"}}
+    train(config(folder, model, enough, output=str(folder / "enough")))
     assert "fewer than 4 states" not in capsys.readouterr().err
-
-
-def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model: Path) -> None:
-    (folder / "silent.py").write_text(
-        "def silent(images, prompts):\n"
-        "    return [None if p != prompts[0] else float(k) for k, p in enumerate(prompts)]\n"
-    )
-    trainer = {"tree": {"ways": 2, "at": [0, 1], "prune": {"width": "extremes"}}}
-    rewards = [{"name": f"{folder}/silent.py:silent"}]
-    (row,) = run(config(folder, model, trainer, rewards=rewards))
-    assert row["reward/silent_failed"] > 0 and row["grad_norm"] > 0
 
 
 class Supervised(NamedTuple):
@@ -193,9 +160,9 @@ def supervised(folder: Path, model: Path, target: str) -> Supervised:
         found.append(Supervised(tree, edges, made(run, chosen, rollouts, tree, edges), rollouts, run))
         return found[-1].targets
 
-    with runs.opened(settings) as run, pytest.MonkeyPatch.context() as patch:
+    with runs.opened(settings) as opened, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_tree_rpo, "best_targets", kept)
-        code_of(settings.trainer).train(run, settings.trainer)
+        code_of(settings.trainer).train(opened, settings.trainer)
     return found[0]
 
 
@@ -235,23 +202,12 @@ def test_samples_learn_what_leads_to_the_best_image(folder: Path, model: Path) -
 
 
 def test_a_prompts_history_goes_on_after_a_resume(folder: Path, model: Path) -> None:
-    """B2-DiffuRL's scores need the iterations before: a run stopped in its third of four equals one that was not."""
-
-    def settings(name: str, call: int) -> Config:
-        rewards = [runs.reward(folder, "Interrupt", args={"number": int(signal.SIGTERM), "call": call})]
-        kept = {"checkpoint": {"every": 1}, "output": str(folder / name), "rewards": rewards, "iterations": 4}
-        return config(folder, model, SETTINGS["backward"], **kept)
-
-    train(settings("straight", 1000))
-    with pytest.raises(SystemExit):
-        train(settings("stopped", 3))
-    assert runs.last_state(folder / "stopped").step in (2, 3)
-    (folder / "quiet").touch()
-    train(load(Run(folder / "stopped").config), folder / "stopped")
-    assert runs.differences(folder / "straight", folder / "stopped") == []
-    history = runs.last_state(folder / "stopped").state["memory"]["prompt_history"]
+    """B2-DiffuRL's scores need the iterations before."""
+    settings = config(folder, model, SETTINGS["backward"], iterations=3, evaluation={"every": 0})
+    straight = resumed(settings, folder, done=2)
+    history = runs.last_state(straight).state["memory"]["prompt_history"]
     assert sorted(history) == sorted(runs.PROMPTS)
-    assert [len(stage) for stages in history.values() for stage in stages] == [8] * 8  # each prompt in two of four
+    assert sorted(len(stage) for stages in history.values() for stage in stages) == [8] * 6  # two prompts in each
 
 
 @pytest.mark.slow  # processes of their own
@@ -260,16 +216,8 @@ def test_two_processes_do_what_one_does(folder: Path, model: Path, name: str) ->
     """Up to rounding: trees are cut to other batches."""
     rows = []
     for count in (1, 2):
-        config(folder, model, SETTINGS[name], output=str(folder / f"world-{count}"))
-        path = (folder / "tiny.yaml").rename(folder / f"{count}.yaml")
-        log = folder / f"{count}.log"
-        processes = (
-            [runs.start(runs.train_file, str(path), log=log)]
-            if count == 1
-            else runs.start_ranks(count, runs.train_file, str(path), log=log)
-        )
-        assert runs.wait(processes, 200) == [0] * count, [p.read_text()[-2000:] for p in folder.glob("*.log")]
-        rows += runs.rows(folder / f"world-{count}")
+        config(folder, model, SETTINGS[name])
+        rows += runs.rows(trained_by(count, folder))
     one, two = rows
     assert one.keys() == two.keys()
     for key in one.keys() - {"ratio/std"}:

@@ -18,6 +18,7 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.weights import REFERENCE, Weights
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.tiers import tiered
 
 TYPES = ["lora", "dora", "rslora", "lokr"]
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
@@ -26,18 +27,10 @@ BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 
-def made(family: str = "sd3", **keys: Any) -> tuple[Policy, Weights]:
-    policy = Policy(FAMILIES[family]().pipe)
+def made(**keys: Any) -> tuple[Policy, Weights]:
+    policy = Policy(FAMILIES["sd3"]().pipe)
     lora = LoRA.model_validate({"rank": 4, "alpha": 8.0} | keys)
     return policy, trainable(policy.denoisers, lora, pipe=policy.pipe)
-
-
-def begun(**keys: Any) -> tuple[Policy, Weights]:
-    """From the file alone: rank and alpha are its own."""
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    weights = trainable(policy.denoisers, LoRA.model_validate(keys), pipe=policy.pipe)
-    weights.snapshot(REFERENCE)
-    return policy, weights
 
 
 @torch.no_grad()
@@ -59,7 +52,7 @@ def saved(folder: Path, seed: int = 0, **keys: Any) -> tuple[Policy, Path]:
     return policy, folder
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", tiered(TYPES, ("lora", "lokr")))
 def test_nothing_changes_at_first_and_replay_is_exact(kind: str) -> None:
     untouched = drawn(Policy(FAMILIES["sd3"]().pipe))
     policy, weights = made(type=kind)
@@ -78,7 +71,7 @@ def test_nothing_changes_at_first_and_replay_is_exact(kind: str) -> None:
     assert not torch.equal(drawn(policy), untouched)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", tiered(TYPES, ("lora", "lokr")))
 def test_saved_loaded_by_plain_diffusers_and_merged(tmp_path: Path, kind: str) -> None:
     policy, folder = saved(tmp_path / "lora", type=kind)
     pipe = FAMILIES["sd3"]().pipe
@@ -107,61 +100,57 @@ def test_ranks_of_layers_keep_the_scale(tmp_path: Path) -> None:
         made(ranks={"to_query": 2})
 
 
-class TestBeginning:
-    def test_goes_on_from_a_file_and_refers_to_it(self, tmp_path: Path) -> None:
-        first, folder = saved(tmp_path / "lora", rank=2, alpha=6.0, type="dora")
-        policy, weights = begun(**{"from": str(folder)})
-        config = policy.denoiser.peft_config["default"]
-        assert (config.r, config.lora_alpha, config.use_dora) == (2, 6, True)
-        start = drawn(policy)
-        assert torch.equal(start, drawn(first)) and weights.is_lora
-        move(weights, 1)
-        assert not torch.equal(drawn(policy), start)
-        with weights.reference():
-            assert torch.equal(drawn(policy), start)
-        save_lora(policy, tmp_path / "again", BATCH)
-
-    def test_one_of_another_model_is_refused(self, tmp_path: Path) -> None:
-        policy, weights = made("flux")
-        move(weights)
-        probe = Batch(["a red star"], [("probe", 0)], SAMPLING)
-        save_lora(policy, tmp_path / "flux", probe)
-        with pytest.raises(ValueError, match="is of another model"):
-            begun(**{"from": str(tmp_path / "flux")})
+def test_goes_on_from_a_file_and_refers_to_it(tmp_path: Path) -> None:
+    """From the file alone: rank and alpha are its own. One of another model is refused."""
+    first, folder = saved(tmp_path / "lora", rank=2, alpha=6.0, type="dora")
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    weights = trainable(policy.denoisers, LoRA.model_validate({"from": str(folder)}), pipe=policy.pipe)
+    weights.snapshot(REFERENCE)
+    config = policy.denoiser.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_dora) == (2, 6, True)
+    start = drawn(policy)
+    assert torch.equal(start, drawn(first)) and weights.is_lora
+    move(weights, 1)
+    assert not torch.equal(drawn(policy), start)
+    with weights.reference():
+        assert torch.equal(drawn(policy), start)
+    save_lora(policy, tmp_path / "again", BATCH)
+    flux = Policy(FAMILIES["flux"]().pipe)
+    with pytest.raises(ValueError, match="is of another model"):
+        trainable(flux.denoisers, LoRA.model_validate({"from": str(folder)}), pipe=flux.pipe)
 
 
-class TestFrozen:
-    def test_stays_active_and_as_it_is(self, tmp_path: Path) -> None:
-        """Training one beside two: they act, have no gradient, and are no part of what is saved."""
-        _, one = saved(tmp_path / "one", 1)
-        _, two = saved(tmp_path / "two", 2, rank=2)
-        base = FAMILIES["sd3"]().pipe
-        load_lora(base, str(one), "one")
-        load_lora(base, str(two), "two")
-        base.set_adapters(["one", "two"])
-        plain = Policy(base)
-        expected = drawn(plain)
+def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
+    """Training one beside two: they act, have no gradient, and are no part of what is saved."""
+    _, one = saved(tmp_path / "one", 1)
+    _, two = saved(tmp_path / "two", 2, rank=2)
+    base = FAMILIES["sd3"]().pipe
+    load_lora(base, str(one), "one")
+    load_lora(base, str(two), "two")
+    base.set_adapters(["one", "two"])
+    plain = Policy(base)
+    expected = drawn(plain)
 
-        policy, weights = made(frozen=[str(one), str(two)])
-        weights.snapshot(REFERENCE)
+    policy, weights = made(frozen=[str(one), str(two)])
+    weights.snapshot(REFERENCE)
+    assert torch.equal(drawn(policy), expected)
+    names = {name for name, p in policy.denoiser.named_parameters() if p.requires_grad}
+    assert names == {key.removeprefix("transformer.") for key in weights.named}
+    assert all(".default." in name for name in names)
+    kept = {n: p.clone() for n, p in policy.denoiser.named_parameters() if ".frozen_" in n}
+    assert kept
+    move(weights)
+    after = drawn(policy)
+    assert not torch.equal(after, expected)
+    save_lora(policy, tmp_path / "trained", BATCH)
+    assert torch.equal(drawn(policy), after)
+    assert {name for name, p in policy.denoiser.named_parameters() if p.requires_grad} == names
+    assert all(torch.equal(p, kept[n]) for n, p in policy.denoiser.named_parameters() if n in kept)
+    with weights.reference():
         assert torch.equal(drawn(policy), expected)
-        names = {name for name, p in policy.denoiser.named_parameters() if p.requires_grad}
-        assert names == {key.removeprefix("transformer.") for key in weights.named}
-        assert all(".default." in name for name in names)
-        kept = {n: p.clone() for n, p in policy.denoiser.named_parameters() if ".frozen_" in n}
-        assert kept
-        move(weights)
-        after = drawn(policy)
-        assert not torch.equal(after, expected)
-        save_lora(policy, tmp_path / "trained", BATCH)
-        assert torch.equal(drawn(policy), after)
-        assert {name for name, p in policy.denoiser.named_parameters() if p.requires_grad} == names
-        assert all(torch.equal(p, kept[n]) for n, p in policy.denoiser.named_parameters() if n in kept)
-        with weights.reference():
-            assert torch.equal(drawn(policy), expected)
 
-        load_lora(base, str(tmp_path / "trained"), "trained")
-        base.set_adapters(["trained", "one", "two"])
-        torch.testing.assert_close(drawn(plain), after, rtol=1e-5, atol=1e-5)
-        activate(policy.denoiser)
-        assert torch.equal(drawn(policy), after)
+    load_lora(base, str(tmp_path / "trained"), "trained")
+    base.set_adapters(["trained", "one", "two"])
+    torch.testing.assert_close(drawn(plain), after, rtol=1e-5, atol=1e-5)
+    activate(policy.denoiser)
+    assert torch.equal(drawn(policy), after)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.config import Config
 from genrl.config.schema import Offload
 from genrl.diffusion.methods.on_policy import off_policy
 from genrl.diffusion.policy import compiling
@@ -28,6 +27,7 @@ from genrl.runtime.recorded import Recorded
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,30 +85,17 @@ def test_a_resumed_run_ends_at_the_same_bits(folder: Path, model: Path, traced: 
     assert runs.differences(whole, half) == []
 
 
-def test_without_gradients_the_graph_is_that_with_them(traced: None) -> None:
-    """And nothing of it is left."""
-    family = FAMILIES["sd3"]()
-    policy = Policy(family.pipe)
-    policy.denoiser.requires_grad_(True)
-    lines: list[str] = []
-    compile_denoisers(policy.denoisers.values(), say=lines.append)
-    batch = batch_of(family)
-    state = torch.randn(policy.state_shape(batch))
-    with torch.no_grad():
-        without = policy.velocity(batch, state, torch.tensor(0.5))
-    with_gradients = policy.velocity(batch, state, torch.tensor(0.5))
-    assert with_gradients.requires_grad and not without.requires_grad
-    assert torch.equal(with_gradients, without) and len(lines) == 1
+TRACED = (
+    *("sd15", "sdxl", "sd3", "flux", "chroma", "sana", "qwen_image", "hidream", "z_image", "hunyuan_dit"),
+    *("wan22", "ltx", "hunyuan_video", "mochi", "cogvideox", "ace_step"),
+)
+"""A pipeline of each kind of denoiser: the others are called alike."""
 
 
-# `sd3_inpaint` has the denoiser of `sd3`, and is called alike.
-DENOISERS = [name for name in FAMILIES if not name.startswith(tuple(f"{other}_" for other in FAMILIES))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DENOISERS)
+@pytest.mark.parametrize("name", tiered(TRACED, ("sd15",)))
 def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
-    """At most once per prediction and shape; the others are parts of models that torch cuts in pieces."""
+    """At most once per prediction and shape; the others are parts of models that torch cuts in pieces. Without
+    gradients the graph is that with them, where replay is the record."""
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
     policy.denoiser.requires_grad_(True)
@@ -123,6 +110,7 @@ def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
 
 
 def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until sizes are halved, and counted anew."""
     monkeypatch.setattr(compiling, "MOST", 2)
     lines: list[str] = []
     denoiser = nn.Linear(2, 2)
@@ -132,20 +120,12 @@ def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatc
     assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 2 times)", "2 of at most 2 times)"]
     with pytest.raises(RuntimeError, match=r"kernels.compile: Linear was compiled 3 times, .* 0 \[3, 2\]: its inputs"):
         denoiser(torch.ones(3, 2))
+    compiling.start_over([denoiser])
+    denoiser(torch.ones(4, 2))
+    assert lines[-1].rsplit(" (")[1] == "1 of at most 2 times)"
 
 
-def test_other_sizes_are_counted_anew(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "MOST", 1)
-    lines: list[str] = []
-    denoiser = nn.Linear(2, 2)
-    compile_denoisers([denoiser], say=lines.append)
-    for rows in (4, 2, 1):  # halved twice
-        for _ in range(2):
-            denoiser(torch.ones(rows, 2))
-        compiling.start_over([denoiser])
-    assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 1 times)"] * 3
-
-
+@pytest.mark.slow
 def test_too_many_graphs_are_no_answer_to_whether_timesteps_broadcast(
     traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +222,8 @@ SWITCHES: dict[str, dict[str, Any]] = {  # what does not go together, apart
 }
 
 
-def with_every_switch(folder: Path, model: Path, name: str) -> Config:
+@pytest.mark.parametrize("name", tiered(SWITCHES, ()))
+def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, traced: None, name: str) -> None:
     sections = {
         section: {**EVERYWHERE.get(section, {}), **SWITCHES[name].get(section, {})}
         for section in {*EVERYWHERE, *SWITCHES[name]}
@@ -250,19 +231,8 @@ def with_every_switch(folder: Path, model: Path, name: str) -> Config:
     sections["trainer"]["algorithm"] = "flow_grpo"
     of_model = sections.pop("model")
     config = runs.config(folder, model, **{"evaluation": {"every": 0}, **sections}, iterations=1)
-    return config.model_copy(update={"model": config.model.model_copy(update=of_model)})
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kept graphs",
-        "least memory",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("trees", "no guidance in training")),
-    ],
-)
-def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, traced: None, name: str) -> None:
-    assert ratios(train(with_every_switch(folder, model, name))) == [0.0]
+    config = config.model_copy(update={"model": config.model.model_copy(update=of_model)})
+    assert ratios(train(config)) == [0.0]
 
 
 @pytest.mark.slow

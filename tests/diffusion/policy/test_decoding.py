@@ -67,19 +67,6 @@ def test_pipelines_keep_their_device() -> None:
     assert pipe._execution_device == home and type(pipe).__name__ == "StableDiffusion3Pipeline"
 
 
-def test_slices_are_the_whole_up_to_rounding() -> None:
-    family = FAMILIES["sd3"]()
-    policy = Policy(family.pipe)
-    state = torch.randn(policy.state_shape(BATCH), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        wanted = policy.decode(BATCH, state)
-        spare_vae(family.pipe, sliced=True)
-        sizes: list[int] = []
-        family.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-        torch.testing.assert_close(policy.decode(BATCH, state), wanted, atol=1e-5, rtol=0)
-    assert sizes == [1, 1]
-
-
 def test_a_run_that_spares_its_vae_is_the_same(folder: Path, model: Path) -> None:
     plain = runs.config(folder, model, iterations=1)
     spared = plain.model.model_copy(update={"offload": Offload(vae="between")})
@@ -87,24 +74,8 @@ def test_a_run_that_spares_its_vae_is_the_same(folder: Path, model: Path) -> Non
     assert runs.differences(train(plain), train(other)) == []
 
 
-def test_a_pipeline_without_a_vae_is_refused() -> None:
-    pipe = FAMILIES["sd3"]().pipe
-    pipe.register_modules(vae=None)
-    with pytest.raises(ValueError, match=r"model.offload.vae: StableDiffusion3Pipeline has no VAE"):
-        spare_vae(pipe, offload=True)
-    with pytest.raises(ValueError, match=r"model.slice_vae: StableDiffusion3Pipeline has no VAE"):
-        spare_vae(pipe, sliced=True)
-
-
-def test_a_vae_without_slices_is_refused() -> None:
-    pipe = FAMILIES["sd3"]().pipe
-    del pipe.vae.use_slicing
-    with pytest.raises(ValueError, match=r"model.slice_vae: AutoencoderKL does not decode in slices"):
-        spare_vae(pipe, sliced=True)
-
-
-def test_tiles() -> None:
-    """Small pictures are one tile: the same. A VAE that has none is refused by the key."""
+def test_slices_and_tiles() -> None:
+    """Slices are the whole up to rounding; small pictures are one tile: the same."""
     policy = Policy(FAMILIES["sd3"]().pipe)
     with torch.no_grad():
         final = policy.roll_out(BATCH).final
@@ -113,8 +84,24 @@ def test_tiles() -> None:
         assert torch.equal(policy.decode(BATCH, final), whole)
         policy.pipe.vae.tile_sample_min_size, policy.pipe.vae.tile_latent_min_size = 8, 4
         tiled = policy.decode(BATCH, final)
-    assert tiled.shape == whole.shape and not torch.equal(tiled, whole)
+        assert tiled.shape == whole.shape and not torch.equal(tiled, whole)
+        policy.pipe.vae.disable_tiling()
+        spare_vae(policy.pipe, sliced=True)
+        sizes: list[int] = []
+        policy.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+        torch.testing.assert_close(policy.decode(BATCH, final), whole, atol=1e-5, rtol=0)
+    assert sizes == [1, 1]
+
+
+def test_what_a_pipeline_has_not_is_refused_by_the_key() -> None:
     pipe = FAMILIES["sd3"]().pipe
-    del pipe.vae.use_tiling
+    del pipe.vae.use_slicing, pipe.vae.use_tiling
+    with pytest.raises(ValueError, match=r"model.slice_vae: AutoencoderKL does not decode in slices"):
+        spare_vae(pipe, sliced=True)
     with pytest.raises(ValueError, match=r"model.tile_vae: AutoencoderKL does not decode in tiles; write false"):
         spare_vae(pipe, tiled=True)
+    pipe.register_modules(vae=None)
+    with pytest.raises(ValueError, match=r"model.offload.vae: StableDiffusion3Pipeline has no VAE"):
+        spare_vae(pipe, offload=True)
+    with pytest.raises(ValueError, match=r"model.slice_vae: StableDiffusion3Pipeline has no VAE"):
+        spare_vae(pipe, sliced=True)

@@ -19,7 +19,6 @@ from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from genrl.config import LoRA, Model, dump
 from genrl.diffusion.policy.adapters import loads_lora
@@ -46,7 +45,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 PROBE = Batch(["a red star"], [("probe", 0)], ARGUMENTS)
 PROMPTS = ["a red star", "two blue dogs"]
-QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 def moved(lora: LoRA | None = LoRA(rank=4, alpha=16.0), dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
@@ -95,12 +94,12 @@ def test_every_checkpoint_holds_the_averaged_adapter(trained: Path) -> None:
     for step in (1, 2):
         folder = Run(trained).checkpoints / f"step-{step:06d}"
         average = load_file(folder / "snapshot-average.safetensors")
-        adapter = load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+        adapter = load_file(folder / "lora" / WEIGHTS)
         assert len(adapter) == len(average) > 0
         for key, tensor in average.items():
             assert torch.equal(adapter[key.replace(".default.weight", ".weight")], tensor)
-    last = load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
-    final = load_file(trained / "lora" / "pytorch_lora_weights.safetensors")
+    last = load_file(folder / "lora" / WEIGHTS)
+    final = load_file(trained / "lora" / WEIGHTS)
     assert all(torch.equal(final[key], tensor) for key, tensor in last.items())
     present = load_file(folder / "weights.safetensors")
     assert any(not torch.equal(present[key], average[key]) for key in present)
@@ -122,71 +121,53 @@ def test_saving_leaves_the_training_as_it_was(tmp_path: Path) -> None:
     assert list(policy.denoiser.peft_config) == ["default"]
 
 
-@pytest.mark.parametrize("alpha", [4.0, 1.0, 64.0])
-def test_the_strength_of_the_adapter_is_kept(tmp_path: Path, alpha: float) -> None:
-    policy, _ = moved(LoRA(rank=4, alpha=alpha))
+@pytest.mark.parametrize(("alpha", "dtype"), [(1.0, torch.float32), (64.0, torch.float32), (4.0, torch.bfloat16)])
+def test_the_strength_of_the_adapter_is_kept(tmp_path: Path, alpha: float, dtype: torch.dtype) -> None:
+    policy, _ = moved(LoRA(rank=4, alpha=alpha), dtype)
     save_lora(policy, tmp_path / "lora", PROBE)
-    fresh = Policy(FAMILIES["sd3"]().pipe)
+    fresh = Policy(FAMILIES["sd3"]().pipe.to(dtype))
     fresh.pipe.load_lora_weights(tmp_path / "lora")
     assert torch.equal(fresh.generate(PROBE), policy.generate(PROBE))
-
-
-def test_bfloat16_models_are_saved_too(tmp_path: Path) -> None:
-    policy, _ = moved(dtype=torch.bfloat16)
-    save_lora(policy, tmp_path / "lora", PROBE)
-    with safe_open(tmp_path / "lora" / "pytorch_lora_weights.safetensors", "pt") as file:
-        assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.float32}  # noqa: SIM118
+    assert {tensor.dtype for tensor in load_file(tmp_path / "lora" / WEIGHTS).values()} == {torch.float32}
 
 
 # -- corrupted between writing and reading back ----------------------------------------------------------------------
 
 
-def rewritten(change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> Callable[[Path], None]:
-    def corrupt(path: Path) -> None:
-        with safe_open(path, "pt") as file:
-            metadata = dict(file.metadata() or {})
-        tensors = load_file(path)
-        change(tensors, metadata)
-        save_file(tensors, path, metadata=metadata)
-
-    return corrupt
-
-
-def other_value(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    next(t for key, t in sorted(tensors.items()) if "lora_B" in key)[0, 0] += 0.5
-
-
-def one_layer_less(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    for key in [key for key in tensors if ".0.attn.to_q." in key]:
-        del tensors[key]
+def corrupt(path: Path, how: str) -> None:
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata() or {})
+    tensors = load_file(path)
+    if how == "value":
+        next(t for key, t in sorted(tensors.items()) if "lora_B" in key)[0, 0] += 0.5
+    elif how == "layer":
+        tensors = {key: tensor for key, tensor in tensors.items() if ".0.attn.to_q." not in key}
+    elif how == "names":
+        tensors = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
+    else:
+        metadata.clear()
+    save_file(tensors, path, metadata=metadata)
 
 
-def other_names(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    for key in list(tensors):
-        tensors[f"base_model.model.{key}"] = tensors.pop(key)
-
-
-def no_metadata(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    metadata.clear()
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-CORRUPTIONS = {
-    "value": rewritten(other_value),
-    "layer": rewritten(one_layer_less),
-    "names": rewritten(other_names),
-    "metadata": rewritten(no_metadata),
-    "cut": cut,
-    "empty": emptied,
+CORRUPTIONS: dict[str, Callable[[Path], object]] = {
+    **{how: functools.partial(corrupt, how=how) for how in ("value", "layer", "names", "metadata")},
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "gone": Path.unlink,
 }
+
+
+def corrupting(monkeypatch: pytest.MonkeyPatch, how: str, call: int = 0) -> None:
+    """From now on, between writing and reading back in that call."""
+    kind = type(FAMILIES["sd3"]().pipe)
+    write, calls = kind.save_lora_weights, iter(range(100))
+
+    @functools.wraps(write)
+    def written(folder: Path, **arguments: Any) -> None:
+        write(folder, **arguments)
+        if next(calls) == call:
+            CORRUPTIONS[how](Path(folder) / WEIGHTS)
+
+    monkeypatch.setattr(kind, "save_lora_weights", staticmethod(written))
 
 
 @pytest.mark.parametrize("how", CORRUPTIONS)
@@ -195,18 +176,9 @@ def test_a_file_that_does_not_give_the_model_back_is_refused(
 ) -> None:
     policy, weights = moved()
     before = policy.generate(PROBE).detach()
-    kind = type(policy.pipe)
-    write = kind.save_lora_weights
-
-    @functools.wraps(write)
-    def corrupting(folder: Path, **arguments: Any) -> None:
-        write(folder, **arguments)
-        CORRUPTIONS[how](Path(folder) / "pytorch_lora_weights.safetensors")
-
-    monkeypatch.setattr(kind, "save_lora_weights", staticmethod(corrupting))
+    corrupting(monkeypatch, how)
     with pytest.raises(ExportError, match="the adapter in .*lora"):
         save_lora(policy, tmp_path / "lora", PROBE)
-    monkeypatch.undo()
     assert torch.equal(policy.generate(PROBE), before)  # the model in training is unharmed
     assert list(policy.denoiser.peft_config) == ["default"] and all(p.requires_grad for p in weights.parameters)
     save_lora(policy, tmp_path / "again", PROBE)
@@ -214,16 +186,7 @@ def test_a_file_that_does_not_give_the_model_back_is_refused(
 
 def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint under its final name holds an adapter that was not proven."""
-    kind = type(FAMILIES["sd3"]().pipe)
-    write, calls = kind.save_lora_weights, iter(range(100))
-
-    @functools.wraps(write)
-    def corrupting(folder: Path, **arguments: Any) -> None:
-        write(folder, **arguments)
-        if next(calls) == 1:
-            CORRUPTIONS["value"](Path(folder) / "pytorch_lora_weights.safetensors")
-
-    monkeypatch.setattr(kind, "save_lora_weights", staticmethod(corrupting))
+    corrupting(monkeypatch, "value", call=1)
     config = runs.config(folder, model, iterations=3, evaluation={"every": 0})
     with pytest.raises(ExportError):
         train(config)
@@ -232,11 +195,10 @@ def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeyp
     assert runs.last_state(Path(config.output)).step == 3
 
 
-class UNetOnly(DiffusionPipeline, StableDiffusionLoraLoaderMixin):
-    """A loader, but for another denoiser, as PRXPipeline has."""
-
-
 def test_a_loader_of_another_denoiser_is_none() -> None:
+    class UNetOnly(DiffusionPipeline, StableDiffusionLoraLoaderMixin):
+        """As PRXPipeline has."""
+
     policy, _ = moved()
     assert loads_lora(policy.pipe, policy.denoisers)
     assert not loads_lora(UNetOnly(), policy.denoisers) and not loads_lora(DiffusionPipeline(), policy.denoisers)
@@ -247,7 +209,8 @@ def test_a_loader_of_another_denoiser_is_none() -> None:
 
 @pytest.mark.parametrize("ema", [{"decay": 0.5}, None], ids=["average", "no average"])
 def test_export_of_full_fine_tuning(folder: Path, model: Path, ema: dict[str, float] | None) -> None:
-    run = train(runs.config(folder, model, lora=None, optimizer={"lr": 1e-2}, ema=ema, iterations=2))
+    changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}}
+    run = train(runs.config(folder, model, lora=None, optimizer={"lr": 1e-2}, ema=ema, **changes))
     assert not (run / "lora").exists()
     out = export(run, folder / "out")
     pipe = DiffusionPipeline.from_pretrained(out)
@@ -255,7 +218,6 @@ def test_export_of_full_fine_tuning(folder: Path, model: Path, ema: dict[str, fl
     wanted = runs.last_state(run).tensors["snapshot-average" if ema else "weights"]
     for key, p in pipe.transformer.named_parameters():
         assert torch.equal(p, wanted[f"transformer.{key}"])
-    assert not np.array_equal(picture(pipe, 5), picture(DiffusionPipeline.from_pretrained(model), 5))
     assert "load_lora_weights" not in (out / "README.md").read_text()
 
 
@@ -270,9 +232,7 @@ def test_export_of_an_adapter_and_of_the_merged_pipeline(trained: Path, model: P
     assert difference.max() <= 1  # merging rounds
     assert np.abs(base.astype(int) - picture(pipe, 5)).max() > 1
     first = export(trained, tmp_path / "first", step=1)
-    assert not torch.equal(
-        *(next(iter(load_file(f / "pytorch_lora_weights.safetensors").values())) for f in (first, adapter))
-    )
+    assert not torch.equal(*(next(iter(load_file(f / WEIGHTS).values())) for f in (first, adapter)))
 
 
 def test_both_experts_are_merged(folder: Path) -> None:
@@ -285,7 +245,7 @@ def test_both_experts_are_merged(folder: Path) -> None:
     with torch.no_grad():
         for k, p in enumerate(weights.parameters):
             p.normal_(std=0.3, generator=torch.Generator().manual_seed(k))
-    run, probe = Run(Path(config.output)), Batch(["a"], [("probe", 0)], {"num_inference_steps": 4, **family.call})
+    run, probe = Run(Path(config.output)), Batch(["a"], [("probe", 0)], {"num_inference_steps": 3, **family.call})
     write_atomic(run.config, dump(config))
     checkpoint.save(
         run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
@@ -302,9 +262,7 @@ def test_both_experts_are_merged(folder: Path) -> None:
 
 
 def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="no checkpoint 7; checkpoints there: 2, 1, 0|no checkpoint 7; checkpoints there: 2, 1"
-    ):
+    with pytest.raises(ValueError, match="no checkpoint 7; checkpoints there: 2, 1"):
         export(trained, tmp_path / "out", step=7)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -312,7 +270,7 @@ def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
         export(trained, tmp_path / "full")
     copy = tmp_path / "damaged"
     shutil.copytree(trained, copy)
-    cut(Run(copy).checkpoints / "step-000002" / "lora" / "pytorch_lora_weights.safetensors")
+    CORRUPTIONS["cut"](Run(copy).checkpoints / "step-000002" / "lora" / WEIGHTS)
     with pytest.raises(Exception, match="is not a complete checkpoint: lora/pytorch_lora_weights.safetensors has"):
         export(copy, tmp_path / "out", step=2)
 

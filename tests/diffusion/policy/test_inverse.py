@@ -12,6 +12,7 @@ from genrl.diffusion.policy.inverse import decoder_input, encode, to_states
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -19,7 +20,9 @@ KEYS = [(7, 0, 0), (7, 0, 1)]
 ASSETS = Path(__file__).parents[3] / "assets"
 
 
-@pytest.mark.parametrize("name", ["sd15", "sd3", "flux", "flux2", "sana", "qwen_image", "wan_t2v", "flux_kontext"])
+@pytest.mark.parametrize(
+    "name", tiered(["sd15", "sd3", "flux", "flux2", "sana", "qwen_image", "wan_t2v", "flux_kontext"], ("sd3", "flux2"))
+)
 def test_what_happens_before_decoding_is_undone(name: str) -> None:
     """Packing, patches, factors and offsets of channels: found without knowing any of them."""
     family = FAMILIES[name]()

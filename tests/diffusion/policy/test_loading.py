@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
-from diffusers import DiffusionPipeline
+import torch
+from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
-from genrl.config import Model, Sampling
+from genrl.config import ConfigError, Model, Sampling, check_files, load
+from genrl.diffusion.policy import adapters
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.train import train
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_family_is_called_with_is_accepted(name: str) -> None:
-    family = FAMILIES[name]()
-    check_call_arguments(family.pipe, ["num_inference_steps", *family.call, *family.inputs])
+from tests.diffusion.policy.test_families import batch_of
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,85 @@ def test_pickled_weights_are_refused_unless_they_are_asked_for(folder: Path, tmp
     assert not list((tmp_path / "pickled" / "transformer").glob("*.safetensors"))
     with pytest.raises(ValueError, match="safetensors.*model.use_safetensors: false takes pickled weights"):
         load_pipeline(Model(path=str(tmp_path / "pickled")))
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def saved(name: str, folder: Path) -> Path:
+    FAMILIES[name]().pipe.save_pretrained(folder / name)
+    return folder / name
+
+
+def shipped(recipe: str) -> dict[str, Any]:
+    return load(ROOT / "configs" / "diffusion" / f"{recipe}.yaml").model.scheduler
+
+
+def test_lightning_on_sdxl_runs_the_timesteps_of_its_card(tmp_path: Path) -> None:
+    """Also where the checkpoint's file does not say the setting: DDIM's default would take its place."""
+    path = saved("sdxl", tmp_path)
+    settings = path / "scheduler" / "scheduler_config.json"
+    held = json.loads(settings.read_text())
+    for spacing in ("leading", None):
+        settings.write_text(json.dumps({k: v for k, v in held.items() if k != "timestep_spacing" or spacing}))
+        pipe = load_pipeline(Model(path=str(path), scheduler=shipped("sdxl_lightning_flow_grpo")))
+        assert type(pipe.scheduler) is EulerDiscreteScheduler
+        pipe.scheduler.set_timesteps(4)
+        own, policy = pipe.scheduler.timesteps.tolist(), Policy(pipe)
+        with torch.no_grad():
+            recorded = policy.roll_out(batch_of(FAMILIES["sdxl"]()))
+        assert recorded.sigmas.tolist() == own == [999, 749, 499, 249]
+
+
+def test_lightning_on_qwen_image_runs_the_shift_of_its_card(tmp_path: Path) -> None:
+    family = FAMILIES["qwen_image"]()
+    family.pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(
+        {**family.pipe.scheduler.config, "use_dynamic_shifting": True, "shift_terminal": 0.02}
+    )
+    family.pipe.save_pretrained(tmp_path / "model")
+    settings = shipped("qwen_image_lightning_diffusion_nft")
+    assert settings["base_shift"] == math.log(3)
+    policy = Policy(load_pipeline(Model(path=str(tmp_path / "model"), scheduler=settings)))
+    with torch.no_grad():
+        sigmas = policy.roll_out(batch_of(family)).sigmas
+    even = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
+    torch.testing.assert_close(sigmas, 3 * even / (1 + 2 * even))
+
+
+def test_what_the_scheduler_has_not(folder: Path, tmp_path: Path, model: Path) -> None:
+    def refused(path: Path, settings: dict[str, Any], says: str, **sections: Any) -> None:
+        asked = runs.config(folder, path, model={"path": str(path), "scheduler": settings}, **sections)
+        with pytest.raises(ConfigError, match=says):
+            check_files(asked)
+        with pytest.raises(ValueError, match=says):
+            load_pipeline(asked.model)
+
+    refused(model, {"shft": 3.0}, r"model\.scheduler\.shft: .*has no such setting; did you mean shift\?")
+    ddim = {"algorithm": "flow_grpo", "kernel": "ddim", "noise_level": 1.0}
+    says = r"model\.scheduler\.use_karras_sigmas: DDIM, which takes the place of EulerDiscreteScheduler"
+    refused(saved("sdxl", tmp_path), {"use_karras_sigmas": True}, says, trainer=ddim)
+    with pytest.raises(ConfigError, match=r"timestep_spacing: found 'trailin'; it can be linspace, leading, trailing"):
+        runs.config(folder, model, model={"path": str(model), "scheduler": {"timestep_spacing": "trailin"}})
+
+
+def test_a_run_and_its_card(folder: Path, model: Path) -> None:
+    changed = {"path": str(model), "scheduler": {"shift": 5.0}}
+    run = train(runs.config(folder, model, model=changed, iterations=1))
+    card = (run / "lora" / "README.md").read_text()
+    (line,) = [line for line in card.splitlines() if line.startswith("pipe.scheduler = ")]
+    pipe = DiffusionPipeline.from_pretrained(model)
+    exec(line, {"pipe": pipe})
+    assert pipe.scheduler.config.shift == 5.0 and type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
+    assert runs.rows(run)[1]["ratio/max_abs_dev"] == 0.0
+
+
+def test_one_file_of_several_on_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, asked = load_pipeline(Model(path=str(model))), []
+    monkeypatch.setattr(type(pipe), "load_lora_weights", lambda self, *given, **named: asked.append((given, named)))
+    for source in ("org/name", "org/name:some/file.safetensors"):
+        with pytest.raises(ValueError, match="holds nothing for StableDiffusion3Pipeline"):
+            adapters.load_lora(pipe, source, "frozen_0")
+    named = {"adapter_name": "frozen_0"}
+    assert asked == [(("org/name",), named), (("org/name",), named | {"weight_name": "some/file.safetensors"})]
+    with pytest.raises(ValueError, match="a hub id is written org/name, or org/name:file.safetensors"):
+        adapters.load_lora(pipe, "org/name:file.bin")

@@ -14,21 +14,14 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from genrl.config import LoRA
 from genrl.config.rewriter import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
+from tests.diffusion.tiny_parts import decoder_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within peft and transformers
 
 TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny-lm"
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
     "llama": lambda size: LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
+        LlamaConfig(**decoder_sizes(32, layers=2) | {"vocab_size": size, "max_position_embeddings": 64})
     ),
     "gpt2": lambda size: GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
 }
@@ -70,8 +63,7 @@ def moved(rewriter: Rewriter, size: float = 0.05) -> Rewriter:
     return rewriter
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("kind", "temperature"), [("llama", 1.0), ("gpt2", 0.7)])
 def test_teacher_forcing_gives_the_log_probabilities_of_sampling(
     saved: Callable[[str], Path], kind: str, temperature: float
 ) -> None:
@@ -80,9 +72,8 @@ def test_teacher_forcing_gives_the_log_probabilities_of_sampling(
     again = rewriter.log_probs(written)
     assert again.dtype == torch.float32 and again.shape == written.tokens.shape == written.mask.shape
     assert torch.allclose(again[written.mask], written.log_probs[written.mask], atol=1e-5)
-    assert (
-        len({tuple(row) for row in written.tokens.tolist()}) == 5
-    )  # no top-k, no greedy: the makers' defaults are off
+    # no top-k, no greedy: the makers' defaults are off
+    assert len({tuple(row) for row in written.tokens.tolist()}) == 5
     with rewriter.model.disable_adapter():
         assert not torch.allclose(rewriter.log_probs(written), again, atol=1e-3)
 
@@ -117,36 +108,25 @@ def test_the_tiny_model_knows_the_task_and_is_flawed() -> None:
     assert 10 < right < 70
 
 
-def answered(rewriter: Rewriter, text: str, end: bool = True) -> str | None:
-    tokens = rewriter.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
-    tokens = torch.cat([tokens, torch.tensor([rewriter.end])]) if end else tokens
-    return rewriter._new_prompt(tokens, lambda text: len(text) < 30)
-
-
-@pytest.mark.parametrize(
-    ("answer", "found"),
-    [
-        ("<answer>two red circles</answer>", "two red circles"),
-        ("let me see <answer> two  red\ncircles </answer> there", "two red circles"),
-        ("two red circles", None),
-        ("<answer>two red circles", None),
-        ("two red circles</answer>", None),
-        ("</answer>two red circles<answer>", None),
-        ("</answer> junk <answer>two red circles", None),
-        ("<answer>a</answer><answer>b</answer>", None),
-        ("<answer>  </answer>", None),
-        ("<answer>two red circles and a blue square</answer>", None),  # too long for the text encoders
-    ],
-)
-def test_the_new_prompt_is_what_stands_between_the_tags(answer: str, found: str | None) -> None:
+def test_the_new_prompt_is_what_stands_between_the_tags() -> None:
+    """One pair of them, around something that the text encoders have room for, in an answer that was not cut."""
     rewriter = Rewriter(settings(TINY))
-    assert answered(rewriter, answer) == found
 
+    def answered(text: str, end: bool = True) -> str | None:
+        tokens = rewriter.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        tokens = torch.cat([tokens, torch.tensor([rewriter.end])]) if end else tokens
+        return rewriter._new_prompt(tokens, lambda text: len(text) < 30)
 
-def test_an_answer_that_was_cut_holds_no_prompt() -> None:
-    assert answered(Rewriter(settings(TINY)), "<answer>two red circles</answer>", end=False) is None
-    rewriter = Rewriter(settings(TINY, max_new_tokens=3))
-    written = rewriter.write("a jade disc", 3, ("key",), anything)
+    assert answered("<answer>two red circles</answer>") == "two red circles"
+    assert answered("let me see <answer> two  red\ncircles </answer> there") == "two red circles"
+    assert answered("<answer>two red circles</answer>", end=False) is None
+    for none in (
+        *("two red circles", "<answer>two red circles", "two red circles</answer>", "<answer>  </answer>"),
+        *("</answer>two red circles<answer>", "</answer> junk <answer>two red circles"),
+        *("<answer>a</answer><answer>b</answer>", "<answer>two red circles and a blue square</answer>"),
+    ):
+        assert answered(none) is None, none
+    written = Rewriter(settings(TINY, max_new_tokens=3)).write("a jade disc", 3, ("key",), anything)
     assert written.texts == ["a jade disc"] * 3 and not any(written.well_formed) and bool(written.mask.all())
 
 

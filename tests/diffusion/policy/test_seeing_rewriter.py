@@ -20,7 +20,6 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe
 from genrl.diffusion.sample import sample
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.prompt_rl import rewriter_loss
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.diffusion import runs
@@ -80,16 +79,6 @@ def test_its_answers_are_those_of_the_model_and_of_the_picture(saved: Callable[[
     same = policy.log_probs(asked, written.tokens, written.mask, group=torch.zeros(4, dtype=torch.int64)).log_prob
     with torch.no_grad(), rewriter.model.disable_adapter():
         assert torch.allclose(rewriter.log_probs(written)[written.mask], same[written.mask], atol=1e-5)
-
-
-def test_on_policy_the_ratio_is_exactly_one(saved: Callable[[str], Path]) -> None:
-    """The same weights give the same numbers bit for bit, and the loss is -A at a ratio of 1; its gradient is l A's."""
-    rewriter = opened(saved("qwen2_5_vl"))
-    written = rewriter.write("a jade disc", 3, ("key", 1), anything, [picture(0)])
-    new = rewriter.log_probs(written)
-    assert torch.equal(new, rewriter.log_probs(written))
-    advantage = torch.tensor([1.0, -0.5, 2.0])
-    assert torch.equal(rewriter_loss(new, new.detach(), advantage, written.mask, kl_weight=0.0), -advantage)
 
 
 def test_what_sees_is_not_trained_and_the_adapter_is_peft_s(saved: Callable[[str], Path], tmp_path: Path) -> None:

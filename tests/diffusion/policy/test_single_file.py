@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +48,6 @@ def test_the_weights_are_those_of_the_file_and_the_rest_of_the_base(
             found = getattr(one, name).state_dict()
             assert found.keys() == expected.keys(), name
             assert all(torch.equal(found[key], expected[key]) for key in expected), name
-
-
-def test_it_is_trained_like_a_folder(trained_elsewhere: Any, model: Path, folder: Path) -> None:
-    file = original_format.save_sd3(trained_elsewhere, folder / "sd3.safetensors", whole=False)
-    brief: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 1}
-    tree = runs.settings(folder, file, **brief)
-    tree["model"]["config"] = str(model)
-    run = train(Config.model_validate(tree))
-    whole = folder / "pipeline"
-    pipe = DiffusionPipeline.from_pretrained(model)
-    pipe.transformer.load_state_dict(trained_elsewhere.transformer.state_dict())
-    pipe.save_pretrained(whole)
-    same = train(runs.config(folder, whole, **brief, output=str(folder / "same")))
-    weights = [load_file(one / "lora" / "pytorch_lora_weights.safetensors") for one in (run, same)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
-    card = (run / "lora" / "README.md").read_text(encoding="utf-8")
-    assert loading_code(Model(path=str(file), config=str(model))) in card
-    assert f"base_model: {json.dumps(str(model))}" in card
 
 
 def test_what_cannot_be_read_says_why(trained_elsewhere: Any, model: Path, tmp_path: Path) -> None:

@@ -14,18 +14,14 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
 KEYS = [(7, 0, 0), (7, 0, 1)]
-HALF = [
-    "sd15_img2img",
-    "sd15_inpaint",
-    "sdxl_img2img",
-    "sd3_img2img",
-    "flux_img2img",
-    "flux_inpaint",
-    "z_image_img2img",
-]
+HALF = (
+    *("sd15_img2img", "sd15_inpaint", "sdxl_img2img", "sd3_img2img"),
+    *("flux_img2img", "flux_inpaint", "z_image_img2img"),
+)
 
 
 def opened(name: str, **call: object) -> tuple[Family, Policy, Batch]:
@@ -35,7 +31,7 @@ def opened(name: str, **call: object) -> tuple[Family, Policy, Batch]:
     return family, Policy(family.pipe), batch
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", tiered(HALF, ("sd15_inpaint", "sd3_img2img")))
 def test_strength_below_one(name: str) -> None:
     """Half of the schedule is run: recorded, replayed, resumed and decoded as a whole one, and like the pipeline's."""
     family, policy, batch = opened(name, strength=0.5)

@@ -14,6 +14,7 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import snapshot_base, trainable
 from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.methods.watched import copied, equal
 
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
 BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
@@ -46,14 +47,6 @@ def some_steps(policy: Policy, weights: Weights, count: int = 2) -> None:
         optimizer.step()
 
 
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor.detach().clone() for key, tensor in tensors.items()}
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 # -- which parameters ------------------------------------------------------------------------------------------------
 
 
@@ -70,24 +63,6 @@ def test_only_the_adapter_is_trained_and_in_float32(dtype: torch.dtype) -> None:
     assert weights.num_parameters == sum(p.numel() for p in trainable.values())
     others = [c for n, c in policy.pipe.components.items() if isinstance(c, nn.Module) and n != "transformer"]
     assert others and not any(p.requires_grad for component in others for p in component.parameters())
-
-
-def test_full_fine_tuning_trains_the_denoiser_in_float32() -> None:
-    policy, weights = tiny(None, dtype=torch.bfloat16)
-    assert len(weights.parameters) == len(list(policy.denoiser.parameters()))
-    assert {p.dtype for p in weights.parameters} == {torch.float32}
-
-
-def test_full_fine_tuning_of_a_bfloat16_model_needs_autocast() -> None:
-    """What the configuration refuses, and what it advises."""
-    policy, weights = tiny(None, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="BFloat16"):
-        some_steps(policy, weights)
-    policy = Policy(FAMILIES["sd3"]().pipe.to(torch.bfloat16), autocast=torch.bfloat16)
-    weights = trainable(policy.denoisers, None)
-    before = copied(weights.named)
-    some_steps(policy, weights)
-    assert not equal(copied(weights.named), before)
 
 
 def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet() -> None:
@@ -124,24 +99,30 @@ def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
 # -- reference and snapshots -----------------------------------------------------------------------------------------
 
 
+def test_full_fine_tuning_of_a_bfloat16_model_is_in_float32_and_needs_autocast() -> None:
+    """What the configuration refuses, and what it advises."""
+    policy, weights = tiny(None, dtype=torch.bfloat16)
+    assert len(weights.parameters) == len(list(policy.denoiser.parameters()))
+    assert {p.dtype for p in weights.parameters} == {torch.float32}
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        some_steps(policy, weights)
+    policy = Policy(FAMILIES["sd3"]().pipe.to(torch.bfloat16), autocast=torch.bfloat16)
+    weights = trainable(policy.denoisers, None)
+    before = copied(weights.named)
+    some_steps(policy, weights)
+    assert not equal(copied(weights.named), before)
+
+
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
 def test_reference_is_the_untouched_model_after_training(lora: LoRA | None) -> None:
+    """And is left again, also where the block fails."""
     untouched = drawn(Policy(FAMILIES["sd3"]().pipe))
     policy, weights = tiny(lora)
     some_steps(policy, weights)
-    trained = drawn(policy)
+    trained, values = drawn(policy), copied(weights.named)
     assert (trained - untouched).abs().max() > 1e-3
     with weights.reference():
         assert torch.equal(drawn(policy), untouched)
-    assert torch.equal(drawn(policy), trained)
-    assert all(p.requires_grad for p in weights.parameters)
-
-
-@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
-def test_reference_is_left_when_the_block_fails(lora: LoRA | None) -> None:
-    policy, weights = tiny(lora)
-    some_steps(policy, weights)
-    trained, values = drawn(policy), copied(weights.named)
     with pytest.raises(RuntimeError, match="planted"), weights.reference():
         raise RuntimeError("planted")
     assert torch.equal(drawn(policy), trained) and equal(copied(weights.named), values)
@@ -152,6 +133,7 @@ def test_reference_is_left_when_the_block_fails(lora: LoRA | None) -> None:
 
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
 def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
+    """And do not follow training, until they are taken again."""
     policy, weights = tiny(lora)
     some_steps(policy, weights, 1)
     weights.snapshot("old")
@@ -166,14 +148,6 @@ def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
     assert {key: p.data_ptr() for key, p in weights.named.items()} == pointers
     assert {key: tensor.data_ptr() for key, tensor in weights.snapshots["old"].items()} == held
     assert equal(copied(weights.named), moved) and equal(copied(weights.snapshots["old"]), kept)
-
-
-def test_snapshots_do_not_follow_training() -> None:
-    policy, weights = tiny()
-    weights.snapshot("old")
-    kept = copied(weights.snapshots["old"])
-    some_steps(policy, weights)
-    assert equal(weights.snapshots["old"], kept)
     weights.snapshot("old")
     assert equal(weights.snapshots["old"], copied(weights.named))
 
@@ -189,24 +163,6 @@ def test_blend_is_an_exponential_moving_average() -> None:
             expected[key] = decay * expected[key] + (1.0 - decay) * p.detach().double()
             torch.testing.assert_close(weights.snapshots["average"][key].double(), expected[key], rtol=1e-6, atol=1e-8)
     assert equal(weights.snapshots["average"], copied(weights.named))  # decay 0 follows at once, to the bit
-
-
-def test_training_goes_on_inside_and_after_a_snapshot() -> None:
-    """An exchange in the middle of an update leaves the optimiser's hold on the parameters."""
-    straight, swapped = tiny(), tiny()
-    for policy, weights in (straight, swapped):
-        weights.snapshot("old")
-        optimizer = torch.optim.AdamW(weights.parameters, lr=1e-2)
-        with torch.no_grad():
-            recorded = policy.roll_out(BATCH, Kernel("flow_sde", 0.7), (0, 1))
-        for _ in range(2):
-            if weights is swapped[1]:
-                with torch.no_grad(), weights.use("old"), weights.reference():
-                    policy.replay(recorded, 1)
-            optimizer.zero_grad()
-            policy.replay(recorded, 1).log_prob.sum().backward()
-            optimizer.step()
-    assert equal(copied(straight[1].named), copied(swapped[1].named))
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
