@@ -21,16 +21,15 @@ def test_doctor(folder: Path) -> None:
     assert "torch" in run("doctor")
 
 
+def properties(device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(name=f"Card {device.index}", total_memory=(device.index + 1) * 2**30)
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
         (
-            SimpleNamespace(
-                get_device_properties=lambda device: SimpleNamespace(
-                    name=f"Card {device.index}", total_memory=(device.index + 1) * 2**30
-                ),
-                is_bf16_supported=lambda: True,
-            ),
+            SimpleNamespace(get_device_properties=properties, is_bf16_supported=lambda: True),
             {"xpu:0": "Card 0, 1.0 GB, bfloat16 True", "xpu:1": "Card 1, 2.0 GB, bfloat16 True"},
         ),
         (SimpleNamespace(), {"xpu:0": "there", "xpu:1": "there"}),
