@@ -5,12 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from genrl.cli.app import app
+from tests.ports import free_port
+from tests.servers import spawn
 
 MINE = """
 def brightness(images):
@@ -198,24 +196,15 @@ def test_a_reward_that_raises_and_serving_without_a_token(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_scores_of_a_served_reward_are_the_local_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "genrl", "serve", "mine.py:brightness", "--port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"GENRL_REWARD_TOKEN": "abc", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    port = free_port()
+    server = spawn(f"{folder / 'mine.py'}:brightness", port, "abc")
     try:
-        assert server.stderr is not None
-        url = re.search(r"served at (http://127.0.0.1:\d+)", server.stderr.readline()).group(1)
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as reply:
-            assert json.load(reply) == {"status": "ok"}
         local = run("score", "mine.py:brightness", "shots")
-        arguments = ("score", "mine.py:brightness", "shots", "--remote", url)
+        arguments = ("score", "mine.py:brightness", "shots", "--remote", f"http://127.0.0.1:{port}")
         assert "401" in run(*arguments).stderr
         monkeypatch.setenv("GENRL_REWARD_TOKEN", "abc")
-        assert run(*arguments).stdout == local.stdout != ""
+        assert run(*arguments).stdout == local.stdout and math.isfinite(rows(local)[0]["score"])
         assert run("score", "mine.py:brightness", "shots", "--isolate").stdout == local.stdout
     finally:
-        server.send_signal(signal.SIGTERM)
+        server.terminate()
         assert server.wait(20) in (0, -signal.SIGTERM)
-    assert math.isfinite(rows(local)[0]["score"])

@@ -6,10 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -276,7 +272,9 @@ def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "_fault", fail)
             if failing <= committed + 1:  # up to the sync of the parent
-                with pytest.raises(CheckpointError, match="No space left.*Earlier checkpoints are intact"):
+                with pytest.raises(
+                    CheckpointError, match="No space left.*MiB free there.*Earlier ones\? *"
+                ):
                     save_step(folder, 3, keep=1)
             else:  # a deletion that fails costs space only
                 save_step(folder, 3, keep=1)
@@ -304,60 +302,3 @@ def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
         assert_is_step(path, 3 if dying > points.index("rename:step-000003") else 2)
         save_step(folder, 4, keep=1)
         assert complete_and_leftovers(folder) == ["step-000004"]
-
-
-def save_forever(folder: Path, tell: int) -> None:
-    """The child of the next test: go on from the newest checkpoint, and tell each step that is committed."""
-    last = latest(folder)
-    step = load(last).step if last else 0
-    while True:
-        step += 1
-        tensors = {"model": {str(i): torch.full((40_000,), float(step)) for i in range(8)}}
-        save(folder, step, tensors=tensors, state={"step": step}, keep=2)
-        os.write(tell, f"{step}\n".encode())
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
-    chance = random.Random(0)
-    finished = 0
-    for _ in range(20):
-        receive, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                save_forever(tmp_path, tell)
-            finally:
-                os._exit(1)
-        os.close(tell)
-        with os.fdopen(receive) as told:
-            finished = int(told.readline())  # it is running, and has resumed what the last one left
-            time.sleep(chance.uniform(0, 0.1))
-            os.kill(child, signal.SIGKILL)
-            finished = max([finished, *(int(line) for line in told)])
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        path = latest(tmp_path)
-        assert path is not None
-        loaded = load(path)
-        assert loaded.step in (finished, finished + 1)  # committed, perhaps killed before it could say so
-        assert all((tensor == loaded.step).all() for tensor in loaded.tensors["model"].values())
-    assert finished >= 20
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="needs root to mount a tmpfs")
-def test_full_disk(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("tmpfs cannot be mounted here")
-    try:
-        folder = tmp_path / "checkpoints"
-        save_step(folder, 1)
-        big = {"lora": {"a": torch.zeros(2**20)}}
-        with pytest.raises(CheckpointError, match="MiB free there"):
-            save(folder, 2, tensors=big, state={}, keep=1)
-        assert_is_step(latest(folder), 1)
-        assert names(folder) == ["step-000001"]
-        save_step(folder, 2)  # there is room again
-        assert_is_step(latest(folder), 2)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)

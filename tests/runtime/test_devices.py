@@ -20,16 +20,11 @@ def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(devices.VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize(("kind", "taken"), [(None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")])
-def test_the_accelerator_at_hand_is_taken_but_one_without_float64(
-    kind: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found(kind, monkeypatch)
-    assert devices.default_device() == taken
-
-
-def test_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    found("mps", monkeypatch)
+def test_the_accelerator_at_hand_is_taken_but_one_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names another."""
+    for kind, taken in ((None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")):
+        found(kind, monkeypatch)
+        assert devices.default_device() == taken
     monkeypatch.setenv(devices.VARIABLE, "mps")
     assert devices.default_device() == "mps"
     found("cuda", monkeypatch)

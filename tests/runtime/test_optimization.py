@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from genrl.config.sections import EMA, Optimizer
 from genrl.runtime.guards import NonFiniteError, read_dump
 from genrl.runtime.optimization import scheduled
-from genrl.runtime.optimizers import AdamW
 from genrl.runtime.recorded import Recorded
 from tests.runtime.loops import METHOD, RATES, Settings, backward, loop, model, moved, values
 
@@ -211,30 +209,3 @@ class TestGuards:
         spoil.remove()
         backward(one, policy=1.0)
         assert one.step() == pytest.approx({"policy": math.sqrt(3), "critic": 0.0})
-
-
-def test_small_steps_of_half_precision_are_not_lost_and_survive_a_checkpoint() -> None:
-    """At a rate of a hundredth of the spacing: the same course as float32, left and resumed; changed by hand, it goes
-    on from there."""
-    rng = torch.Generator().manual_seed(0)
-    begin = (0.05 * torch.randn(512, generator=rng)).bfloat16()
-    gradients = [0.1 + 0.3 * torch.randn(512, generator=rng).bfloat16() for _ in range(40)]
-    whole = nn.Parameter(begin.float())
-    plain = torch.optim.AdamW([whole], lr=1e-6)
-    half = nn.Parameter(begin.clone())
-    optimizer = AdamW([half], lr=1e-6)
-    for number, gradient in enumerate(gradients):
-        if number == 20:
-            half = nn.Parameter(half.detach().clone())
-            saved, optimizer = optimizer.state_dict(), AdamW([half], lr=1e-6)
-            optimizer.load_state_dict(saved)
-        whole.grad, half.grad = gradient.float(), gradient.clone()
-        plain.step()
-        optimizer.step()
-        assert half.dtype == torch.bfloat16 and optimizer.applied is not None
-    assert torch.equal(optimizer.state[half]["master"], whole)
-    assert torch.equal(half, whole.bfloat16()) and not torch.equal(half, begin)
-    half.data.fill_(1.0)
-    half.grad = gradients[0].clone()
-    optimizer.step()
-    assert bool((optimizer.state[half]["master"] - 1.0).abs().max() < 1e-5)

@@ -96,6 +96,9 @@ def test_steps_smaller_than_the_spacing_of_bfloat16_add_up(name: str) -> None:
     for p, q in zip(whole, half, strict=True):
         assert q.dtype == torch.bfloat16 and torch.equal(two.state[q]["master"], p)
         assert torch.equal(q, p.bfloat16())
+        q.data.fill_(1.0)  # changed by hand, it goes on from there
+    two.step()
+    assert all(bool((two.state[q]["master"] - 1.0).abs().max() < 0.1) for q in half)
 
 
 @pytest.mark.parametrize("name", NAMES)
