@@ -123,6 +123,7 @@ class TestErrors:
             (["report", "runs/one/config.yaml"], "runs/one/config.yaml is a file: give the run folder, runs/one"),
             (["train", "small.yaml", "--resume", "eval.txt"], "eval.txt is not a run folder"),
             (["export", "runs/one", "--out", "eval.txt"], "is a file"),
+            (["sample", "org/model", "--prompt", "a", "--out", "eval.txt"], "is a file"),
             (["sample", "org/model", "--prompt", "a", "--dtype", "float8"], "is not one of 'float32', 'bfloat16', 'fl"),
             (["eval", "org/model", "--prompts", "eval.txt", "--reward", "ocr", "--out", "."], "is a directory"),
             (["eval", "org/model", "--prompts", "eval.txt", "--reward", "shapse"], "Did you mean 'shapes'?"),

@@ -16,6 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 import genrl
+from genrl.runtime.run import read_metrics
+from genrl.vla import train as vla_train
 from tests.cli.commands import ROOT, run, words
 
 SMALL = """\
@@ -102,7 +104,7 @@ class TestCheck:
 class TestTrain:
     def test_leaves_a_run(self, folder: Path) -> None:
         place = folder / "runs" / "small"
-        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(place / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2] and rows[-1]["updates"] == 3
         assert (place / "policy" / "model.safetensors").is_file() and (place / "report.html").is_file()
         assert sorted(path.name for path in (place / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
@@ -112,11 +114,10 @@ class TestTrain:
         run("train", "ppo.yaml")
         place = folder / "runs" / "ppo"
         assert json.loads((place / "policy" / "config.json").read_text())["critic"] == 1
-        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-        assert rows[0]["rollout/env_steps"] > 0
+        assert read_metrics(place / "metrics.jsonl")[0]["rollout/env_steps"] > 0
         assert "has done all of its 1 iterations" in words(run("resume", "runs/ppo"))
         run("resume", "runs/ppo", "iterations=2")
-        assert len((place / "metrics.jsonl").read_text().splitlines()) == 2
+        assert len(read_metrics(place / "metrics.jsonl")) == 2
 
     @pytest.mark.parametrize(
         ("change", "says"),
@@ -144,7 +145,7 @@ class TestEval:
         text = words(run("eval", "runs/small", "--out", "scores.json"))
         scores = json.loads((folder / "scores.json").read_text())
         assert "16 episodes of minitable" in text and "95 % interval" in text and "touch" in text
-        last = json.loads((folder / "runs/small/metrics.jsonl").read_text().splitlines()[-1])
+        last = read_metrics(folder / "runs/small/metrics.jsonl")[-1]
         assert scores["scores"] == {key: value for key, value in last.items() if key.startswith("eval/")}
         assert scores["policy"] == "runs/small" and scores["seed"] == 1234 and scores["episodes"] == 16
         assert scores["environment"]["tasks"] == ["touch"]
@@ -160,8 +161,6 @@ class TestEval:
 
     def test_rounding_is_that_of_the_run(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """On the command line and in a script, and not beyond."""
-        from genrl.vla import train as vla_train
-
         seen, judge = [], vla_train.judge_policy
 
         def judged(*given: Any) -> Any:
@@ -206,29 +205,23 @@ class TestEval:
 
 class TestExport:
     def test_round_trip(self, folder: Path) -> None:
+        """Of the last step, and of an earlier one."""
         assert "written to out" in run("export", "runs/small", "--out", "out")
-        ours, theirs = (
-            load_file(path / "model.safetensors") for path in (folder / "out", folder / "runs/small/policy")
-        )
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        ours, trained = (load_file(folder / place / "model.safetensors") for place in ("out", "runs/small/policy"))
+        assert ours.keys() == trained.keys()
+        assert all(torch.equal(value, trained[name]) for name, value in ours.items())
         config = json.loads((folder / "out" / "config.json").read_text())
         assert config == json.loads((folder / "runs/small/policy/config.json").read_text())
         text = words(run("eval", "out", "--config", "small.yaml", "--out", "c.json"))
-        last = json.loads((folder / "runs/small/metrics.jsonl").read_text().splitlines()[-1])
+        last = read_metrics(folder / "runs/small/metrics.jsonl")[-1]
         scores = json.loads((folder / "c.json").read_text())["scores"]
         assert scores["eval/success_mean"] == last["eval/success_mean"] and "all" in text
         assert scores["eval/length_mean"] == last["eval/length_mean"]
-
-    def test_an_earlier_step(self, folder: Path) -> None:
         run("export", "runs/small", "--out", "early", "--step", "1")
-        early, saved = (
-            load_file(folder / path)
-            for path in ("early/model.safetensors", "runs/small/checkpoints/step-000001/weights.safetensors")
-        )
+        early = load_file(folder / "early/model.safetensors")
+        saved = load_file(folder / "runs/small/checkpoints/step-000001/weights.safetensors")
         assert all(torch.equal(early[name], value) for name, value in saved.items())
-        late = load_file(folder / "runs/small/policy/model.safetensors")
-        assert any(not torch.equal(late[name], value) for name, value in early.items())
+        assert any(not torch.equal(trained[name], value) for name, value in early.items())
 
     @pytest.mark.parametrize(
         ("arguments", "says"),

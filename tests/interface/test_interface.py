@@ -25,10 +25,10 @@ from genrl.config import ConfigError, check_files, load
 from genrl.config.method import KINDS, built_in
 from genrl.config.plugins import import_file
 from genrl.interface.objects import OURS
-from genrl.runtime.run import read_metrics
 from genrl.vla.data.lerobot_dataset import write_dataset
 from rewards.given import given, lending, take
 from tests import hub_server
+from tests.run_folders import rows
 
 SMALL = {"num_inference_steps": 2, "group_size": 4, "prompts_per_iteration": 2, "batch_size": 8}
 NFT = {"timesteps_per_sample": 1, "kl_weight": 0}
@@ -72,14 +72,6 @@ def small(output: Path, **given: Any) -> genrl.Result:
     return genrl.train(**(settings | given))
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    """Without what the clock says."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("timing/", "memory/", "images_per_s", "tokens_per_s"))}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers_has_it(
     pipe: Any, tmp_path: Path
 ) -> None:
@@ -102,16 +94,20 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers
     assert (result.folder / "config.yaml").read_text().startswith("# python:NAME was an object")
     assert json.loads(Path(config["prompts"]["train"]).read_text()) == {"prompt": "a red circle", "kind": "one"}
 
-    trained = pipe("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    def drawn(by: Any) -> np.ndarray:
+        call = {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "np"}
+        return by("a red circle", generator=torch.Generator().manual_seed(0), **call).images[0]
+
+    trained = drawn(pipe)
     plain = DiffusionPipeline.from_pretrained(str(config["model"]["path"]).removeprefix("python:"))
-    untrained = plain("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    untrained = drawn(plain)
     plain.load_lora_weights(result.lora)
-    loaded = plain("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    loaded = drawn(plain)
     assert np.array_equal(trained, loaded) and not np.array_equal(trained, untrained)
-
-
-def call() -> dict[str, Any]:
-    return {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "np"}
+    with pytest.raises(ConfigError, match="has a LoRA on it already"):
+        small(tmp_path / "second", model=pipe, iterations=1)
+    pipe.unload_lora_weights()
+    assert small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(result.lora)}).complete
 
 
 def test_objects_and_names_train_to_the_same_bits(trained: Path, pipe: Any, tmp_path: Path, root: Path) -> None:
@@ -151,15 +147,6 @@ def test_an_export_is_pushed_where_it_is_asked_for(
         assert server.private == {"lab/stars": True}
         assert server.repos["lab/stars"] == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
         assert "pytorch_lora_weights.safetensors" in server.repos["lab/stars"]
-
-
-def test_a_pipeline_with_a_lora_on_it_is_told_how_to_go_on(pipe: Any, tmp_path: Path) -> None:
-    first = small(tmp_path / "first", model=pipe, iterations=1)
-    with pytest.raises(ConfigError, match="has a LoRA on it already"):
-        small(tmp_path / "second", model=pipe, iterations=1)
-    pipe.unload_lora_weights()
-    again = small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(first.lora)})
-    assert again.complete
 
 
 def test_an_interrupted_run_returns_and_goes_on_with_its_objects_to_the_same_bits(tmp_path: Path, root: Path) -> None:
@@ -271,19 +258,12 @@ def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root:
     assert genrl.resume(result.folder, rewards=[warm], method=mine, iterations=2).complete
 
 
-def test_trl_names_and_typing_errors_are_told_ours(root: Path) -> None:
-    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
-        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
-            genrl.train(model="assets/tiny-t2i", **{name: []})
-    with pytest.raises(TypeError, match="there is no argument modle"):
-        genrl.train(modle="assets/tiny-t2i")
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"rewards": [lambda images: images]}, "a lambda has no name"),
         ({"rewards": [3]}, r"rewards\[0\]: found an object of type int"),
+        ({"rewards": 5}, r"rewards\[0\]: found an object of type int"),
         ({"prompts": []}, "there are no rows"),
         ({"prompts": Dataset.from_dict({"text": PROMPTS})}, "no column 'prompt', found 'text'"),
         ({"prompts": [{"promt": "a red cube"}]}, "no column 'prompt', found 'promt'; did you mean 'promt'"),
@@ -340,30 +320,21 @@ def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
     assert np.array_equal(written[1], genrl.sample(trained, PROMPTS)[1])
 
 
-def test_evaluate_knows_questions_and_simulators(tmp_path: Path, root: Path) -> None:
+def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
+    place = {"environment": {"name": "minitable", "num_envs": 16}, "evaluation": {"episodes": 16}}
+    task = {"task": {"name": "count"}, "rewards": [{"name": "exact"}], "evaluation": {"questions": 8}}
     asked = genrl.evaluate(
         root / "assets" / "tiny-vlm",
-        config={
-            "vlm": {"path": "assets/tiny-vlm"},
-            "task": {"name": "count"},
-            "rewards": [{"name": "exact"}],
-            "generation": {"max_new_tokens": 12},
-            "evaluation": {"questions": 8},
-        },
+        config={"vlm": {"path": "assets/tiny-vlm"}, "generation": {"max_new_tokens": 12}, **task},
     )
     assert 0 <= asked["eval/accuracy_blind"] <= asked["eval/accuracy_mean"] <= 1
+    policy = root / "assets" / "tiny-vla"
     acted = genrl.evaluate(
-        root / "assets" / "tiny-vla",
-        config={
-            "policy": {"path": "assets/tiny-vla"},
-            "environment": {"name": "minitable", "num_envs": 16},
-            "trainer": {"algorithm": "ppo"},
-            "evaluation": {"episodes": 16},
-        },
+        policy, config={"policy": {"path": "assets/tiny-vla"}, "trainer": {"algorithm": "ppo"}, **place}
     )
     assert 0 < acted["eval/success_mean"] < 1
     with pytest.raises(ValueError, match="here the configuration says them"):
-        genrl.evaluate(root / "assets" / "tiny-vla", PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
+        genrl.evaluate(policy, PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
 
 
 def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> None:
@@ -374,6 +345,14 @@ def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> Non
         genrl.score(pictures, [warm], ["a red square"])
     with pytest.raises(ValueError, match="one size"):
         genrl.score([pictures[0], Image.new("RGB", (4, 4))], [warm])
+
+
+def test_trl_names_and_typing_errors_are_told_ours() -> None:
+    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
+        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
+            genrl.train(model="assets/tiny-t2i", **{name: []})
+    with pytest.raises(TypeError, match="there is no argument modle"):
+        genrl.train(modle="assets/tiny-t2i")
 
 
 def test_every_settings_class_is_an_attribute() -> None:

@@ -68,33 +68,6 @@ def same_end(one: Loop, other: Loop) -> None:
 
 
 class TestSaving:
-    def test_going_on_is_as_if_nothing_had_been(self, tmp_path: Path) -> None:
-        settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=2), ema=EMA(decay=0.5))
-        straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
-        straight.keep("counter", counted)
-        train(straight, counted)
-
-        first, before = loop(tmp_path / "b", settings, **ADAMW), Counter()
-        first.keep("counter", before)
-        train(first, before, until=2)
-        first.save()
-        saved = checkpoint.latest(first.process.run.checkpoints)
-        assert saved is not None and saved.name == "step-000002"
-        assert (saved / "exported").read_text() == str(model(first).policy.tolist())
-
-        second, after = loop(tmp_path / "b", settings, **ADAMW), Counter()
-        with torch.no_grad():
-            model(second).policy += 100.0
-        second.restore(saved)
-        second.keep("counter", after)
-        assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
-        assert second.memory == {"sum": 1} and moved(second, values(first)) == set()
-        train(second, after)
-        assert second.memory == straight.memory
-        same_end(straight, second)
-        kept = checkpoint.load(checkpoint.latest(second.process.run.checkpoints)).tensors  # type: ignore[arg-type]
-        assert kept.keys() == {"weights", "optimizer", "kept-counter", "snapshot-average"}
-
     def test_weights_of_another_model_are_named(self, tmp_path: Path) -> None:
         one = loop(tmp_path)
         with pytest.raises(ValueError, match=r"where holds the weights of another model: critic, policy"):
@@ -209,7 +182,9 @@ class TestMonitor:
         settings = Settings(iterations=4, evaluation=Evaluation(every=1, monitor=monitor))
         one = loop(tmp_path, settings, evaluate=judge)
         before = values(one)
-        train(one, Counter())
+        for _ in one.iterations():
+            learn(one, Counter())
+            break
         folder = one.process.run.checkpoints
         assert moved(one, before) and checkpoint.load(folder / "step-000001").state["unfinished_row"] is not None
         two = loop(tmp_path, settings, evaluate=judge)
@@ -243,17 +218,23 @@ class TestLeaving:
         assert one.iteration == 1 and counter.seen == 1
 
     def test_one_that_was_left_after_an_update_is_undone_and_done_again(self, tmp_path: Path) -> None:
-        """Weights, average, optimiser, memory what is kept beside them, to the bit; data made once is not copied."""
+        """Weights, average, optimiser, memory, what is kept beside them, to the bit, as if nothing had been; data made
+        once is not copied."""
         settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=5), ema=EMA(decay=0.5))
-        straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
-        straight.keep("counter", counted)
-        straight.keep("data", Counter(seen=7), changes=False)
-        train(straight, counted)
 
-        first, counter, data = loop(tmp_path / "b", settings, **ADAMW), Counter(), Counter(seen=7)
-        first.keep("counter", counter)
-        first.keep("data", data, changes=False)
-        left = False
+        def begun(folder: str, saved: Path | None = None) -> tuple[Loop, Counter, Counter]:
+            one, counter, data = loop(tmp_path / folder, settings, **ADAMW), Counter(), Counter(seen=7)
+            if saved is not None:
+                with torch.no_grad():
+                    model(one).policy += 100.0
+                one.restore(saved)
+            one.keep("counter", counter)
+            one.keep("data", data, changes=False)
+            return one, counter, data
+
+        straight, counted, _ = begun("a")
+        train(straight, counted)
+        first, counter, data = begun("b")
         for iteration in first.iterations():
             if iteration == 2:
                 before, memory = values(first), dict(first.memory)
@@ -261,20 +242,21 @@ class TestLeaving:
                     learn(first, counter, leave=True)
                 data.load_state_dict = None  # type: ignore[assignment, method-assign]  # it is not put back
                 first.undo()
-                left = True
                 assert moved(first, before) == set() and first.memory == memory and counter.seen == 2
                 assert first.updates == 0 and first.optimizer_steps == 4 and model(first).forgotten == 1
                 break
             learn(first, counter)
-        assert left
         first.save()
+        saved = first.process.run.checkpoints / "step-000002"
+        assert (saved / "exported").read_text() == str(model(first).policy.tolist())
 
-        second, after = loop(tmp_path / "b", settings, **ADAMW), Counter()
-        second.restore(first.process.run.checkpoints / "step-000002")
-        second.keep("counter", after)
-        second.keep("data", Counter(), changes=False)
+        second, after, _ = begun("b", saved)
+        assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
+        assert second.memory == {"sum": 1} and moved(second, values(first)) == set()
         train(second, after)
         same_end(straight, second)
+        kept = checkpoint.load(second.process.run.checkpoints / "step-000004").tensors
+        assert kept.keys() == {"weights", "optimizer", "kept-counter", "kept-data", "snapshot-average"}
 
     def test_global_generators_are_seeded_by_the_iteration(self, tmp_path: Path) -> None:
         """A user's simulator may draw from them; the same iteration draws the same numbers in a resumed run."""

@@ -98,16 +98,11 @@ def test_any_tracker_registered_with_accelerate_works(tmp_path: Path, monkeypatc
     calls: list[tuple[object, ...]] = []
 
     class Recorder(GeneralTracker):
-        name = "recorder"
-        requires_logging_directory = False
+        name, requires_logging_directory, tracker = "recorder", False, None
 
         def __init__(self, run_name: str) -> None:
             super().__init__()
             calls.append(("project", run_name))
-
-        @property
-        def tracker(self) -> None:
-            return None
 
         def store_init_configuration(self, values: dict[str, object]) -> None:
             calls.append(("config", values))

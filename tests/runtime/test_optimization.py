@@ -135,9 +135,10 @@ class TestSchedule:
             for _ in range(2 + iteration):
                 backward(one, policy=1.0, critic=1.0)
                 one.step(["policy", "critic"])
-                seen.append({group["name"]: group["lr"] for group in one.optimizer.param_groups})
+                seen.append({group["name"]: group["lr"] for group in one.optimizer.param_groups} | {"run": one.lr})
             one.finish({})
         shares = [1 / 3, 2 / 3, 1.0, 0.75, 0.75, *[0.5] * 4, *[0.25] * 5]
+        assert [row["policy"] for row in seen] == [row["run"] for row in seen]
         assert [row["policy"] for row in seen] == pytest.approx([0.1 * share for share in shares])
         assert [row["critic"] for row in seen] == pytest.approx([0.5 * share for share in shares])
 

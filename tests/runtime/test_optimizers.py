@@ -97,6 +97,7 @@ def test_steps_smaller_than_the_spacing_of_bfloat16_add_up(name: str) -> None:
         assert q.dtype == torch.bfloat16 and torch.equal(two.state[q]["master"], p)
         assert torch.equal(q, p.bfloat16())
         q.data.fill_(1.0)  # changed by hand, it goes on from there
+        q.grad = torch.ones_like(q)
     two.step()
     assert all(bool((two.state[q]["master"] - 1.0).abs().max() < 0.1) for q in half)
 
