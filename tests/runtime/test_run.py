@@ -46,14 +46,14 @@ def start(folder: Path) -> Run:
 
 
 def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
+    """But not on which machine, and where there."""
     run = start(tmp_path / "runs" / "x")
     assert run.config.read_text() == CONFIG
-    info = json.loads(run.info.read_text())
+    text, info = run.info.read_text(), json.loads(run.info.read_text())
     assert info["command"] == ["genrl", "train", "x.yaml"] and info["seed"] == 7 and info["processes"] == 1
     assert info["versions"]["torch"] != "-" and info["started"].endswith("+00:00")
     assert info["git_commit"] is None or len(info["git_commit"].rstrip("+")) == 40
-    host = os.uname().nodename
-    assert str(tmp_path) not in run.info.read_text() and f'"{host}"' not in run.info.read_text()
+    assert str(tmp_path) not in text and f'"{os.uname().nodename}"' not in text
 
 
 def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
@@ -140,16 +140,6 @@ def test_keys_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) ->
     assert run.config.read_text() == CONFIG
 
 
-def test_a_key_that_there_is_no_longer_is_named(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    written = CONFIG + "group_sise: 4\n"
-    run.config.write_text(written)
-    line = written.count("\n")
-    with pytest.raises(ValueError, match=rf"(?s)another version.*config\.yaml:{line}: group_sise: unknown key"):
-        runs.resume(tmp_path, CONFIG, step=1, command=[])
-    assert run.config.read_text() == written
-
-
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -159,31 +149,32 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
         runs.lock(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"command": ["gen', "", "[1]", '{"resumed": 3}'])
-def test_half_a_run_json_changes_nothing(tmp_path: Path, content: str) -> None:
+ROWS = [json_line({"step": step}) for step in range(22)]
+HALF_A_RECORD = r"run.json cannot be read \(.*delete it to go on without"
+DAMAGES: list[tuple[str, str, str]] = [
+    *(("run.json", text, HALF_A_RECORD) for text in ('{"command": ["gen', "", "[1]", '{"resumed": 3}')),
+    ("config.yaml", CONFIG[:-4] + "\n}{", "(?s)config.yaml is no .*damaged.*Nothing was changed.*not YAML"),
+    ("config.yaml", CONFIG + "group_sise: 4\n", r"(?s)another version.*config\.yaml:\d+: group_sise: unknown key"),
+    ("metrics.jsonl", "".join(ROWS), "has no checkpoint left, and it has done 21 iterations; nothing was changed"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "says"), DAMAGES)
+def test_a_damaged_run_stays_as_it_is(tmp_path: Path, name: str, text: str, says: str) -> None:
     run = start(tmp_path)
-    run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
-    run.info.write_text(content)
-    with pytest.raises(ValueError, match=r"run.json cannot be read \(.*delete it to go on without"):
+    run.metrics.write_text("".join(ROWS[:2]))
+    (tmp_path / name).write_text(text)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=says):
         runs.resume(tmp_path, configured("iterations=20"), step=0, command=[])
-    assert run.config.read_text() == CONFIG and len(read_metrics(run.metrics)) == 2
-    assert run.info.read_text() == content
     with pytest.raises(ValueError, match="is not empty"):
         start(tmp_path)
-
-
-def test_half_a_config_changes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run"):
-        runs.resume(tmp_path, CONFIG, step=1, command=[])
-    run = start(tmp_path)
-    run.config.write_text(CONFIG[:-4] + "\n}{")
-    before = run.info.read_bytes()
-    with pytest.raises(ValueError, match="(?s)config.yaml is no .*damaged.*Nothing was changed.*not YAML"):
-        runs.resume(tmp_path, CONFIG, step=0, command=[])
-    assert run.info.read_bytes() == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_without_run_json_a_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        runs.resume(tmp_path, CONFIG, step=1, command=[])
     run = start(tmp_path)
     run.info.unlink()
     runs.resume(tmp_path, CONFIG, step=3, command=["genrl", "resume"])
@@ -207,19 +198,15 @@ def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
     assert run.metrics.read_text() == ""  # row 0 is made again
 
 
-def test_cutting_keeps_bytes_and_tolerates_absence(tmp_path: Path) -> None:
+def test_reading_and_cutting_metrics(tmp_path: Path) -> None:
+    """Cutting keeps bytes and tolerates absence."""
     path = tmp_path / "metrics.jsonl"
     truncate_metrics(path, 3)
-    assert not path.exists()
+    assert read_metrics(path) == [] and not path.exists()
     text = json_line({"step": 1, "a": 0.1 + 0.2, "b": 1e-17, "c": None, "d": 5})
     path.write_text(text)
     truncate_metrics(path, 1)
     assert path.read_text() == text == '{"a": 0.30000000000000004, "b": 1e-17, "c": null, "d": 5, "step": 1}\n'
-
-
-def test_reading_metrics(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == []
     path.write_text('{"step": 1}\n{"step": 2}')
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
     path.write_bytes(b'{"step": 1}\n{"step\xc3')
@@ -262,12 +249,3 @@ def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None
         runs.resume(tmp_path, other, step=3, command=[], found=found)
     runs.resume(tmp_path, CONFIG, step=3, command=[], found=found)
     assert run.config.read_text() == CONFIG
-
-
-def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    text = "".join(json_line({"step": step}) for step in range(22))
-    run.metrics.write_text(text)
-    with pytest.raises(ValueError, match="has no checkpoint left, and it has done 21 iterations; nothing was changed"):
-        runs.resume(tmp_path, CONFIG, step=0, command=[])
-    assert run.metrics.read_text() == text and json.loads(run.info.read_text())["resumed"] == []
