@@ -89,7 +89,10 @@ def judge(whole: Tensor, half: Tensor) -> None:
 SLOW = {"optimizer": {"lr": 1e-6}}
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["full", "lora"])
+ADAPTER = pytest.param({"rank": 4, "alpha": 8}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTER], ids=["full", "lora"])
 def test_a_vision_language_model(lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def config(dtype: str) -> Any:
         return vlm_runs.config(tmp_path, vlm={"dtype": dtype, "lora": lora}, **SLOW)
@@ -101,6 +104,7 @@ def test_a_vision_language_model(lora: Any, tmp_path: Path, monkeypatch: pytest.
     assert (optimizer.applied is None) is (lora is not None)  # adapters are float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, runs.LORA], ids=["full", "lora"])
 def test_a_pipeline(lora: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full fine-tuning holds the denoiser in float32 and computes in bfloat16; of a LoRA only the base is rounded."""

@@ -56,6 +56,9 @@ def test_every_page_is_in_the_navigation_once(root: Path) -> None:
 
 
 def test_links_to_files_lead_to_their_pages_and_those_of_files_back(hooks: ModuleType) -> None:
+    """One to nothing stops the build."""
+    from mkdocs.exceptions import PluginError
+
     page = hooks.DOCS / "guides" / "one_card.md"
     text = "[a](../../configs/quickstart.yaml) [b](../memory.md#x) ![c](../../assets/world.png)\n"
     text += "```\n[d](../nothing.py)\n```\n"
@@ -66,11 +69,6 @@ def test_links_to_files_lead_to_their_pages_and_those_of_files_back(hooks: Modul
     assert hooks.linked(hooks.DOCS / "start.md") == files
     text = hooks.rewrite("[a](docs/extending.md#a-method)", hooks.ROOT / "CONTRIBUTING.md", "source/CONTRIBUTING.md")
     assert text == "[a](../extending.md#a-method)"
-
-
-def test_a_link_to_nothing_stops_the_build(hooks: ModuleType) -> None:
-    from mkdocs.exceptions import PluginError
-
     for link in ("../configs/nothing.yaml", "example_rewards.py", "../../outside.md"):
         with pytest.raises(PluginError, match=re.escape(f"docs/start.md links to {link}, which does not exist")):
             hooks.rewrite(f"[a]({link})", hooks.DOCS / "start.md", "start.md")

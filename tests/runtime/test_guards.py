@@ -45,27 +45,23 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("value", BAD)
 def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: float) -> None:
-    with pytest.raises(NonFiniteError) as caught:
-        check(tmp_path, value)
+    """A second dump of the same place replaces the first."""
+    for _ in range(2):
+        with pytest.raises(NonFiniteError) as caught:
+            check(tmp_path, value, where="loss, update 2/3")
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000012-loss-update-2-3-rank-0"]
     text = str(caught.value)
-    assert "before the update of step 12 on rank 0: log-prob is not finite" in text
+    assert "before the update of step 12 on rank 0: loss, update 2/3 is not finite" in text
     assert f"log_prob: {int(value != value)} NaN and {int(value == value)} infinite of 2" in text
     assert f"`genrl replay {caught.value.dump}`" in text and "optimizer.lr" in text
     assert "reward" not in text  # an infinite score is no score: it cannot be the cause
     assert caught.value.dump is not None
     dump = read_dump(caught.value.dump)
-    assert (dump.step, dump.where, dump.info) == (12, "log-prob", {"prompts": ["<b>", "two"], "seeds": [1, 2]})
+    assert (dump.step, dump.where, dump.info) == (12, "loss, update 2/3", {"prompts": ["<b>", "two"], "seeds": [1, 2]})
     assert torch.equal(dump.checked["log_prob"], torch.tensor([0.5, value])) or value != value
     assert torch.equal(dump.batch["view"], torch.arange(12.0).reshape(3, 4).T)
     record = json.loads((caught.value.dump / "dump.json").read_text())
     assert record["statistics"]["batch/latents"]["max"] == 11.0
-
-
-def test_a_second_dump_of_the_same_place_replaces_the_first(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(NonFiniteError):
-            check(tmp_path, float("nan"), where="loss, update 2/3")
-    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000012-loss-update-2-3-rank-0"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -47,6 +47,8 @@ def test_every_tile_is_there_and_enlarged_by_whole_pixels() -> None:
     tile = np.asarray(grid([checker]))[10 : 10 + 192, 10 : 10 + 192, 0]
     assert set(np.unique(tile)) == {0, 255}  # no grey: nothing was smoothed
     assert (tile[::3, ::3] == np.asarray(checker)[..., 0]).all()
+    sheet = side_by_side(plain(2), plain(2)[::-1], ["one", "two"], ["before"] * 2, ["after"] * 2)
+    assert area(sheet, COLOURS[0]) == area(sheet, COLOURS[1]) == 2 * 192 * 192
 
 
 def test_tiles_can_be_read() -> None:
@@ -105,11 +107,6 @@ def test_best_and_worst_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     best_and_worst(images, [0.2, 0.9, None, 0.4, float("nan")], [7, 7, 7, 7, 8], ["p", "p", "p", "p", "q"])
     assert shown == [([images[1]], [images[0]], ["p"], ["best 0.90"], ["worst 0.20"])]
     assert best_and_worst(images, [None, 1.0, None, 1.0, 2.0], [0, 0, 0, 1, 2], ["p"] * 5) is None
-
-
-def test_pairs_share_their_caption() -> None:
-    sheet = side_by_side(plain(2), plain(2)[::-1], ["one", "two"], ["before"] * 2, ["after"] * 2)
-    assert area(sheet, COLOURS[0]) == area(sheet, COLOURS[1]) == 2 * 192 * 192
 
 
 def test_labels() -> None:
