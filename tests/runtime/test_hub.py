@@ -100,7 +100,9 @@ def test_a_name_that_is_none_and_nobody_logged_in_are_refused(server: Hub, monke
         ours.check_repo("lab/stars")
 
 
-def test_a_configuration_is_fetched_with_the_files_beside_it(server: Hub, root: Path, tmp_path: Path) -> None:
+def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
+    server: Hub, root: Path, tmp_path: Path
+) -> None:
     text = (root / "configs/quickstart.yaml").read_text().replace("assets/prompts/shapes_train.txt", "prompts.txt")
     files = {"sub/mine.yaml": text.encode() + b"output: /etc\n", "sub/prompts.txt": b"a red star\n"}
     server.repos["lab/stars"] = files
@@ -110,11 +112,9 @@ def test_a_configuration_is_fetched_with_the_files_beside_it(server: Hub, root: 
     assert isinstance(config, Config) and config.output == "runs/stars"
     assert Path(str(config.prompts.train)).read_text() == "a red star\n"
     assert config.prompts.eval == "assets/prompts/shapes_eval.txt"
-
-
-def test_code_is_not_fetched(server: Hub) -> None:
-    server.repos["lab/stars"] = {"config.yaml": b"rewards: [{name: bad.py}]\n", "bad.py": b"raise SystemExit\n"}
-    assert ours.fetch("hub:lab/stars/config.yaml")[1] == ["output=runs/stars"]
+    server.repos["lab/code"] = {"config.yaml": b"rewards: [{name: bad.py}]\n", "bad.py": b"raise SystemExit\n"}
+    file, overrides = ours.fetch("hub:lab/code/config.yaml")
+    assert overrides == ["output=runs/code"] and not file.with_name("bad.py").exists()
 
 
 @pytest.mark.parametrize(
