@@ -196,15 +196,15 @@ def test_a_reward_that_raises_and_serving_without_a_token(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_scores_of_a_served_reward_are_the_local_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    server = spawn(f"{folder / 'mine.py'}:brightness", port, "abc")
+    port, name = free_port(), f"{folder / 'mine.py'}:brightness"
+    server = spawn(name, port, "abc")
     try:
-        local = run("score", "mine.py:brightness", "shots")
-        arguments = ("score", "mine.py:brightness", "shots", "--remote", f"http://127.0.0.1:{port}")
+        local = run("score", name, "shots")
+        arguments = ("score", name, "shots", "--remote", f"http://127.0.0.1:{port}")
         assert "401" in run(*arguments).stderr
         monkeypatch.setenv("GENRL_REWARD_TOKEN", "abc")
         assert run(*arguments).stdout == local.stdout and math.isfinite(rows(local)[0]["score"])
-        assert run("score", "mine.py:brightness", "shots", "--isolate").stdout == local.stdout
+        assert run("score", name, "shots", "--isolate").stdout == local.stdout
     finally:
         server.terminate()
         assert server.wait(20) in (0, -signal.SIGTERM)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 import genrl
+from genrl.config import load
 from genrl.runtime.run import read_metrics
 from genrl.vla import train as vla_train
 from tests.cli.commands import ROOT, run, words
@@ -245,15 +244,8 @@ def test_a_report_is_written_anew_and_pictures_are_not_of_policies(folder: Path)
     assert "is not the run of a pipeline, so no pictures can be sampled from it" in text
 
 
-@pytest.mark.slow
-def test_two_processes(folder: Path) -> None:
-    """`--nproc` starts them; each has its share of the environments."""
-    command = [sys.executable, "-m", "genrl", "train", "ppo.yaml", "--nproc", "2", "output=runs/two"]
-    environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    info = json.loads((folder / "runs/two/run.json").read_text())
-    assert info["processes"] == 2 and (folder / "runs/two/policy/model.safetensors").is_file()
-    wrong = [*command[:-1], "output=runs/odd", "environment.num_envs=15"]
-    done = subprocess.run(wrong, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode != 0 and "cannot be shared out evenly to 2 processes" in " ".join(done.stderr.split())
+def test_environments_that_cannot_be_shared_out_to_processes_are_refused(folder: Path) -> None:
+    """Runs of two processes: `--nproc` in test_train.py, policies in tests/vla/test_resume.py."""
+    vla_train.check_processes(load("ppo.yaml"), 2)
+    with pytest.raises(ValueError, match="15 groups of 1 .* cannot be shared out evenly to 2 processes"):
+        vla_train.check_processes(load("ppo.yaml", ["environment.num_envs=15"]), 2)
