@@ -29,7 +29,7 @@ for kind in KINDS if {methods!r} else ():
 HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "datasets"}
 
 
-@pytest.mark.parametrize("packages", [("genrl.config", "genrl.data"), ("genrl.cli",)])
+@pytest.mark.parametrize("packages", [("genrl.config", "genrl.data"), ("genrl.cli", "genrl.runtime.pages")])
 def test_packages_import_no_torch_at_their_top(packages: tuple[str, ...], root: Path) -> None:
     program = PROGRAM.format(heavy=HEAVY, packages=packages, methods="genrl.config" in packages)
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)

@@ -22,7 +22,7 @@ from genrl.runtime.optimizers import AdamW
 from genrl.vla.train import KIND as POLICIES
 from genrl.vlm.train import KIND as ANSWERS
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.conftest import model as model
 from tests.opened import opened
 from tests.vla import vla_runs
 from tests.vlm import vlm_runs
@@ -55,7 +55,6 @@ def displacement(config: AnyConfig, kind: Kind, given: Given, prepare: Callable[
         loop = run.loop
         named = loop.weights.named
         start = {name: p.detach().to(torch.float32, copy=True) for name, p in named.items()}
-        assert all(torch.equal(value, value.to(HALF).float()) for value in start.values())
         policy = run.acting if kind is POLICIES else run.policy
         for _ in range(20):
             for settings, recorded, divisor in given:
@@ -82,19 +81,18 @@ def halved(run: Any) -> None:
         p.data = p.data.to(HALF)
 
 
-def cosine(one: Tensor, other: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
-
-
 def judge(whole: Tensor, half: Tensor) -> None:
-    assert cosine(whole, half) > 0.99
+    assert float(torch.nn.functional.cosine_similarity(whole, half, dim=0)) > 0.99
     assert float(half.norm() / whole.norm()) == pytest.approx(1.0, abs=0.02)
 
 
 SLOW = {"optimizer": {"lr": 1e-6}}
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["full", "lora"])
+ADAPTER = pytest.param({"rank": 4, "alpha": 8}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTER], ids=["full", "lora"])
 def test_a_vision_language_model(lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def config(dtype: str) -> Any:
         return vlm_runs.config(tmp_path, vlm={"dtype": dtype, "lora": lora}, **SLOW)
@@ -106,17 +104,15 @@ def test_a_vision_language_model(lora: Any, tmp_path: Path, monkeypatch: pytest.
     assert (optimizer.applied is None) is (lora is not None)  # adapters are float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, runs.LORA], ids=["full", "lora"])
-def test_a_pipeline(lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline(lora: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full fine-tuning holds the denoiser in float32 and computes in bfloat16; of a LoRA only the base is rounded."""
     runs.write_folder(tmp_path)
-    FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "model")
 
     def config(**half: Any) -> Any:
         common = {"lora": lora, "iterations": 1, "evaluation": {"every": 0}, **SLOW}
-        whole = runs.config(
-            tmp_path, tmp_path / "model", trainer=runs.NFT, **common
-        )  # no ratio, which another precision would clip
+        whole = runs.config(tmp_path, model, trainer=runs.NFT, **common)  # no ratio, which would be clipped
         return whole.model_copy(update={"model": whole.model.model_copy(update=half)})
 
     given = micro_batches(config(), PIPELINES, monkeypatch)

@@ -16,7 +16,9 @@ AWAITED = {
 
 
 def test_every_public_function_is_called_by_the_package(root: Path) -> None:
-    files = {path: ast.parse(path.read_text()) for room in ("genrl", "rewards") for path in (root / room).rglob("*.py")}
+    texts = {path: path.read_text() for room in ("genrl", "rewards") for path in (root / room).rglob("*.py")}
+    names = [room.partition("/")[2] for room in ROOMS]  # who calls a function of a room has its name
+    files = {path: ast.parse(text) for path, text in texts.items() if any(name in f"{path} {text}" for name in names)}
     modules = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in files}
     public = {f"{modules[path]}.{name}" for path, tree in files.items() for name in defined(path, tree, root)}
     assert len(public) > 100, "nothing was looked at"

@@ -16,7 +16,3 @@ def test_readme_links_exist(root: Path) -> None:
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}, which is not there"
-
-
-def test_quickstart_is_short(root: Path) -> None:
-    assert len((root / "configs" / "quickstart.yaml").read_text().splitlines()) <= 10

@@ -21,32 +21,21 @@ def test_doctor(folder: Path) -> None:
     assert "torch" in run("doctor")
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (
-            SimpleNamespace(
-                get_device_properties=lambda device: SimpleNamespace(
-                    name=f"Card {device.index}", total_memory=(device.index + 1) * 2**30
-                ),
-                is_bf16_supported=lambda: True,
-            ),
-            {"xpu:0": "Card 0, 1.0 GB, bfloat16 True", "xpu:1": "Card 1, 2.0 GB, bfloat16 True"},
-        ),
-        (SimpleNamespace(), {"xpu:0": "there", "xpu:1": "there"}),
-    ],
-    ids=["with properties", "without, as MPS"],
-)
-def test_doctor_lists_accelerators_of_any_kind(
-    module: SimpleNamespace, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their properties where they have some, unlike MPS."""
     from genrl.cli import doctor
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=f"Card {device.index}", total_memory=(device.index + 1) * 2**30)
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    found = doctor._torch()
-    assert {key: value for key, value in found.items() if key.startswith("xpu")} == said
+    cards = ["Card 0, 1.0 GB, bfloat16 True", "Card 1, 2.0 GB, bfloat16 True"]
+    known = SimpleNamespace(get_device_properties=properties, is_bf16_supported=lambda: True)
+    for module, said in ((known, cards), (SimpleNamespace(), ["there", "there"])):
+        monkeypatch.setattr(torch, "get_device_module", lambda kind, module=module: module)
+        found = doctor._torch()
+        assert [value for key, value in found.items() if key.startswith("xpu:")] == said
 
 
 def test_doctor_says_what_to_do() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from genrl.cli.arguments import Dtype
 from genrl.diffusion.chosen import choose
 from tests.cli.commands import SMALL, run
 
@@ -21,18 +20,21 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_is_called_as_its_evaluations_are(trained: Path) -> None:
+def test_a_run_is_drawn_as_in_its_evaluations(trained: Path) -> None:
+    """With their arguments, size and precision; what is given wins."""
     chosen = choose("runs/one", None, None, {"num_frames": 3})
-    assert chosen.adapter == "runs/one/lora"
+    assert chosen.adapter == "runs/one/lora" and chosen.model.dtype == "bfloat16"
     expected = {"num_inference_steps": 2, "guidance_scale": 3, "max_sequence_length": 2, "num_frames": 3}
     assert chosen.arguments == expected
-
-
-def test_a_run_is_drawn_in_the_size_of_its_evaluations(trained: Path) -> None:
+    assert choose("runs/one", None, "float32", {}).model.dtype == "float32"
     file = trained / "runs" / "one" / "config.yaml"
     file.write_text(file.read_text().replace("evaluation: {", "evaluation: {height: 32, "))
     assert choose("runs/one", None, None, {}).arguments["height"] == 32
     assert choose("runs/one", None, None, {"height": 16}).arguments["height"] == 16
+
+
+class Stop(Exception):
+    """What a stand-in raises with what it was given."""
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,6 @@ def test_a_run_is_drawn_in_the_size_of_its_evaluations(trained: Path) -> None:
 def test_the_sizes_of_rows(
     trained: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: list[str], sizes: list[dict[str, int]]
 ) -> None:
-    class Stop(Exception):
-        pass
-
     def evaluate(pipe: Any, rows: Any, *_: Any, **__: Any) -> None:
         raise Stop([dict(row.size) for row in rows])
 
@@ -65,26 +64,16 @@ def test_a_run_is_evaluated_as_it_was(trained: Path, monkeypatch: pytest.MonkeyP
     file = trained / "runs" / "one" / "config.yaml"
     file.write_text(file.read_text().replace("evaluation: {", "evaluation: {group_size: 2, seed: 7, "))
     (trained / "eval.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    asked: list[tuple[int, list[str]]] = []
-
-    class Stop(Exception):
-        pass
 
     def evaluate(pipe: Any, rows: Any, *_: Any, seed: int, **__: Any) -> None:
-        asked.append((seed, [row.text for row in rows]))
-        raise Stop
+        raise Stop(seed, [row.text for row in rows])
 
     monkeypatch.setattr("genrl.diffusion.sample.load", lambda model, lora: None)
     monkeypatch.setattr("genrl.diffusion.sample.evaluate_pipeline", evaluate)
-    for options in ([], ["--seed", "3"]):
-        with pytest.raises(Stop):
+    for options, seed in (([], 7), (["--seed", "3"], 3)):
+        with pytest.raises(Stop) as stopped:
             run("eval", "runs/one", "--prompts", "eval.jsonl", "--reward", "shapes", *options)
-    assert asked == [(7, ["a", "a", "b", "b"]), (3, ["a", "a", "b", "b"])]
-
-
-@pytest.mark.parametrize(("given", "loaded"), [(None, "bfloat16"), ("float32", "float32")])
-def test_the_precision_of_a_run_is_its_own(trained: Path, given: Dtype | None, loaded: str) -> None:
-    assert choose("runs/one", None, given, {}).model.dtype == loaded
+        assert stopped.value.args == (seed, ["a", "a", "b", "b"])
 
 
 @pytest.mark.parametrize(
@@ -94,9 +83,6 @@ def test_the_precision_of_a_run_is_its_own(trained: Path, given: Dtype | None, l
 def test_the_default_precision(
     trained: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], model: str, loaded: str
 ) -> None:
-    class Stop(Exception):
-        pass
-
     def load(model: Any, lora: str | None) -> Any:
         raise Stop(model.dtype)
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from genrl.cli.app import app
+from tests.ports import free_port
+from tests.servers import spawn
 
 MINE = """
 def brightness(images):
@@ -68,15 +66,12 @@ def rows(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_rewards_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_are_listed_and_their_names_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rewards
+
     monkeypatch.setenv("COLUMNS", "200")
     text = run("rewards").output
     assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
-
-
-def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rewards
-
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("rewards.listing", lambda: [rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")])
     monkeypatch.setattr("rewards.scorers.texts.completions.listing_texts", list)
@@ -85,12 +80,18 @@ def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
+    """Whatever the size of a batch; in a table, with the parts as columns."""
     result = run("score", "mine.py:brightness", "shots")
     found = rows(result)
     assert [row["image"] for row in found] == [f"shots/{name}.png" for name in "abc"]
     assert [row["score"] for row in found] == pytest.approx([0.0, 0.2, 1.0])
     assert [row["parts"]["red"] for row in found] == pytest.approx([0.0, 0.2, 1.0])
     assert "3 scored, 0 without a score, 0 skipped; mean 0.4000" in result.stderr
+    assert run("score", "mine.py:brightness", "shots", "--batch-size", "1").stdout == result.stdout
+    assert run("score", "mine.py:brightness", "shots/a.png", "shots/b.png", "--out", "s.csv").exit_code == 0
+    table = list(csv.reader((folder / "s.csv").open()))
+    assert table[0] == ["image", "prompt", "score", "red"]
+    assert table[1] == ["shots/a.png", "", "0.0", "0.0"] and float(table[2][2]) == pytest.approx(0.2)
 
 
 def test_the_grid_of_sample_is_no_picture(folder: Path) -> None:
@@ -105,19 +106,6 @@ def test_the_grid_of_sample_is_no_picture(folder: Path) -> None:
     assert scored() == ["00000", "b", "c", "grid"]
     (shots / "prompts.json").write_text('[{"file": "00000.png", "prompt": "a", "seed": 0}]')
     assert scored() == ["00000", "b", "c"]
-
-
-def test_the_size_of_a_batch_changes_nothing(folder: Path) -> None:
-    assert run("score", "mine.py:brightness", "shots", "--batch-size", "1").stdout == (
-        run("score", "mine.py:brightness", "shots").stdout
-    )
-
-
-def test_csv_has_the_parts_as_columns(folder: Path) -> None:
-    assert run("score", "mine.py:brightness", "shots/a.png", "shots/b.png", "--out", "s.csv").exit_code == 0
-    found = list(csv.reader((folder / "s.csv").open()))
-    assert found[0] == ["image", "prompt", "score", "red"]
-    assert found[1] == ["shots/a.png", "", "0.0", "0.0"] and float(found[2][2]) == pytest.approx(0.2)
 
 
 def test_rows_of_a_jsonl_bring_prompts_columns_and_pictures(folder: Path) -> None:
@@ -154,13 +142,8 @@ def test_what_cannot_be_read_is_named_skipped_and_counted(folder: Path) -> None:
     (folder / "rows.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
     result = run("score", "mine.py:brightness", "rows.jsonl")
     assert len(rows(result)) == 1 and "5 skipped" in result.stderr
-    for words in (
-        "rows.jsonl:2: ",
-        "rows.jsonl:3: a row is an object",
-        "rows.jsonl:4: '../a.png' is outside",
-        "gone.png",
-    ):
-        assert words in result.stderr
+    said = ("rows.jsonl:2: ", "rows.jsonl:3: a row is an object", "rows.jsonl:4: '../a.png' is outside", "gone.png")
+    assert all(words in result.stderr for words in said)
     (folder / "only").mkdir()
     (folder / "only" / "b.png").write_bytes(b"broken")
     result = run("score", "mine.py:brightness", "only")
@@ -203,12 +186,9 @@ def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest
     )
 
 
-def test_a_reward_that_raises_ends_with_its_traceback_as_the_message(folder: Path) -> None:
+def test_a_reward_that_raises_and_serving_without_a_token(folder: Path) -> None:
     result = run("score", "mine.py:broken", "shots")
     assert result.exit_code == 1 and "raised for 3 of 3" in result.stderr and "in broken" in result.stderr
-
-
-def test_serve_needs_a_token_for_other_addresses(folder: Path) -> None:
     result = run("serve", "mine.py:brightness", "--host", "0.0.0.0")
     assert result.exit_code == 2 and "set a token" in result.stderr
     assert "Did you mean 'pickscore'" in run("serve", "pickscor").stderr
@@ -216,24 +196,15 @@ def test_serve_needs_a_token_for_other_addresses(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_scores_of_a_served_reward_are_the_local_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "genrl", "serve", "mine.py:brightness", "--port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"GENRL_REWARD_TOKEN": "abc", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    port, name = free_port(), f"{folder / 'mine.py'}:brightness"
+    server = spawn(name, port, "abc")
     try:
-        assert server.stderr is not None
-        url = re.search(r"served at (http://127.0.0.1:\d+)", server.stderr.readline()).group(1)
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as reply:
-            assert json.load(reply) == {"status": "ok"}
-        local = run("score", "mine.py:brightness", "shots")
-        arguments = ("score", "mine.py:brightness", "shots", "--remote", url)
+        local = run("score", name, "shots")
+        arguments = ("score", name, "shots", "--remote", f"http://127.0.0.1:{port}")
         assert "401" in run(*arguments).stderr
         monkeypatch.setenv("GENRL_REWARD_TOKEN", "abc")
-        assert run(*arguments).stdout == local.stdout != ""
-        assert run("score", "mine.py:brightness", "shots", "--isolate").stdout == local.stdout
+        assert run(*arguments).stdout == local.stdout and math.isfinite(rows(local)[0]["score"])
+        assert run("score", name, "shots", "--isolate").stdout == local.stdout
     finally:
-        server.send_signal(signal.SIGTERM)
+        server.terminate()
         assert server.wait(20) in (0, -signal.SIGTERM)
-    assert math.isfinite(rows(local)[0]["score"])

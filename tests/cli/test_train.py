@@ -17,31 +17,21 @@ from tests.cli.commands import MODEL, ROOT, run, words
 class TestLaunch:
     """`--nproc`: torchrun of the same command, without the option."""
 
-    @pytest.fixture
-    def executed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        commands: list[str] = []
-
+    @pytest.mark.parametrize("option", [["--nproc", "2"], ["--nproc=2"]])
+    def test_command(self, option: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Replaced(Exception):
             pass
 
         def execv(path: str, arguments: list[str]) -> None:
-            commands.extend(arguments)
-            raise Replaced
+            raise Replaced(*arguments)
 
+        arguments = ["train", "small.yaml", *option, "model.path=org/model", "seed=2"]
         monkeypatch.setattr("genrl.cli.train.os.execv", execv)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        self.replaced = Replaced
-        return commands
-
-    @pytest.mark.parametrize("option", [["--nproc", "2"], ["--nproc=2"]])
-    def test_command(
-        self, option: list[str], executed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        arguments = ["train", "small.yaml", *option, "model.path=org/model", "seed=2"]
         monkeypatch.setattr(sys, "argv", ["genrl", *arguments])
-        with pytest.raises(self.replaced):
+        with pytest.raises(Replaced) as replaced:
             run(*arguments)
-        assert executed[1:] == [
+        assert list(replaced.value.args[1:]) == [
             *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "genrl"),
             *("train", "small.yaml", "model.path=org/model", "seed=2"),
         ]
@@ -49,12 +39,10 @@ class TestLaunch:
 
     def test_inside_a_launcher_it_just_runs(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")
-        assert "already is one of several" in " ".join(
-            run("train", "small.yaml", "model.path=org/model", "--nproc", "2", code=2).split()
-        )
+        text = words(run("train", "small.yaml", "model.path=org/model", "--nproc", "2", code=2))
+        assert "already is one of several" in text
 
 
-@pytest.mark.slow
 def test_a_whole_run(folder: Path) -> None:
     """train, resume, sample, eval, report, export on the embedded model, in one process."""
     if not MODEL.is_dir():

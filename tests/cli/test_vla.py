@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 import genrl
+from genrl.config import load
+from genrl.runtime.run import read_metrics
+from genrl.vla import train as vla_train
 from tests.cli.commands import ROOT, run, words
 
 SMALL = """\
@@ -71,18 +72,16 @@ class TestCheck:
         assert "evaluations 3 of 16 episodes" in text and "iterations 2" in text
 
     def test_of_reinforcement(self, folder: Path) -> None:
-        text = words(run("check", "ppo.yaml"))
+        text = words(run("check", "ppo.yaml", "--explain"))
         assert "environments 16 in groups of 1" in text and "decisions 32 at most 2 of each environment" in text
         assert "denoising steps 2 of a decision, flow_sde" in text and "evaluations 0 off" in text
-
-    def test_explains_every_key(self, folder: Path) -> None:
-        text = words(run("check", "ppo.yaml", "--explain"))
         for key in ("trainer.critic_warmup", "environment.num_envs", "sampler.noise_level", "policy.keep_features"):
             assert key in text
         assert "sampling.group_size" not in text
 
-    def test_a_folder_in_use_is_noted(self, folder: Path) -> None:
+    def test_a_folder_in_use_is_noted_and_not_overwritten(self, folder: Path) -> None:
         assert "is in use; continue it by `genrl resume runs/small`" in words(run("check", "small.yaml"))
+        assert "genrl resume runs/small" in words(run("train", "small.yaml", code=2))
 
     @pytest.mark.parametrize(
         ("override", "says"),
@@ -100,17 +99,11 @@ class TestCheck:
         assert says in words(run("train", "ppo.yaml", override, code=2))
         assert not (folder / "runs" / "ppo").exists()
 
-    def test_without_torch(self, folder: Path) -> None:
-        code = "import sys; from genrl.cli.app import app; app(['check', 'ppo.yaml'], standalone_mode=False)"
-        code += "; assert 'torch' not in sys.modules, 'torch'"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-
 
 class TestTrain:
     def test_leaves_a_run(self, folder: Path) -> None:
         place = folder / "runs" / "small"
-        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(place / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2] and rows[-1]["updates"] == 3
         assert (place / "policy" / "model.safetensors").is_file() and (place / "report.html").is_file()
         assert sorted(path.name for path in (place / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
@@ -120,25 +113,22 @@ class TestTrain:
         run("train", "ppo.yaml")
         place = folder / "runs" / "ppo"
         assert json.loads((place / "policy" / "config.json").read_text())["critic"] == 1
-        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-        assert rows[0]["rollout/env_steps"] > 0
+        assert read_metrics(place / "metrics.jsonl")[0]["rollout/env_steps"] > 0
         assert "has done all of its 1 iterations" in words(run("resume", "runs/ppo"))
         run("resume", "runs/ppo", "iterations=2")
-        assert len((place / "metrics.jsonl").read_text().splitlines()) == 2
+        assert len(read_metrics(place / "metrics.jsonl")) == 2
 
-    def test_a_run_is_not_overwritten(self, folder: Path) -> None:
-        assert "genrl resume runs/small" in words(run("train", "small.yaml", code=2))
-
-    def test_what_the_policy_does_not_allow(self, folder: Path) -> None:
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ("environment.chunk=9", "environment.chunk: 9 actions cannot be executed of chunks of 4"),
+            ("environment.tasks=[pull]", "MiniTable has no task 'pull'"),
+            ("sampler={kind: diffusion}", "predicts velocity; write flow_sde"),
+        ],
+    )
+    def test_what_the_policy_does_not_allow(self, change: str, says: str, folder: Path) -> None:
         """Known only with the policy, and said before anything is written."""
-        wrong = {
-            "environment.chunk=9": "environment.chunk: 9 actions cannot be executed of chunks of 4",
-            "environment.tasks=[pull]": "MiniTable has no task 'pull'",
-        }
-        for change, says in wrong.items():
-            assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
-        text = words(run("train", "ppo.yaml", "sampler={kind: diffusion}", "output=runs/wrong", code=2))
-        assert "sampler.kind" in text and "predicts velocity; write flow_sde" in text
+        assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
         assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
 
     def test_the_command_put_right_runs(self, folder: Path) -> None:
@@ -154,7 +144,7 @@ class TestEval:
         text = words(run("eval", "runs/small", "--out", "scores.json"))
         scores = json.loads((folder / "scores.json").read_text())
         assert "16 episodes of minitable" in text and "95 % interval" in text and "touch" in text
-        last = json.loads((folder / "runs/small/metrics.jsonl").read_text().splitlines()[-1])
+        last = read_metrics(folder / "runs/small/metrics.jsonl")[-1]
         assert scores["scores"] == {key: value for key, value in last.items() if key.startswith("eval/")}
         assert scores["policy"] == "runs/small" and scores["seed"] == 1234 and scores["episodes"] == 16
         assert scores["environment"]["tasks"] == ["touch"]
@@ -170,8 +160,6 @@ class TestEval:
 
     def test_rounding_is_that_of_the_run(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """On the command line and in a script, and not beyond."""
-        from genrl.vla import train as vla_train
-
         seen, judge = [], vla_train.judge_policy
 
         def judged(*given: Any) -> Any:
@@ -185,107 +173,79 @@ class TestEval:
         assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
 
     def test_episodes_seed_and_films(self, folder: Path) -> None:
-        text = words(
-            run("eval", "runs/small", "--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
-        )
+        options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
+        text = words(run("eval", "runs/small", *options))
         scores = json.loads((folder / "b.json").read_text())
         assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
         assert len(list((folder / "films").iterdir())) >= 2
 
     def test_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
-        text = words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
-        assert "8 episodes of minitable" in text
+        assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
-    def test_a_folder_alone(self, folder: Path) -> None:
-        text = words(run("eval", "runs/small/policy", code=2))
-        assert "runs/small/policy is a policy: say where it acts by --config FILE.yaml" in text
-
-    def test_by_a_file_that_trains_no_policy(self, folder: Path) -> None:
-        file = str(ROOT / "configs" / "quickstart.yaml")
-        assert "trains no policy" in words(run("eval", "runs/small/policy", "--config", file, code=2))
-
-    def test_a_folder_that_is_none(self, folder: Path) -> None:
-        for arguments in (["runs/smal", "--config", "ppo.yaml"], ["runs/smal"]):
-            assert "did you mean runs/small?" in words(run("eval", *arguments, code=2))
-        text = words(run("eval", "runs", "--config", "ppo.yaml", code=2))
-        assert "runs is neither a policy's folder nor the run of one" in text
-
-    def test_a_file_that_is_none(self, folder: Path) -> None:
-        assert "no such file" in words(run("eval", "runs/small/policy", "--config", "pppo.yaml", code=2))
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["runs/small/policy"], "is a policy: say where it acts by --config FILE.yaml"),
+            (["runs/small/policy", "--config", str(ROOT / "configs/quickstart.yaml")], "trains no policy"),
+            (["runs/small/policy", "--config", "pppo.yaml"], "no such file"),
+            (["runs/smal", "--config", "ppo.yaml"], "did you mean runs/small?"),
+            (["runs/smal"], "did you mean runs/small?"),
+            (["runs", "--config", "ppo.yaml"], "runs is neither a policy's folder nor the run of one"),
+            (
+                ["runs/small", "--reward", "shapes", "--num-prompts", "3"],
+                "--reward, --num-prompts are not for a policy",
+            ),
+            ([str(ROOT / "assets/tiny-t2i"), "--episodes", "3", "--reward", "shapes"], "is not for a pipeline"),
+        ],
+    )
+    def test_what_cannot_be_evaluated(self, arguments: list[str], says: str, folder: Path) -> None:
+        assert says in words(run("eval", *arguments, code=2))
 
 
 class TestExport:
     def test_round_trip(self, folder: Path) -> None:
+        """Of the last step, and of an earlier one."""
         assert "written to out" in run("export", "runs/small", "--out", "out")
-        ours, theirs = (
-            load_file(path / "model.safetensors") for path in (folder / "out", folder / "runs/small/policy")
-        )
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        ours, trained = (load_file(folder / place / "model.safetensors") for place in ("out", "runs/small/policy"))
+        assert ours.keys() == trained.keys()
+        assert all(torch.equal(value, trained[name]) for name, value in ours.items())
         config = json.loads((folder / "out" / "config.json").read_text())
         assert config == json.loads((folder / "runs/small/policy/config.json").read_text())
         text = words(run("eval", "out", "--config", "small.yaml", "--out", "c.json"))
-        last = json.loads((folder / "runs/small/metrics.jsonl").read_text().splitlines()[-1])
+        last = read_metrics(folder / "runs/small/metrics.jsonl")[-1]
         scores = json.loads((folder / "c.json").read_text())["scores"]
         assert scores["eval/success_mean"] == last["eval/success_mean"] and "all" in text
         assert scores["eval/length_mean"] == last["eval/length_mean"]
-
-    def test_an_earlier_step(self, folder: Path) -> None:
         run("export", "runs/small", "--out", "early", "--step", "1")
-        early, saved = (
-            load_file(folder / path)
-            for path in ("early/model.safetensors", "runs/small/checkpoints/step-000001/weights.safetensors")
-        )
+        early = load_file(folder / "early/model.safetensors")
+        saved = load_file(folder / "runs/small/checkpoints/step-000001/weights.safetensors")
         assert all(torch.equal(early[name], value) for name, value in saved.items())
-        late = load_file(folder / "runs/small/policy/model.safetensors")
-        assert any(not torch.equal(late[name], value) for name, value in early.items())
+        assert any(not torch.equal(trained[name], value) for name, value in early.items())
 
-    def test_a_step_that_is_none(self, folder: Path) -> None:
-        text = words(run("export", "runs/small", "--out", "never", "--step", "7", code=2))
-        assert "step-000007: there is no such folder; checkpoints of runs/small: 2, 1" in text
-        assert not (folder / "never").exists()
-
-    def test_a_folder_with_something_in_it(self, folder: Path) -> None:
-        (folder / "full").mkdir(exist_ok=True)
-        (folder / "full" / "x").write_text("x")
-        assert "full is not empty" in words(run("export", "runs/small", "--out", "full", code=2))
-
-    def test_no_run(self, folder: Path) -> None:
-        assert "is not a run folder" in words(run("export", "out", "--out", "again", code=2))
-
-    def test_whole_pipelines_are_not_of_policies(self, folder: Path) -> None:
-        """--full is of pipelines: it must not be ignored silently."""
-        assert "--full" in words(run("export", "runs/small", "--out", "whole", "--full", code=2))
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["runs/small", "--step", "7"], "step-000007: there is no such folder; checkpoints of runs/small: 2, 1"),
+            (["runs/small", "--out", "runs"], "runs is not empty"),
+            (["films"], "is not a run folder"),
+            (["runs/small", "--full"], "--full"),  # which is of pipelines: it must not be ignored silently
+        ],
+    )
+    def test_what_cannot_be_exported(self, arguments: list[str], says: str, folder: Path) -> None:
+        (folder / "films").mkdir(exist_ok=True)
+        assert says in words(run("export", "--out", "never", *arguments, code=2)) and not (folder / "never").exists()
 
 
-class TestOthers:
-    def test_report(self, folder: Path) -> None:
-        (folder / "runs/small/report.html").unlink()
-        assert "report.html" in run("report", "runs/small")
-        page = (folder / "runs/small/report.html").read_text()
-        assert "eval/success_mean" in page or "success" in page
-
-    def test_pictures_are_not_of_policies(self, folder: Path) -> None:
-        text = words(run("sample", "runs/small", "--prompt", "touch the red disc", code=2))
-        assert "is not the run of a pipeline, so no pictures can be sampled from it" in text
-        text = words(run("eval", "runs/small", "--reward", "shapes", "--num-prompts", "3", code=2))
-        assert "--reward, --num-prompts are not for a policy: leave them out" in text
-
-    def test_episodes_are_not_of_pipelines(self, folder: Path) -> None:
-        pipeline = str(ROOT / "assets" / "tiny-t2i")
-        text = words(run("eval", pipeline, "--episodes", "3", "--reward", "shapes", code=2))
-        assert "--episodes is not for a pipeline" in text
+def test_a_report_is_written_anew_and_pictures_are_not_of_policies(folder: Path) -> None:
+    (folder / "runs/small/report.html").unlink()
+    assert "report.html" in run("report", "runs/small")
+    assert "eval/success_mean" in (folder / "runs/small/report.html").read_text()
+    text = words(run("sample", "runs/small", "--prompt", "touch the red disc", code=2))
+    assert "is not the run of a pipeline, so no pictures can be sampled from it" in text
 
 
-@pytest.mark.slow
-def test_two_processes(folder: Path) -> None:
-    """`--nproc` starts them; each has its share of the environments."""
-    command = [sys.executable, "-m", "genrl", "train", "ppo.yaml", "--nproc", "2", "output=runs/two"]
-    environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    info = json.loads((folder / "runs/two/run.json").read_text())
-    assert info["processes"] == 2 and (folder / "runs/two/policy/model.safetensors").is_file()
-    wrong = [*command[:-1], "output=runs/odd", "environment.num_envs=15"]
-    done = subprocess.run(wrong, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode != 0 and "cannot be shared out evenly to 2 processes" in " ".join(done.stderr.split())
+def test_environments_that_cannot_be_shared_out_to_processes_are_refused(folder: Path) -> None:
+    """Runs of two processes: `--nproc` in test_train.py, policies in tests/vla/test_resume.py."""
+    vla_train.check_processes(load("ppo.yaml"), 2)
+    with pytest.raises(ValueError, match="15 groups of 1 .* cannot be shared out evenly to 2 processes"):
+        vla_train.check_processes(load("ppo.yaml", ["environment.num_envs=15"]), 2)

@@ -46,10 +46,11 @@ def test_a_folder_is_evaluated_by_a_configuration(tmp_path: Path) -> None:
     assert "say what it is asked by --config FILE.yaml" in words(run("eval", str(vlm_runs.MODEL), code=2))
 
 
-@pytest.mark.parametrize("option", [["--reward", "shapes"], ["--seed", "3"], ["--episodes", "4"], ["--height", "64"]])
-def test_options_of_other_kinds_are_refused(tmp_path: Path, option: list[str]) -> None:
-    text = run("eval", str(vlm_runs.MODEL), "--config", written(tmp_path), *option, code=2)
-    assert f"{option[0]} is not for a model that answers questions: leave it out" in words(text)
+def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    for option in (["--reward", "shapes"], ["--seed", "3"], ["--episodes", "4"], ["--height", "64"]):
+        text = words(run("eval", str(vlm_runs.MODEL), "--config", file, *option, code=2))
+        assert f"{option[0]} is not for a model that answers questions: leave it out" in text
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -46,17 +46,6 @@ def test_it_prints_its_address_serves_and_ends_at_ctrl_c(tmp_path: Path) -> None
     assert (watching.returncode, err) == (0, "") and "stopped watching; the runs go on" in out
 
 
-def test_torch_is_not_loaded(tmp_path: Path) -> None:
-    make(tmp_path / "run")
-    code = (
-        "import sys; from pathlib import Path; from genrl.runtime.pages.server import Server; "
-        "from genrl.runtime.pages.live import Live; live = Live([Path('run')]); live.state(); live.page(); "
-        "Server(live).server_close(); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=60)
-
-
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     make(tmp_path / "runs" / "a")
     assert "is not a run folder" in words(run("watch", str(tmp_path / "runs"), code=2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from genrl.config import ConfigError, check_files, load
 from genrl.config.method import KINDS, built_in
 from genrl.config.plugins import import_file
 from genrl.interface.objects import OURS
-from genrl.runtime.run import read_metrics
 from genrl.vla.data.lerobot_dataset import write_dataset
 from rewards.given import given, lending, take
 from tests import hub_server
+from tests.run_folders import rows
 
 SMALL = {"num_inference_steps": 2, "group_size": 4, "prompts_per_iteration": 2, "batch_size": 8}
 NFT = {"timesteps_per_sample": 1, "kl_weight": 0}
@@ -50,6 +52,13 @@ def pipe(root: Path) -> Any:
     return DiffusionPipeline.from_pretrained(root / "assets" / "tiny-t2i")
 
 
+@pytest.fixture(scope="session")
+def trained(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """The folder of a run of one iteration, to be looked at."""
+    model = Path(__file__).parents[2] / "assets" / "tiny-t2i"
+    return made_once("interface", lambda folder: small(folder / "run", model=model, iterations=1)) / "run"
+
+
 def small(output: Path, **given: Any) -> genrl.Result:
     settings: dict[str, Any] = {
         "prompts": PROMPTS,
@@ -61,14 +70,6 @@ def small(output: Path, **given: Any) -> genrl.Result:
         "output": output,
     }
     return genrl.train(**(settings | given))
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    """Without what the clock says."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("timing/", "memory/", "images_per_s", "tokens_per_s"))}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers_has_it(
@@ -93,19 +94,23 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers
     assert (result.folder / "config.yaml").read_text().startswith("# python:NAME was an object")
     assert json.loads(Path(config["prompts"]["train"]).read_text()) == {"prompt": "a red circle", "kind": "one"}
 
-    trained = pipe("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    def drawn(by: Any) -> np.ndarray:
+        call = {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "np"}
+        return by("a red circle", generator=torch.Generator().manual_seed(0), **call).images[0]
+
+    trained = drawn(pipe)
     plain = DiffusionPipeline.from_pretrained(str(config["model"]["path"]).removeprefix("python:"))
-    untrained = plain("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    untrained = drawn(plain)
     plain.load_lora_weights(result.lora)
-    loaded = plain("a red circle", generator=torch.Generator().manual_seed(0), **call()).images[0]
+    loaded = drawn(plain)
     assert np.array_equal(trained, loaded) and not np.array_equal(trained, untrained)
+    with pytest.raises(ConfigError, match="has a LoRA on it already"):
+        small(tmp_path / "second", model=pipe, iterations=1)
+    pipe.unload_lora_weights()
+    assert small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(result.lora)}).complete
 
 
-def call() -> dict[str, Any]:
-    return {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "np"}
-
-
-def test_objects_and_names_train_to_the_same_bits(pipe: Any, tmp_path: Path, root: Path) -> None:
+def test_objects_and_names_train_to_the_same_bits(trained: Path, pipe: Any, tmp_path: Path, root: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
     code = tmp_path / "mine.py"
@@ -113,7 +118,6 @@ def test_objects_and_names_train_to_the_same_bits(pipe: Any, tmp_path: Path, roo
         "def warm(images):\n    return images[:, 0].mean(dim=(1, 2)) - images[:, 2].mean(dim=(1, 2))\n",
         encoding="utf-8",
     )
-    live = small(tmp_path / "live", model=pipe)
     named = small(
         tmp_path / "named",
         model=root / "assets" / "tiny-t2i",
@@ -122,46 +126,38 @@ def test_objects_and_names_train_to_the_same_bits(pipe: Any, tmp_path: Path, roo
         method="diffusion_nft",
         config={"trainer": {"algorithm": "diffusion_nft", **NFT}},
         lora=genrl.LoRA(rank=4, alpha=8.0),
+        iterations=1,
     )
-    assert rows(live.folder) == rows(named.folder)
-    table = small(
-        tmp_path / "table", prompts=Dataset.from_dict({"prompt": PROMPTS}), iterations=1, model=pipe, lora=None
-    )
-    assert table.complete and table.lora is None
+    assert rows(trained) == rows(named.folder)
+    table = Dataset.from_dict({"prompt": PROMPTS})
+    whole = small(tmp_path / "table", prompts=table, iterations=1, model=pipe, lora=None)
+    assert whole.complete and whole.lora is None
 
 
-def test_an_export_is_pushed_where_it_is_asked_for(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", iterations=1).folder
+def test_an_export_is_pushed_where_it_is_asked_for(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hub_server.reached(monkeypatch, tmp_path / "cache") as server:
         with pytest.raises(ValueError, match="'stars': this is no name of a repository"):
-            genrl.export(run, tmp_path / "out", push="stars")
+            genrl.export(trained, tmp_path / "out", push="stars")
         with pytest.raises(ValueError, match="private: is of a repository; give push"):
-            genrl.export(run, tmp_path / "out", private=True)
+            genrl.export(trained, tmp_path / "out", private=True)
         assert not (tmp_path / "out").exists()
-        out = genrl.export(run, tmp_path / "out", push="lab/stars", private=True)
+        out = genrl.export(trained, tmp_path / "out", push="lab/stars", private=True)
         assert server.private == {"lab/stars": True}
         assert server.repos["lab/stars"] == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
         assert "pytorch_lora_weights.safetensors" in server.repos["lab/stars"]
 
 
-def test_a_pipeline_with_a_lora_on_it_is_told_how_to_go_on(pipe: Any, tmp_path: Path) -> None:
-    first = small(tmp_path / "first", model=pipe, iterations=1)
-    with pytest.raises(ConfigError, match="has a LoRA on it already"):
-        small(tmp_path / "second", model=pipe, iterations=1)
-    pipe.unload_lora_weights()
-    again = small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(first.lora)})
-    assert again.complete
-
-
 def test_an_interrupted_run_returns_and_goes_on_with_its_objects_to_the_same_bits(tmp_path: Path, root: Path) -> None:
     model = root / "assets" / "tiny-t2i"
-    whole = small(tmp_path / "whole", model=model, iterations=3)
+    whole = small(tmp_path / "whole", model=model)
 
     def stop(loop: Any, metrics: Any) -> None:
         if loop.iteration == 1:
             raise KeyboardInterrupt
 
-    begun = small(tmp_path / "cut", model=model, iterations=3, on_iteration=stop)
+    begun = small(tmp_path / "cut", model=model, on_iteration=stop)
     assert not begun.complete and len(begun.metrics) == 1
     assert begun.lora is not None and (begun.lora / "pytorch_lora_weights.safetensors").is_file()
     with pytest.raises(ValueError, match=r"handed over again: rewards\.0\.name: python:warm$"):
@@ -172,15 +168,14 @@ def test_an_interrupted_run_returns_and_goes_on_with_its_objects_to_the_same_bit
     assert ended.complete and rows(ended.folder) == rows(whole.folder)
 
 
-def test_the_command_line_goes_on_where_names_take_the_place_of_objects(tmp_path: Path, root: Path) -> None:
+def test_the_command_line_goes_on_where_names_take_the_place_of_objects(trained: Path, tmp_path: Path) -> None:
     from genrl.runtime.frame import train
 
-    begun = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", iterations=1)
+    again = Path(shutil.copytree(trained, tmp_path / "run"))
     code = tmp_path / "mine.py"
     code.write_text("def warm(images):\n    return images.mean(dim=(1, 2, 3))\n", encoding="utf-8")
-    changes = (f"rewards.0.name={code}:warm", "iterations=2")
-    train(load(begun.folder / "config.yaml", changes), begun.folder)
-    assert [row["step"] for row in rows(begun.folder)] == [1, 2]
+    train(load(again / "config.yaml", (f"rewards.0.name={code}:warm", "iterations=2")), again)
+    assert [row["step"] for row in rows(again)] == [1, 2]
 
 
 def question(k: int) -> dict[str, Any]:
@@ -263,14 +258,6 @@ def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root:
     assert genrl.resume(result.folder, rewards=[warm], method=mine, iterations=2).complete
 
 
-def test_trl_names_and_typing_errors_are_told_ours(root: Path) -> None:
-    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
-        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
-            genrl.train(model="assets/tiny-t2i", **{name: []})
-    with pytest.raises(TypeError, match="there is no argument modle"):
-        genrl.train(modle="assets/tiny-t2i")
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -297,76 +284,57 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any, tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"model": {"quantize": "int8"}}, "model.quantize: the pipeline is loaded already"),
         ({"model": {"offload": {"text_encoders": "encode_then_free"}}}, "its text encoders too; write between"),
         ({"model": {"encodings": "kept"}}, "may not be what the folder's encodings were made by"),
         ({"engine": {"kind": "ray", "rollout_workers": 1}}, "Ray's workers load the pipeline themselves"),
-    ],
-)
-def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(
-    config: dict[str, Any], message: str, pipe: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        small(tmp_path / "run", model=pipe, config=config)
+    ]
+    for config, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            small(tmp_path / "run", model=pipe, config=config)
     with pytest.raises(ConfigError, match="cannot be sent to another"):
         small(tmp_path / "run", model=pipe, rewards=[{"name": warm, "isolate": True}])
     assert type(pipe.scheduler).__module__.startswith("diffusers")
-
-
-def test_a_loaded_object_that_is_no_pipeline_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found an object of type Linear, not a diffusers pipeline"):
         small(tmp_path / "run", model=torch.nn.Linear(2, 2))
 
 
-def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(pipe: Any, tmp_path: Path, root: Path) -> None:
+def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
+    trained: Path, pipe: Any, tmp_path: Path, root: Path
+) -> None:
     scheduler, before = pipe.scheduler, set(vars(pipe))
     found = genrl.evaluate(pipe, PROMPTS, [warm], num_inference_steps=2, guidance_scale=1.0)
     again = genrl.evaluate(root / "assets" / "tiny-t2i", PROMPTS, warm, num_inference_steps=2, guidance_scale=1.0)
     assert pipe.scheduler is scheduler and set(vars(pipe)) == before
-    assert found == again and set(found) == {
-        "eval/total_mean",
-        "eval/warm_mean",
-        "eval/warm_std",
-        "eval/warm_failed",
-    }
-    run = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", iterations=1)
-    of_run = genrl.evaluate(run.folder, PROMPTS, warm)
+    assert found == again
+    assert set(found) == {"eval/total_mean", "eval/warm_mean", "eval/warm_std", "eval/warm_failed"}
+    of_run = genrl.evaluate(trained, PROMPTS, warm)
     assert of_run != found
-    assert genrl.evaluate(run.folder, PROMPTS, warm, lora=run.lora) == of_run
+    assert genrl.evaluate(trained, PROMPTS, warm, lora=trained / "lora") == of_run
     with pytest.raises(ValueError, match="say prompts"):
-        genrl.evaluate(run.folder)
-    written = genrl.sample(run.folder, PROMPTS, out=tmp_path / "pictures")
+        genrl.evaluate(trained)
+    written = genrl.sample(trained, PROMPTS, out=tmp_path / "pictures")
     assert len(written) == 3 and json.loads((tmp_path / "pictures" / "prompts.json").read_text())[0]["seed"] == 0
-    assert np.array_equal(written[1], genrl.sample(run.folder, PROMPTS)[1])
+    assert np.array_equal(written[1], genrl.sample(trained, PROMPTS)[1])
 
 
-def test_evaluate_knows_questions_and_simulators(tmp_path: Path, root: Path) -> None:
+def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
+    place = {"environment": {"name": "minitable", "num_envs": 16}, "evaluation": {"episodes": 16}}
+    task = {"task": {"name": "count"}, "rewards": [{"name": "exact"}], "evaluation": {"questions": 8}}
     asked = genrl.evaluate(
         root / "assets" / "tiny-vlm",
-        config={
-            "vlm": {"path": "assets/tiny-vlm"},
-            "task": {"name": "count"},
-            "rewards": [{"name": "exact"}],
-            "generation": {"max_new_tokens": 12},
-            "evaluation": {"questions": 8},
-        },
+        config={"vlm": {"path": "assets/tiny-vlm"}, "generation": {"max_new_tokens": 12}, **task},
     )
     assert 0 <= asked["eval/accuracy_blind"] <= asked["eval/accuracy_mean"] <= 1
+    policy = root / "assets" / "tiny-vla"
     acted = genrl.evaluate(
-        root / "assets" / "tiny-vla",
-        config={
-            "policy": {"path": "assets/tiny-vla"},
-            "environment": {"name": "minitable", "num_envs": 16},
-            "trainer": {"algorithm": "ppo"},
-            "evaluation": {"episodes": 16},
-        },
+        policy, config={"policy": {"path": "assets/tiny-vla"}, "trainer": {"algorithm": "ppo"}, **place}
     )
     assert 0 < acted["eval/success_mean"] < 1
     with pytest.raises(ValueError, match="here the configuration says them"):
-        genrl.evaluate(root / "assets" / "tiny-vla", PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
+        genrl.evaluate(policy, PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
 
 
 def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> None:
@@ -377,6 +345,14 @@ def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> Non
         genrl.score(pictures, [warm], ["a red square"])
     with pytest.raises(ValueError, match="one size"):
         genrl.score([pictures[0], Image.new("RGB", (4, 4))], [warm])
+
+
+def test_trl_names_and_typing_errors_are_told_ours() -> None:
+    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
+        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
+            genrl.train(model="assets/tiny-t2i", **{name: []})
+    with pytest.raises(TypeError, match="there is no argument modle"):
+        genrl.train(modle="assets/tiny-t2i")
 
 
 def test_every_settings_class_is_an_attribute() -> None:

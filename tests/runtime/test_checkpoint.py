@@ -6,10 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,27 +43,27 @@ def assert_is_step(path: Path | None, step: int) -> None:
 
 
 def test_round_trip_and_rotation(tmp_path: Path) -> None:
+    assert latest(tmp_path / "absent") is None and to_resume(tmp_path / "absent") is None
+    assert problem(tmp_path / "absent") == "there is no such folder"
     for step in range(1, 6):
         path = save_step(tmp_path, step)
         assert (path / "adapter" / "config.json").read_text() == "{}"
         assert_is_step(latest(tmp_path), step)
-    assert names(tmp_path) == ["step-000005", "step-000004"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000005"]
+    assert names(tmp_path) == ["step-000005", "step-000004"] and len(list(tmp_path.iterdir())) == 2
+    before = (path / "lora.safetensors").stat().st_ino
+    assert save_step(tmp_path, 5) == path  # it is saved once
+    assert (path / "lora.safetensors").stat().st_ino == before
+    with pytest.raises(CheckpointError, match="could not write checkpoint"):
+        save_step(path / "lora.safetensors", 1)
 
 
 def test_dtypes_views_ties_and_empty_tensors_keep_their_bits(tmp_path: Path) -> None:
     base = torch.randn(4, 6)
     named = {
-        "bfloat16": torch.randn(3).bfloat16(),
-        "uint8": torch.arange(5, dtype=torch.uint8),
-        "scalar": torch.tensor(3.5, dtype=torch.float64),
-        "empty": torch.zeros(0, 2),
-        "transposed": base.T,
-        "slice": base[:, 2:4],
-        "tied": base,
-        "tied too": base,
-        "bool": torch.tensor([True, False]),
-        "gradient": torch.ones(2, requires_grad=True),
+        **{"bfloat16": torch.randn(3).bfloat16(), "uint8": torch.arange(5, dtype=torch.uint8)},
+        **{"scalar": torch.tensor(3.5, dtype=torch.float64), "empty": torch.zeros(0, 2)},
+        **{"transposed": base.T, "slice": base[:, 2:4], "tied": base, "tied too": base},
+        **{"bool": torch.tensor([True, False]), "gradient": torch.ones(2, requires_grad=True)},
         "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
     }
     loaded = load(save(tmp_path, 1, tensors={"all": named, "none": {}}, state={}, keep=1))
@@ -75,16 +71,8 @@ def test_dtypes_views_ties_and_empty_tensors_keep_their_bits(tmp_path: Path) -> 
     for name, tensor in named.items():
         read = loaded.tensors["all"][name]
         assert read.dtype == tensor.dtype and read.shape == tensor.shape
-        assert torch.equal(
-            read.contiguous().view(-1).view(torch.uint8), tensor.detach().contiguous().view(-1).view(torch.uint8)
-        )
-
-
-def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    first = save_step(tmp_path, 3)
-    inode = (first / "lora.safetensors").stat().st_ino
-    assert save_step(tmp_path, 3) == first
-    assert (first / "lora.safetensors").stat().st_ino == inode
+        bits, wanted = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (read, tensor))
+        assert torch.equal(bits, wanted)
 
 
 def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
@@ -102,7 +90,7 @@ def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path)
         save_step(tmp_path, step, keep=9)
     (tmp_path / "step-000004" / "lora.safetensors").write_bytes(b"broken")
     shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000009")  # broken or not, it lies in the future
-    save_step(tmp_path, 3 + 0, keep=1)  # already there: nothing happens
+    save_step(tmp_path, 3, keep=1)  # already there: nothing happens
     assert "step-000009" in names(tmp_path)
     (tmp_path / "step-000003" / "state.json").unlink()
     shutil.rmtree(tmp_path / "step-000009")
@@ -121,26 +109,10 @@ def test_rotation_does_not_count_broken_folders(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000004", "step-000003", "step-000002"]
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / "lora.safetensors", 40)
-
-
 def flip_a_bit(path: Path) -> None:
     data = bytearray((path / "lora.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "lora.safetensors").write_bytes(data)
-
-
-def remove_a_file(path: Path) -> None:
-    (path / "adapter" / "config.json").unlink()
-
-
-def remove_the_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def cut_the_manifest(path: Path) -> None:
-    os.truncate(path / "manifest.json", 50)
 
 
 def rewrite(path: Path, **changes: object) -> None:
@@ -150,56 +122,36 @@ def rewrite(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def files_of(path: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((path / "manifest.json").read_text())["files"]
-    return found
-
-
-def other_format(path: Path) -> None:
-    rewrite(path, format=99)
-
-
-def altered_format(path: Path) -> None:
+def replace(path: Path, old: str, new: str) -> None:
+    """The manifest with other words, and its old checksum."""
     text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"format": 2', '"format": 3'))
+    assert old in text
+    (path / "manifest.json").write_text(text.replace(old, new))
 
 
 def leave_the_folder(path: Path) -> None:
     (path.parent / "outside").write_text("x")
     outside = {"bytes": 1, "sha256": checkpoint.shares.sha256(path.parent / "outside")}
-    rewrite(path, files=files_of(path) | {"../outside": outside})
+    rewrite(path, files=json.loads((path / "manifest.json").read_text())["files"] | {"../outside": outside})
 
 
-def list_nothing(path: Path) -> None:
-    rewrite(path, files={})
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: os.truncate(path / "lora.safetensors", 40), "lora.safetensors has 40 bytes"),
+    (flip_a_bit, "lora.safetensors was altered"),
+    (lambda path: (path / "adapter" / "config.json").unlink(), "adapter/config.json is missing"),
+    (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda path: os.truncate(path / "manifest.json", 50), "manifest.json cannot be read"),
+    (lambda path: rewrite(path, format=99), "format 99"),
+    (lambda path: replace(path, '"format": 2', '"format": 3'), "it says format 3, but was written as format 2"),
+    (leave_the_folder, "../outside is missing"),
+    (lambda path: rewrite(path, files={}), "does not list state.json"),
+    (lambda path: replace(path, '"lora.safetensors"', '"lara.safetensors"'), "its checksum is not that of its conte"),
+    (lambda path: rewrite(path, step=7), "it belongs to step 7"),
+]
+"""What happens to a checkpoint, and why it is no complete one then."""
 
 
-def forget_a_file(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["lora.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def other_step(path: Path) -> None:
-    rewrite(path, step=7)
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (truncate, "lora.safetensors has 40 bytes"),
-        (flip_a_bit, "lora.safetensors was altered"),
-        (remove_a_file, "adapter/config.json is missing"),
-        (remove_the_manifest, "manifest.json is missing"),
-        (cut_the_manifest, "manifest.json cannot be read"),
-        (other_format, "format 99"),
-        (altered_format, "it says format 3, but was written as format 2"),
-        (leave_the_folder, "../outside is missing"),
-        (list_nothing, "does not list state.json"),
-        (forget_a_file, "its checksum is not that of its content"),
-        (other_step, "it belongs to step 7"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
 ) -> None:
@@ -216,7 +168,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_a_file, remove_the_manifest, cut_the_manifest])
+@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES[:5]])
 def test_a_run_does_not_go_on_where_nothing_can_be_read(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     for step in (1, 2):
         damage(save_step(tmp_path, step))
@@ -239,11 +191,11 @@ def test_another_versions_checkpoint_is_not_passed_over(tmp_path: Path, version:
 
 
 def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
-    """400 of them: each falls back to the checkpoint before, or says the same."""
+    """200 of them: each falls back to the checkpoint before, or says the same."""
     save_step(tmp_path, 1)
     manifest = save_step(tmp_path, 2) / "manifest.json"
     whole, chance = manifest.read_bytes(), random.Random(0)
-    for _ in range(400):
+    for _ in range(200):
         data = bytearray(whole)
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         manifest.write_bytes(data)
@@ -253,11 +205,6 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
         except ValueError:
             same = False
         assert_is_step(found, 2 if same else 1)
-
-
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    assert latest(tmp_path / "absent") is None and to_resume(tmp_path / "absent") is None
-    assert problem(tmp_path / "absent") == "there is no such folder"
 
 
 def points_of_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -325,7 +272,7 @@ def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "_fault", fail)
             if failing <= committed + 1:  # up to the sync of the parent
-                with pytest.raises(CheckpointError, match="No space left.*Earlier checkpoints are intact"):
+                with pytest.raises(CheckpointError, match="No space left.*MiB free there.*Earlier checkpoints"):
                     save_step(folder, 3, keep=1)
             else:  # a deletion that fails costs space only
                 save_step(folder, 3, keep=1)
@@ -353,66 +300,3 @@ def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
         assert_is_step(path, 3 if dying > points.index("rename:step-000003") else 2)
         save_step(folder, 4, keep=1)
         assert complete_and_leftovers(folder) == ["step-000004"]
-
-
-def save_forever(folder: Path, tell: int) -> None:
-    """The child of the next test: go on from the newest checkpoint, and tell each step that is committed."""
-    last = latest(folder)
-    step = load(last).step if last else 0
-    while True:
-        step += 1
-        tensors = {"model": {str(i): torch.full((40_000,), float(step)) for i in range(8)}}
-        save(folder, step, tensors=tensors, state={"step": step}, keep=2)
-        os.write(tell, f"{step}\n".encode())
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
-    chance = random.Random(0)
-    finished = 0
-    for _ in range(20):
-        receive, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                save_forever(tmp_path, tell)
-            finally:
-                os._exit(1)
-        os.close(tell)
-        with os.fdopen(receive) as told:
-            finished = int(told.readline())  # it is running, and has resumed what the last one left
-            time.sleep(chance.uniform(0, 0.1))
-            os.kill(child, signal.SIGKILL)
-            finished = max([finished, *(int(line) for line in told)])
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        path = latest(tmp_path)
-        assert path is not None
-        loaded = load(path)
-        assert loaded.step in (finished, finished + 1)  # committed, perhaps killed before it could say so
-        assert all((tensor == loaded.step).all() for tensor in loaded.tensors["model"].values())
-    assert finished >= 20
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="needs root to mount a tmpfs")
-def test_full_disk(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("tmpfs cannot be mounted here")
-    try:
-        folder = tmp_path / "checkpoints"
-        save_step(folder, 1)
-        big = {"lora": {"a": torch.zeros(2**20)}}
-        with pytest.raises(CheckpointError, match="MiB free there"):
-            save(folder, 2, tensors=big, state={}, keep=1)
-        assert_is_step(latest(folder), 1)
-        assert names(folder) == ["step-000001"]
-        save_step(folder, 2)  # there is room again
-        assert_is_step(latest(folder), 2)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not write checkpoint"):
-        save_step(tmp_path / "file", 1)

@@ -20,16 +20,11 @@ def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(devices.VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize(("kind", "taken"), [(None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")])
-def test_the_accelerator_at_hand_is_taken_but_one_without_float64(
-    kind: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found(kind, monkeypatch)
-    assert devices.default_device() == taken
-
-
-def test_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    found("mps", monkeypatch)
+def test_the_accelerator_at_hand_is_taken_but_one_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names another."""
+    for kind, taken in ((None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")):
+        found(kind, monkeypatch)
+        assert devices.default_device() == taken
     monkeypatch.setenv(devices.VARIABLE, "mps")
     assert devices.default_device() == "mps"
     found("cuda", monkeypatch)
@@ -41,6 +36,7 @@ def test_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_asked_of_the_devices_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not tell is not asked."""
     called: list[str] = []
     module = SimpleNamespace(
         empty_cache=lambda: called.append("empty"),
@@ -48,20 +44,13 @@ def test_memory_is_asked_of_the_devices_own_module(monkeypatch: pytest.MonkeyPat
         max_memory_allocated=lambda device: 5 * 2**20,
         mem_get_info=lambda device: (1, 7),
     )
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    device = torch.device("xpu")
-    devices.empty_cache(device)
-    devices.reset_peak(device)
-    assert called == ["empty", "reset xpu"]
-    assert devices.peak_bytes(device) == 5 * 2**20 and devices.total_bytes(device) == 7
-
-
-def test_a_device_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(empty_cache=lambda: None))
-    device = torch.device("mps")
-    devices.empty_cache(device)
-    devices.reset_peak(device)
-    assert devices.peak_bytes(device) == 0 and devices.total_bytes(device) is None
+    for told, peak, total in ((module, 5 * 2**20, 7), (SimpleNamespace(empty_cache=module.empty_cache), 0, None)):
+        monkeypatch.setattr(torch, "get_device_module", lambda kind, told=told: told)
+        device = torch.device("xpu")
+        devices.empty_cache(device)
+        devices.reset_peak(device)
+        assert devices.peak_bytes(device) == peak and devices.total_bytes(device) == total
+    assert called == ["empty", "reset xpu", "empty"]
     assert devices.total_bytes(torch.device("cpu")) is None and devices.resident_peak_bytes() > 2**20
 
 

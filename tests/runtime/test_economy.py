@@ -47,11 +47,9 @@ class TestPosteriors:
         )
 
     def test_samples_without_a_score_are_no_evidence(self) -> None:
+        """And rounding is no spread: three times .1 has a mean of .1 plus an ulp."""
         assert after(Selection(by="success"), [1.0, NAN, 0.0])["0"][:2] == [1.0, 1.0]
         assert after(Selection(by="spread"), [1.0, NAN])["0"][:2] == [0.0, 0.0]
-
-    def test_rounding_is_no_spread(self) -> None:
-        """Three times .1 has a mean of .1 plus an ulp."""
         assert after(Selection(by="spread"), [0.1, 0.1, 0.1])["0"][:2] == [1.0, 0.0]
 
     def test_draws_have_the_moments_of_the_posterior(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +62,9 @@ class TestPosteriors:
 
     def test_success_is_to_reach_a_first_reward(self) -> None:
         first, total = torch.tensor([1.0, 0.9, NAN, 1.2]), torch.tensor([0.1, 0.2, NAN, 0.4])
-        assert economy.values_of(Selection(by="success"), first, total).nan_to_num(-1).tolist() == [1, 0, -1, 1]
-        assert economy.values_of(Selection(by="success"), first, total, right_at=0.9).nan_to_num(-1).tolist() == [
-            1,
-            1,
-            -1,
-            1,
-        ]
+        success = Selection(by="success")
+        assert economy.values_of(success, first, total).nan_to_num(-1).tolist() == [1, 0, -1, 1]
+        assert economy.values_of(success, first, total, right_at=0.9).nan_to_num(-1).tolist() == [1, 1, -1, 1]
         assert economy.values_of(Selection(by="spread"), first, total) is total
 
     def test_metrics_say_what_was_foreseen(self) -> None:
@@ -83,7 +77,9 @@ class TestPosteriors:
 
 class TestChoice:
     def test_without_a_selection_it_is_the_order_of_the_data(self) -> None:
+        """With one, fewer candidates than places are asked again."""
         assert choose(None, [4, 4, 1], 3, {}, iteration=0, seed=0) == [4, 4, 1] and looked_at(None, 3) == 3
+        assert Counter(choose(Selection(by="success"), [5, 6, 5], 4, {}, iteration=0, seed=0)) == {5: 2, 6: 2}
 
     @pytest.mark.parametrize("by", ["success", "spread"])
     def test_prompts_that_teach_are_preferred(self, by: str) -> None:
@@ -112,9 +108,6 @@ class TestChoice:
             one = choose(settings, range(40, 72), 4, known, iteration=iteration, seed=3)
             assert one == choose(settings, range(40, 72), 4, again, iteration=iteration, seed=3)
         assert one != choose(settings, range(40, 72), 4, known, iteration=9, seed=3)
-
-    def test_fewer_candidates_than_places_are_asked_again(self) -> None:
-        assert Counter(choose(Selection(by="success"), [5, 6, 5], 4, {}, iteration=0, seed=0)) == {5: 2, 6: 2}
 
 
 class TestReplay:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from genrl.runtime.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
+from tests.run_folders import start_ranks, wait
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 
@@ -29,34 +27,13 @@ def check(tmp_path: Path, value: float, where: str = "log-prob") -> None:
     )
 
 
-def test_finite_numbers_pass_and_write_nothing(tmp_path: Path) -> None:
-    check(tmp_path, 1e30)
-    assert not (tmp_path / "dumps").exists()
-
-
-@pytest.mark.parametrize("value", BAD)
-def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: float) -> None:
-    with pytest.raises(NonFiniteError) as caught:
-        check(tmp_path, value)
-    text = str(caught.value)
-    assert "before the update of step 12 on rank 0: log-prob is not finite" in text
-    assert f"log_prob: {int(value != value)} NaN and {int(value == value)} infinite of 2" in text
-    assert f"`genrl replay {caught.value.dump}`" in text and "optimizer.lr" in text
-    assert "reward" not in text  # an infinite score is no score: it cannot be the cause
-    assert caught.value.dump is not None
-    dump = read_dump(caught.value.dump)
-    assert (dump.step, dump.where, dump.info) == (12, "log-prob", {"prompts": ["<b>", "two"], "seeds": [1, 2]})
-    assert torch.equal(dump.checked["log_prob"], torch.tensor([0.5, value])) or value != value
-    assert torch.equal(dump.batch["view"], torch.arange(12.0).reshape(3, 4).T)
-    record = json.loads((caught.value.dump / "dump.json").read_text())
-    assert record["statistics"]["batch/latents"]["max"] == 11.0
-
-
-def test_a_second_dump_of_the_same_place_replaces_the_first(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(NonFiniteError):
-            check(tmp_path, float("nan"), where="loss, update 2/3")
-    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000012-loss-update-2-3-rank-0"]
+def test_without_a_micro_batch_there_is_no_dump(tmp_path: Path) -> None:
+    check(tmp_path, 1e30)  # finite numbers pass
+    bad = {"gradient": torch.tensor(float("inf"))}
+    said = "Each micro-batch of this rank was finite: see the dumps of the"
+    with pytest.raises(NonFiniteError, match=said) as caught:
+        require_finite(bad, where="gradient", step=1, dumps=tmp_path / "dumps", batch={}, info={})
+    assert caught.value.dump is None and not (tmp_path / "dumps").exists()
 
 
 def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
@@ -66,13 +43,25 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -
     assert caught.value.dump is None
 
 
-def test_without_a_micro_batch_there_is_no_dump(tmp_path: Path) -> None:
-    bad = {"gradient": torch.tensor(float("inf"))}
-    with pytest.raises(
-        NonFiniteError, match="Each micro-batch of this rank was finite: see the dumps of the"
-    ) as caught:
-        require_finite(bad, where="gradient", step=1, dumps=tmp_path / "dumps", batch={}, info={})
-    assert caught.value.dump is None and not (tmp_path / "dumps").exists()
+@pytest.mark.parametrize("value", BAD)
+def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: float) -> None:
+    """A second dump of the same place replaces the first."""
+    for _ in range(2):
+        with pytest.raises(NonFiniteError) as caught:
+            check(tmp_path, value, where="loss, update 2/3")
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000012-loss-update-2-3-rank-0"]
+    text = str(caught.value)
+    assert "before the update of step 12 on rank 0: loss, update 2/3 is not finite" in text
+    assert f"log_prob: {int(value != value)} NaN and {int(value == value)} infinite of 2" in text
+    assert f"`genrl replay {caught.value.dump}`" in text and "optimizer.lr" in text
+    assert "reward" not in text  # an infinite score is no score: it cannot be the cause
+    assert caught.value.dump is not None
+    dump = read_dump(caught.value.dump)
+    assert (dump.step, dump.where, dump.info) == (12, "loss, update 2/3", {"prompts": ["<b>", "two"], "seeds": [1, 2]})
+    assert torch.equal(dump.checked["log_prob"], torch.tensor([0.5, value])) or value != value
+    assert torch.equal(dump.batch["view"], torch.arange(12.0).reshape(3, 4).T)
+    record = json.loads((caught.value.dump / "dump.json").read_text())
+    assert record["statistics"]["batch/latents"]["max"] == 11.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -89,41 +78,27 @@ def test_statistics_leave_out_what_is_not_finite() -> None:
     assert statistics(torch.tensor(float("nan")))["mean"] is None
 
 
-def test_one_process_needs_no_collective() -> None:
-    assert any_rank(True, None) is True and any_rank(False, None) is False
-
-
-TWO_RANKS = """
-    import sys, torch
-    from pathlib import Path
-    from accelerate import Accelerator
-    from genrl.runtime.guards import NonFiniteError, any_rank, require_finite
-
-    torch.set_num_threads(1)
+def one_of_two(folder: str) -> None:
+    """Child: rank 1 finds a NaN."""
     accelerator = Accelerator(cpu=True)
-    rank, folder = accelerator.process_index, Path(sys.argv[1])
+    rank, place = accelerator.process_index, Path(folder)
     assert any_rank(rank == 1, accelerator) and not any_rank(False, accelerator)
-
-    def check(value):
-        require_finite({"loss": torch.tensor(value)}, where="loss", step=3, dumps=folder / "dumps",
-                       batch={"x": torch.tensor([float(rank)])}, info={"rank": rank}, accelerator=accelerator)
-
-    check(1.0)
+    given = {"where": "loss", "step": 3, "dumps": place / "dumps", "accelerator": accelerator}
+    given |= {"batch": {"x": torch.tensor([float(rank)])}, "info": {"rank": rank}}
+    require_finite({"loss": torch.tensor(1.0)}, **given)
     try:
-        check(float("nan") if rank == 1 else 1.0)
+        require_finite({"loss": torch.tensor(float("nan") if rank == 1 else 1.0)}, **given)
     except NonFiniteError as error:
-        (folder / f"error-{rank}.txt").write_text(str(error))
+        (place / f"error-{rank}.txt").write_text(str(error))
     accelerator.wait_for_everyone()
     accelerator.end_training()
-"""
 
 
-@pytest.mark.slow
 def test_all_ranks_stop_when_one_has_a_nan(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(TWO_RANKS))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    subprocess.run([*command, str(tmp_path)], check=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """One process needs no collective."""
+    assert any_rank(True, None) is True and any_rank(False, None) is False
+    codes = wait(start_ranks(2, one_of_two, str(tmp_path), log=tmp_path / "log.txt"))
+    assert codes == [0, 0], "\n".join(path.read_text() for path in tmp_path.glob("log*"))
     assert "on rank 1: loss is not finite" in (tmp_path / "error-1.txt").read_text()
     assert "another rank found a number that is not finite" in (tmp_path / "error-0.txt").read_text()
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000003-loss-rank-1"]

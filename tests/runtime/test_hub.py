@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,10 +60,9 @@ def test_a_push_holds_the_weights_the_card_the_configuration_and_pictures(
     assert files["config.yaml"] == (run / "config.yaml").read_bytes()
     assert files["samples.png"].startswith(b"\x89PNG")
     _, front, text = files["README.md"].decode().split("---\n", 2)
-    assert yaml.safe_load(front) == {
-        "library_name": "diffusers",
-        "tags": ["lora", "reinforcement-learning", "genrl", "diffusion_nft"],
-    }  # the base model is a folder: the hub would take it for a repository
+    tags = ["lora", "reinforcement-learning", "genrl", "diffusion_nft"]
+    # The base model is a folder: the hub would take it for a repository.
+    assert yaml.safe_load(front) == {"library_name": "diffusers", "tags": tags}
     assert "| `eval/shapes_mean` | 0.5 | 0.75 |" in text and "(samples.png)" in text
     assert "genrl train hub:lab/stars/config.yaml" in text and 'pipe.load_lora_weights("lab/stars")' in text
 
@@ -92,19 +90,19 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_go_on(server: Hub, e
     assert server.repos["lab/stars"]["README.md"].count(b"## Samples") == 1
 
 
-@pytest.mark.parametrize("repo", ["stars", "a/b/c", "lab/st ars", "../stars"])
-def test_a_name_that_is_none_is_refused_before_any_work(server: Hub, repo: str) -> None:
-    with pytest.raises(ValueError, match="is no name of a repository"):
-        ours.check_repo(repo)
-
-
-def test_nobody_logged_in_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_none_and_nobody_logged_in_are_refused(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any work."""
+    for repo in ("stars", "a/b/c", "lab/st ars", "../stars"):
+        with pytest.raises(ValueError, match="is no name of a repository"):
+            ours.check_repo(repo)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ValueError, match="hf auth login"):
         ours.check_repo("lab/stars")
 
 
-def test_a_configuration_is_fetched_with_the_files_beside_it(server: Hub, root: Path, tmp_path: Path) -> None:
+def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
+    server: Hub, root: Path, tmp_path: Path
+) -> None:
     text = (root / "configs/quickstart.yaml").read_text().replace("assets/prompts/shapes_train.txt", "prompts.txt")
     files = {"sub/mine.yaml": text.encode() + b"output: /etc\n", "sub/prompts.txt": b"a red star\n"}
     server.repos["lab/stars"] = files
@@ -114,24 +112,23 @@ def test_a_configuration_is_fetched_with_the_files_beside_it(server: Hub, root: 
     assert isinstance(config, Config) and config.output == "runs/stars"
     assert Path(str(config.prompts.train)).read_text() == "a red star\n"
     assert config.prompts.eval == "assets/prompts/shapes_eval.txt"
+    server.repos["lab/code"] = {"config.yaml": b"rewards: [{name: bad.py}]\n", "bad.py": b"raise SystemExit\n"}
+    file, overrides = ours.fetch("hub:lab/code/config.yaml")
+    assert overrides == ["output=runs/code"] and not file.with_name("bad.py").exists()
 
 
-def test_code_is_not_fetched(server: Hub) -> None:
-    server.repos["lab/stars"] = {"config.yaml": b"rewards: [{name: bad.py}]\n", "bad.py": b"raise SystemExit\n"}
-    assert ours.fetch("hub:lab/stars/config.yaml")[1] == ["output=runs/stars"]
-
-
-@pytest.mark.parametrize("name", ["hub:stars/config.yaml", "hub:lab/stars", "hub:lab/stars/../../x.yaml", "hub:"])
-def test_another_form_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="is written hub:org/name"):
-        ours.fetch(name)
-
-
-@pytest.mark.parametrize("name", ["hub:lab/none/config.yaml", "hub:lab/stars/other.yaml"])
-def test_what_the_hub_does_not_have(server: Hub, name: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("hub:stars/config.yaml hub:lab/stars hub:lab/stars/../../x.yaml hub:", "is written hub:org/name"),
+        ("hub:lab/none/config.yaml hub:lab/stars/other.yaml", "the hub does not give it: .*404"),
+    ],
+)
+def test_another_form_and_what_the_hub_does_not_have(server: Hub, names: str, says: str) -> None:
     server.repos["lab/stars"] = {"config.yaml": b"{}"}
-    with pytest.raises(ValueError, match="the hub does not give it: .*404"):
-        ours.fetch(name)
+    for name in names.split():
+        with pytest.raises(ValueError, match=says):
+            ours.fetch(name)
 
 
 def test_check_takes_a_configuration_of_the_hub(server: Hub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +140,3 @@ def test_check_takes_a_configuration_of_the_hub(server: Hub, root: Path, monkeyp
     assert done.exit_code == 0 and "valid" in done.output, done.output
     both = CliRunner().invoke(app, ["check", "hub:lab/stars/config.yaml", "hub:lab/none/config.yaml"])
     assert both.exit_code == 2 and "1 valid, 1 wrong" in both.output, both.output
-
-
-def test_the_stand_in_wants_a_token(server: Hub) -> None:
-    """Else the tests above would pass without one."""
-    import httpx
-
-    answer = httpx.post(f"{server.address}/api/repos/create", content=json.dumps({"name": "a", "organization": "b"}))
-    assert answer.status_code == 401

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from genrl.config import VLAConfig, VLMConfig
+from genrl.config import Config, VLAConfig, VLMConfig
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.conftest import model as model
 from tests.runtime.loops import backward, loop
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -38,19 +38,21 @@ def large(images):
 
 
 @pytest.mark.parametrize("name", ["never", "equal", "rounding", "noise", "huge", "large"])
-def test_a_reward_that_tells_nothing_ends_the_run(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reward_that_tells_nothing_ends_the_run(
+    name: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runs.write_folder(tmp_path)
     (tmp_path / "flat.py").write_text(REWARDS)
-    FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "model")
     rewards = [{"name": f"{tmp_path / 'flat.py'}:{name}"}]
-    config = runs.config(tmp_path, tmp_path / "model", rewards=rewards, evaluation={"every": 0}, iterations=9)
-    with pytest.raises(RuntimeError, match="the last 5 iterations changed no weight.*idle_iterations=null") as error:
+    changes = {"evaluation": {"every": 0}, "iterations": 9, "idle_iterations": 2}
+    config = runs.config(tmp_path, model, rewards=rewards, **changes)
+    with pytest.raises(RuntimeError, match="the last 2 iterations changed no weight.*idle_iterations=null") as error:
         train(config)
     scored = name in ("equal", "rounding", "noise")
     assert ("all samples have the same reward" if scored else f"no sample had a score; {name} gave none") in str(error)
     assert ("iteration 1 taught nothing: no sample had a score" in caplog.text) is not scored
     rows = runs.rows(tmp_path / "run")
-    assert len(rows) == 5 and not (tmp_path / "run" / "lora").exists()
+    assert len(rows) == 2 and not (tmp_path / "run" / "lora").exists()
     failed = rows[0][f"reward/{name}_failed"]
     assert (rows[0]["zero_std_ratio"] == 1.0 and failed == 0) if scored else failed > 0
 
@@ -78,4 +80,4 @@ def test_only_iterations_in_a_row_count(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_run_has_the_key() -> None:
-    assert all("idle_iterations" in kind.model_fields for kind in (VLAConfig, VLMConfig))
+    assert all(kind.model_fields["idle_iterations"].default == 5 for kind in (Config, VLAConfig, VLMConfig))

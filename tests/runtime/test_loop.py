@@ -17,6 +17,7 @@ from genrl.runtime import weights as runtime_weights
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.run import read_metrics
 from genrl.runtime.weights import put_back
+from tests.run_folders import differences
 from tests.runtime.loops import Evaluation, Settings, backward, loop, model, moved, values
 
 ADAMW: dict[str, Any] = {"kind": torch.optim.AdamW}
@@ -59,46 +60,14 @@ def learn(one: Loop, counter: Counter, *, leave: bool = False) -> None:
 
 
 def same_end(one: Loop, other: Loop) -> None:
-    """Weights, optimiser and all else of the newest checkpoints, and the metrics, to the bit."""
-    first, second = (checkpoint.load(checkpoint.latest(x.process.run.checkpoints)) for x in (one, other))  # type: ignore
-    assert first.step == second.step and first.state == second.state
-    assert first.tensors.keys() == second.tensors.keys()
-    for stem, tensors in first.tensors.items():
-        assert all(torch.equal(value, second.tensors[stem][name]) for name, value in tensors.items()), stem
-    rows = [[(row["step"], row["loss"]) for row in read_metrics(x.process.run.metrics)] for x in (one, other)]
+    """The newest checkpoints and the losses, to the bit."""
+    first, second = (x.process.run.folder for x in (one, other))
+    assert differences(first, second) == []
+    rows = [[row["loss"] for row in read_metrics(x.process.run.metrics)] for x in (one, other)]
     assert rows[0] == rows[1]
 
 
 class TestSaving:
-    def test_going_on_is_as_if_nothing_had_been(self, tmp_path: Path) -> None:
-        settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=2), ema=EMA(decay=0.5))
-        straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
-        straight.keep("counter", counted)
-        train(straight, counted)
-
-        first, before = loop(tmp_path / "b", settings, **ADAMW), Counter()
-        first.keep("counter", before)
-        train(first, before, until=2)
-        first.save()
-        saved = checkpoint.latest(first.process.run.checkpoints)
-        assert saved is not None and saved.name == "step-000002"
-        assert (saved / "exported").read_text() == str(model(first).policy.tolist())
-
-        second, after = loop(tmp_path / "b", settings, **ADAMW), Counter()
-        with torch.no_grad():
-            model(second).policy += 100.0
-        second.restore(saved)
-        second.keep("counter", after)
-        assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
-        assert second.memory == {"sum": 1} and moved(second, values(first)) == set()
-        train(second, after)
-        assert moved(second, values(straight)) == set()
-        assert torch.equal(after.mean, counted.mean) and second.memory == straight.memory
-        assert [row["step"] for row in read_metrics(second.process.run.metrics)] == [1, 2, 3, 4]
-        same_end(straight, second)
-        kept = checkpoint.load(checkpoint.latest(second.process.run.checkpoints)).tensors  # type: ignore[arg-type]
-        assert kept.keys() == {"weights", "optimizer", "kept-counter", "snapshot-average"}
-
     def test_weights_of_another_model_are_named(self, tmp_path: Path) -> None:
         one = loop(tmp_path)
         with pytest.raises(ValueError, match=r"where holds the weights of another model: critic, policy"):
@@ -112,21 +81,6 @@ class TestSaving:
 
 
 class TestEvaluation:
-    def test_when_it_is_due(self, tmp_path: Path) -> None:
-        asked: list[int] = []
-
-        def judge(iteration: int) -> dict[str, float]:
-            asked.append(iteration)
-            return {"eval/success_mean": iteration / 10}
-
-        one = loop(tmp_path, Settings(iterations=5, evaluation=Evaluation(2)), evaluate=judge)
-        train(one, Counter())
-        assert asked == [0, 2, 4, 5]
-        rows = {row["step"]: row for row in read_metrics(one.process.run.metrics)}
-        assert list(rows) == [0, 1, 2, 3, 4, 5]
-        assert {step for step, row in rows.items() if "eval/success_mean" in row} == {0, 2, 4, 5}
-        assert rows[4]["eval/success_mean"] == 0.4 and rows[4]["updates"] == 2 and "timing/eval_s" in rows[4]
-
     def test_it_is_of_the_average_where_the_run_keeps_one(self, tmp_path: Path) -> None:
         seen: list[dict[str, Tensor]] = []
 
@@ -136,14 +90,11 @@ class TestEvaluation:
 
         one = loop(tmp_path, Settings(iterations=1, ema=EMA(decay=0.75), evaluation=Evaluation(1)), evaluate=judge)
         start = values(one)
-        for _ in one.iterations():
-            backward(one, policy=1.0, critic=1.0)
-            one.step()
-            one.finish({})
+        train(one, Counter())
         end = values(one)
         assert all(torch.equal(seen[0][name], value) for name, value in start.items())
-        for name, value in start.items():
-            torch.testing.assert_close(seen[1][name], 0.75 * value + 0.25 * end[name])
+        for name, value in one.weights.snapshots["average"].items():
+            assert torch.equal(seen[1][name], value) and not torch.equal(value, end[name])
         assert moved(one, start) == {"policy", "critic"}
 
     def test_one_that_was_left_is_done_again_and_its_row_is_written_once(self, tmp_path: Path) -> None:
@@ -170,13 +121,22 @@ class TestEvaluation:
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
         assert rows[2]["eval/success_mean"] == 0.2 and "loss" in rows[2]
 
-    def test_never(self, tmp_path: Path) -> None:
-        def judge(iteration: int) -> dict[str, float]:
-            raise AssertionError("evaluated")
+    @pytest.mark.parametrize(("every", "wanted"), [(2, [0, 2, 4, 5]), (0, [])])
+    def test_when_it_is_due(self, tmp_path: Path, every: int, wanted: list[int]) -> None:
+        asked: list[int] = []
 
-        one = loop(tmp_path, evaluate=judge)
+        def judge(iteration: int) -> dict[str, float]:
+            asked.append(iteration)
+            return {"eval/success_mean": iteration / 10}
+
+        one = loop(tmp_path, Settings(iterations=5, evaluation=Evaluation(every)), evaluate=judge)
         train(one, Counter())
-        assert [row["step"] for row in read_metrics(one.process.run.metrics)] == [1, 2, 3, 4]
+        assert asked == wanted
+        rows = {row["step"]: row for row in read_metrics(one.process.run.metrics)}
+        assert list(rows) == [*([0] if every else []), 1, 2, 3, 4, 5]
+        assert [step for step, row in rows.items() if "eval/success_mean" in row] == wanted
+        if every:
+            assert rows[4]["eval/success_mean"] == 0.4 and rows[4]["updates"] == 2 and "timing/eval_s" in rows[4]
 
 
 SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
@@ -208,6 +168,33 @@ class TestMonitor:
             assert moved(one, best) == {"policy", "critic"} and counter.seen == 3
         assert list(one.iterations()) == []
 
+    def test_weights_rolled_back_on_a_resume_are_those_on_disk(self, tmp_path: Path) -> None:
+        """The evaluation that ends the run was interrupted, so the checkpoint had been saved before it."""
+        scores, asked = {0: 0.9, 1: 0.1}, []
+
+        def judge(iteration: int) -> dict[str, float]:
+            asked.append(iteration)
+            if asked == [0, 1]:
+                raise Interrupted
+            return {"eval/r_mean": scores[iteration]}
+
+        monitor = Monitor(reward="r", tolerance=0.05, patience=1, action="roll_back")
+        settings = Settings(iterations=4, evaluation=Evaluation(every=1, monitor=monitor))
+        one = loop(tmp_path, settings, evaluate=judge)
+        before = values(one)
+        for _ in one.iterations():
+            learn(one, Counter())
+            break
+        folder = one.process.run.checkpoints
+        assert moved(one, before) and checkpoint.load(folder / "step-000001").state["unfinished_row"] is not None
+        two = loop(tmp_path, settings, evaluate=judge)
+        two.restore(folder / "step-000001")
+        assert list(two.iterations()) == []
+        two.save()
+        saved = checkpoint.load(folder / "step-000001")
+        assert saved.state["unfinished_row"] is None and [path.name for path in folder.iterdir()] == ["step-000001"]
+        assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
+
 
 class TestLeaving:
     def test_before_anything_was_changed(self, tmp_path: Path) -> None:
@@ -231,17 +218,23 @@ class TestLeaving:
         assert one.iteration == 1 and counter.seen == 1
 
     def test_one_that_was_left_after_an_update_is_undone_and_done_again(self, tmp_path: Path) -> None:
-        """Weights, average, optimiser, memory what is kept beside them, to the bit; data made once is not copied."""
+        """Weights, average, optimiser, memory, what is kept beside them, to the bit, as if nothing had been; data made
+        once is not copied."""
         settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=5), ema=EMA(decay=0.5))
-        straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
-        straight.keep("counter", counted)
-        straight.keep("data", Counter(seen=7), changes=False)
-        train(straight, counted)
 
-        first, counter, data = loop(tmp_path / "b", settings, **ADAMW), Counter(), Counter(seen=7)
-        first.keep("counter", counter)
-        first.keep("data", data, changes=False)
-        left = False
+        def begun(folder: str, saved: Path | None = None) -> tuple[Loop, Counter, Counter]:
+            one, counter, data = loop(tmp_path / folder, settings, **ADAMW), Counter(), Counter(seen=7)
+            if saved is not None:
+                with torch.no_grad():
+                    model(one).policy += 100.0
+                one.restore(saved)
+            one.keep("counter", counter)
+            one.keep("data", data, changes=False)
+            return one, counter, data
+
+        straight, counted, _ = begun("a")
+        train(straight, counted)
+        first, counter, data = begun("b")
         for iteration in first.iterations():
             if iteration == 2:
                 before, memory = values(first), dict(first.memory)
@@ -249,20 +242,21 @@ class TestLeaving:
                     learn(first, counter, leave=True)
                 data.load_state_dict = None  # type: ignore[assignment, method-assign]  # it is not put back
                 first.undo()
-                left = True
                 assert moved(first, before) == set() and first.memory == memory and counter.seen == 2
                 assert first.updates == 0 and first.optimizer_steps == 4 and model(first).forgotten == 1
                 break
             learn(first, counter)
-        assert left
         first.save()
+        saved = first.process.run.checkpoints / "step-000002"
+        assert (saved / "exported").read_text() == str(model(first).policy.tolist())
 
-        second, after = loop(tmp_path / "b", settings, **ADAMW), Counter()
-        second.restore(first.process.run.checkpoints / "step-000002")
-        second.keep("counter", after)
-        second.keep("data", Counter(), changes=False)
+        second, after, _ = begun("b", saved)
+        assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
+        assert second.memory == {"sum": 1} and moved(second, values(first)) == set()
         train(second, after)
         same_end(straight, second)
+        kept = checkpoint.load(second.process.run.checkpoints / "step-000004").tensors
+        assert kept.keys() == {"weights", "optimizer", "kept-counter", "kept-data", "snapshot-average"}
 
     def test_global_generators_are_seeded_by_the_iteration(self, tmp_path: Path) -> None:
         """A user's simulator may draw from them; the same iteration draws the same numbers in a resumed run."""
@@ -286,28 +280,21 @@ def full(one: Loop) -> None:
 
 
 class TestMemory:
-    def test_the_iteration_is_left_where_the_run_retries(self, tmp_path: Path) -> None:
-        """After an update too: it is undone."""
-        one = loop(tmp_path, retries=True)
-        for _ in one.iterations():
-            backward(one, policy=1.0)
-            one.step()
-            with pytest.raises(MemoryRanOut):
-                full(one)
-            break
-
-    def test_the_error_stays_what_it_is_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where the run does not retry, and where an update cannot be undone."""
+    def test_the_iteration_is_left_where_the_run_retries_and_an_update_can_be_undone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Elsewhere the error stays what it is."""
         with pytest.raises(torch.OutOfMemoryError):
             full(loop(tmp_path))
-        monkeypatch.setattr(runtime_weights, "LARGEST_COPY", 4)
-        one = loop(tmp_path, retries=True)
-        for _ in one.iterations():
-            backward(one, policy=1.0)
-            one.step()
-            with pytest.raises(torch.OutOfMemoryError):
-                full(one)
-            break
+        for largest, error in ((runtime_weights.LARGEST_COPY, MemoryRanOut), (4, torch.OutOfMemoryError)):
+            monkeypatch.setattr(runtime_weights, "LARGEST_COPY", largest)
+            one = loop(tmp_path, retries=True)
+            for _ in one.iterations():
+                backward(one, policy=1.0)
+                one.step()
+                with pytest.raises(error):
+                    full(one)
+                break
 
     def test_shrinking_forgets_gradients_and_is_remembered(self, tmp_path: Path) -> None:
         one = loop(tmp_path)
@@ -318,39 +305,6 @@ class TestMemory:
         with pytest.raises(RuntimeError, match="micro-batch of 1 samples does not fit .*: lower this"):
             frame.shrink(one, "lower this")
 
-    @pytest.mark.parametrize(
-        ("most", "multiple", "sizes"),
-        [(8, 1, [8, 4, 2, 1]), (24, 1, [24, 12, 6, 3, 1]), (24, 6, [24, 12, 6]), (18, 6, [18, 6]), (5, 1, [5, 2, 1])],
-    )
-    def test_sizes_that_are_tried(self, most: int, multiple: int, sizes: list[int]) -> None:
-        assert frame.halvings(most, multiple) == sizes
-
-
-def test_weights_rolled_back_on_a_resume_are_those_on_disk(tmp_path: Path) -> None:
-    """The evaluation that ends the run was interrupted, so the checkpoint had been saved before it."""
-    scores, asked = {0: 0.9, 1: 0.1}, []
-
-    def judge(iteration: int) -> dict[str, float]:
-        asked.append(iteration)
-        if asked == [0, 1]:
-            raise Interrupted
-        return {"eval/r_mean": scores[iteration]}
-
-    monitor = Monitor(reward="r", tolerance=0.05, patience=1, action="roll_back")
-    settings = Settings(iterations=4, evaluation=Evaluation(every=1, monitor=monitor))
-    one = loop(tmp_path, settings, evaluate=judge)
-    before = values(one)
-    for _ in one.iterations():
-        backward(one, policy=1.0)
-        one.step(["policy"])
-        one.finish({})
-        break
-    folder = one.process.run.checkpoints
-    assert moved(one, before) and checkpoint.load(folder / "step-000001").state["unfinished_row"] is not None
-    two = loop(tmp_path, settings, evaluate=judge)
-    two.restore(folder / "step-000001")
-    assert list(two.iterations()) == []
-    two.save()
-    saved = checkpoint.load(folder / "step-000001")
-    assert saved.state["unfinished_row"] is None and [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
+    def test_sizes_that_are_tried(self) -> None:
+        assert frame.halvings(24, 1) == [24, 12, 6, 3, 1] and frame.halvings(5, 1) == [5, 2, 1]
+        assert frame.halvings(24, 6) == [24, 12, 6] and frame.halvings(18, 6) == [18, 6]

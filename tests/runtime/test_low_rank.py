@@ -73,38 +73,24 @@ def test_the_result_is_that_of_a_lora_loaded_in_half_precision() -> None:
             assert off < 0.02, (name, off)
 
 
-def test_float32_stays_as_it_is() -> None:
-    x = torch.randn(32, 64)
-    net = adapted(torch.float32)
-    before = net(x)
-    in_input_precision(net)
-    assert torch.equal(net(x), before)
-
-
-def test_under_autocast_the_numbers_are_the_same() -> None:
-    x = torch.randn(32, 64)
-    net = adapted(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "options"),
+    [(torch.float32, False, {}), (torch.float32, True, {}), (torch.bfloat16, False, {"use_dora": True})],
+    ids=["float32", "autocast", "dora"],
+)
+def test_what_stays_as_it_is(dtype: torch.dtype, autocast: bool, options: dict[str, bool]) -> None:
+    x, net = torch.randn(32, 64, dtype=dtype), adapted(dtype, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         before = net(x)
         in_input_precision(net)
         assert torch.equal(net(x), before)
 
 
-def test_dora_is_left_alone() -> None:
-    net = adapted(torch.bfloat16, use_dora=True)
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    before = net(x)
-    in_input_precision(net)
-    assert torch.equal(net(x), before)
-
-
-@pytest.mark.parametrize("twice", [1, 2])
-def test_names_and_copies(twice: int) -> None:
+def test_names_and_copies() -> None:
     """The names of its state stay, it can be done again, and a copy computes the same."""
-    net = adapted(torch.bfloat16)
+    net, x = adapted(torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
     names = list(net.state_dict())
-    for _ in range(twice):
+    for _ in range(2):
         in_input_precision(net)
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    assert list(net.state_dict()) == names
-    assert torch.equal(copy.deepcopy(net)(x), net(x))
+        assert list(net.state_dict()) == names
+        assert torch.equal(copy.deepcopy(net)(x), net(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
@@ -13,43 +14,35 @@ from genrl.runtime.run import Run, read_metrics
 from genrl.runtime.trackers import check_trackers
 
 
-def test_the_page_is_made_from_the_catalogue(root: Path) -> None:
+def test_the_page_is_made_from_the_catalogue_whose_entries_are_complete(root: Path) -> None:
     page = (root / "docs" / "metrics.md").read_text()
     assert page == markdown(), "run `python -m genrl.runtime.metrics > docs/metrics.md`"
-
-
-def test_every_entry_is_complete() -> None:
     for section in SECTIONS.values():
         for key, doc in section.items():
             assert doc.formula and doc.reading.endswith((".", "!")), key
             assert METRICS[key] is doc, key  # several methods may log the same
 
 
-@pytest.mark.parametrize(
-    ("key", "entry"),
-    [
-        ("reward/total_mean", "reward/total_mean"),
-        ("reward/shapes_mean", "reward/<name>_mean"),
-        ("reward/shapes/count_mean", "reward/<name>_mean"),
-        ("reward/mine/text quality_mean", "reward/<name>_mean"),
-        ("eval/my-scorer.v2_failed", "eval/<name>_failed"),
-        ("timing/sample_s", "timing/sample_s"),
-    ],
-)
-def test_keys_find_their_entry(key: str, entry: str) -> None:
-    assert document(key) is METRICS[entry]
-
-
-@pytest.mark.parametrize("key", ["", "losses", "reward/_mean", "reward/a/b/c_mean", "reward/shapes", "timing/<name>_s"])
-def test_an_undocumented_key_is_an_error(tmp_path: Path, key: str) -> None:
+def test_keys_find_their_entry_or_are_an_error(tmp_path: Path) -> None:
+    for name in ("shapes", "shapes/count", "mine/text quality"):
+        assert document(f"reward/{name}_mean") is METRICS["reward/<name>_mean"]
+    assert document("reward/total_mean") is METRICS["reward/total_mean"]
+    assert document("eval/my-scorer.v2_failed") is METRICS["eval/<name>_failed"]
+    assert document("timing/sample_s") is METRICS["timing/sample_s"]
     logger = MetricLogger(Run(tmp_path))
-    with pytest.raises(ValueError, match="has no entry"):
-        logger.log(1, {key: 0.5})
+    for key in ("", "losses", "reward/_mean", "reward/a/b/c_mean", "reward/shapes", "timing/<name>_s"):
+        with pytest.raises(ValueError, match="has no entry"):
+            logger.log(1, {key: 0.5})
     assert not Run(tmp_path).metrics.exists()
 
 
-def test_rows(tmp_path: Path) -> None:
+def test_rows_of_which_other_processes_write_none(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
+    other = MetricLogger(run, ["tensorboard"], enabled=False)
+    other.log(1, {"loss": 1.0})
+    other.log_picture(1, "samples", Image.new("RGB", (4, 4)))
+    other.finish()
+    assert not run.folder.exists()
     logger = MetricLogger(run)
     logger.log(0, {"eval/total_mean": 0.25})
     logger.log(1, {"loss": float("nan"), "kl": float("inf"), "grad_norm": None, "lr": 1 / 3, "updates": 2})
@@ -59,29 +52,24 @@ def test_rows(tmp_path: Path) -> None:
     )
 
 
-def test_other_processes_write_nothing(tmp_path: Path) -> None:
-    logger = MetricLogger(Run(tmp_path / "run"), ["tensorboard"], enabled=False)
-    logger.log(1, {"loss": 1.0})
-    logger.log_picture(1, "samples", Image.new("RGB", (4, 4)))
-    logger.finish()
-    assert not (tmp_path / "run").exists()
-
-
-def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def events(folder: Path) -> dict[str, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
-    scalars = {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
-    images = {tag: [(e.step, e.width) for e in accumulator.Images(tag)] for tag in accumulator.Tags()["images"]}
-    return scalars | images
+    found = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    tags = found.Tags()
+    scalars = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags["scalars"]}
+    images = {tag: [(e.step, e.width) for e in found.Images(tag)] for tag in tags["images"]}
+    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode().splitlines() for tag in tags["tensors"]}
+    return scalars | images | texts
 
 
-def test_tensorboard_shows_the_same_rows_and_a_resumed_run_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_same_rows_a_table_and_a_resumed_run_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     logger = MetricLogger(run, ["tensorboard"], config={"a": {"b": 1}})
     for step in (1, 2, 3):
         logger.log(step, {"loss": step / 2, "kl": float("nan")})
     logger.log_picture(0, "samples", Image.new("RGB", (6, 4), (255, 0, 0)))
+    logger.log_table(1, "rewards", ["prompt", "shapes"], [["a | b", 0.5], ["c", float("nan")]])
     logger.finish()
     logger = MetricLogger(run, ["tensorboard"], resumed_from=1)
     logger.log(2, {"loss": 10.0, "reward/mine/text quality_mean": 0.5})
@@ -90,6 +78,7 @@ def test_tensorboard_shows_the_same_rows_and_a_resumed_run_once(tmp_path: Path) 
         "loss": [(1, 0.5), (2, 10.0)],
         "reward/mine/text quality_mean": [(2, 0.5)],
         "samples": [(0, 6)],
+        "rewards/text_summary": ["| prompt | shapes |", "| --- | --- |", "| a \\| b | 0.5 |", "| c |  |"],
     }
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 2]  # `run.resume` is what cuts these
 
@@ -109,16 +98,11 @@ def test_any_tracker_registered_with_accelerate_works(tmp_path: Path, monkeypatc
     calls: list[tuple[object, ...]] = []
 
     class Recorder(GeneralTracker):
-        name = "recorder"
-        requires_logging_directory = False
+        name, requires_logging_directory, tracker = "recorder", False, None
 
         def __init__(self, run_name: str) -> None:
             super().__init__()
             calls.append(("project", run_name))
-
-        @property
-        def tracker(self) -> None:
-            return None
 
         def store_init_configuration(self, values: dict[str, object]) -> None:
             calls.append(("config", values))

@@ -47,12 +47,14 @@ def test_every_tile_is_there_and_enlarged_by_whole_pixels() -> None:
     tile = np.asarray(grid([checker]))[10 : 10 + 192, 10 : 10 + 192, 0]
     assert set(np.unique(tile)) == {0, 255}  # no grey: nothing was smoothed
     assert (tile[::3, ::3] == np.asarray(checker)[..., 0]).all()
+    sheet = side_by_side(plain(2), plain(2)[::-1], ["one", "two"], ["before"] * 2, ["after"] * 2)
+    assert area(sheet, COLOURS[0]) == area(sheet, COLOURS[1]) == 2 * 192 * 192
 
 
-@pytest.mark.parametrize("size", [(8, 8), (64, 64), (100, 300), (1024, 512), (16, 2000)])
-def test_tiles_can_be_read(size: tuple[int, int]) -> None:
-    sheet = grid([Image.new("RGB", size)], ["p"], ["r"])
-    assert 128 + 20 <= sheet.width <= 600 and 128 + 20 <= sheet.height <= 330
+def test_tiles_can_be_read() -> None:
+    for size in ((8, 8), (64, 64), (100, 300), (1024, 512), (16, 2000)):
+        sheet = grid([Image.new("RGB", size)], ["p"], ["r"])
+        assert 128 + 20 <= sheet.width <= 600 and 128 + 20 <= sheet.height <= 330
 
 
 def test_texts_neither_overlap_pictures_nor_leave_the_sheet() -> None:
@@ -70,26 +72,20 @@ def test_texts_neither_overlap_pictures_nor_leave_the_sheet() -> None:
     "text", ["", "word", "x" * 500, "many words " * 50, "\x00\n\ttabs", "日本語 " * 60, "no\u00a0break " * 9]
 )
 def test_wrapping(text: str) -> None:
+    """What was cut ends in an ellipsis."""
     lines = pictures._wrap(text, 150, 4)
     assert len(lines) <= 4 and all(pictures._wide(line) <= 150 for line in lines)
     assert all(ord(character) > 31 for line in lines for character in line)
     words = "".join(lines).replace("...", "").replace(" ", "")
-    assert text.replace("\x00", "").replace(" ", "").replace("\n", "").replace("\t", "").startswith(words)
+    whole = text.replace("\x00", "").replace(" ", "").replace("\n", "").replace("\t", "")
+    assert whole.startswith(words) and (words != whole) == "".join(lines).endswith("...")
 
 
-def test_what_was_cut_ends_in_an_ellipsis() -> None:
-    assert pictures._wrap("many words " * 50, 150, 2)[-1].endswith("...")
-    assert pictures._wrap("few words", 150, 2) == ["few words"]
-
-
-def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
+def test_equal_input_gives_equal_bytes_and_lengths_must_agree(tmp_path: Path) -> None:
     for name in "ab":
         save_png(grid(plain(), ["prompt"] * 5, ["0.1"] * 5, title="Step 3"), tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
-
-
-def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="5 tiles but 4 captions"):
         grid(plain(), ["x"] * 4)
     with pytest.raises(ValueError, match="no pictures"):
@@ -111,11 +107,6 @@ def test_best_and_worst_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     best_and_worst(images, [0.2, 0.9, None, 0.4, float("nan")], [7, 7, 7, 7, 8], ["p", "p", "p", "p", "q"])
     assert shown == [([images[1]], [images[0]], ["p"], ["best 0.90"], ["worst 0.20"])]
     assert best_and_worst(images, [None, 1.0, None, 1.0, 2.0], [0, 0, 0, 1, 2], ["p"] * 5) is None
-
-
-def test_pairs_share_their_caption() -> None:
-    sheet = side_by_side(plain(2), plain(2)[::-1], ["one", "two"], ["before"] * 2, ["after"] * 2)
-    assert area(sheet, COLOURS[0]) == area(sheet, COLOURS[1]) == 2 * 192 * 192
 
 
 def test_labels() -> None:
@@ -142,6 +133,7 @@ def test_samples_are_stored_and_read_back(tmp_path: Path) -> None:
 
 
 def test_before_and_after_shows_the_shared_prompts(tmp_path: Path) -> None:
+    """Where there are too many, spread over them."""
     assert before_after(tmp_path) is None
     red, green, blue, *_ = plain()
     save_samples(tmp_path, 0, [red, blue], ["a", "changed"], {})
@@ -151,12 +143,8 @@ def test_before_and_after_shows_the_shared_prompts(tmp_path: Path) -> None:
     sheet = before_after(tmp_path)
     assert sheet is not None
     assert [area(sheet, colour) for colour in COLOURS[:3]] == [192 * 192, 192 * 192, 0]
-
-
-def test_before_and_after_is_spread_over_the_prompts(tmp_path: Path) -> None:
-    red, green, blue, *_ = plain()
     for step in (0, 10):
-        save_samples(tmp_path, step, [red, green, red, blue, red], list("abcde"), {})
-    sheet = before_after(tmp_path, limit=3)
+        save_samples(tmp_path / "many", step, [red, green, red, blue, red], list("abcde"), {})
+    sheet = before_after(tmp_path / "many", limit=3)
     assert sheet is not None
     assert [area(sheet, colour) for colour in COLOURS[:3]] == [2 * 192 * 192, 2 * 192 * 192, 2 * 192 * 192]

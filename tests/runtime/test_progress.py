@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from genrl.runtime.progress import Progress, duration
@@ -31,20 +30,14 @@ def run(clock: Clock, *, terminal: bool, enabled: bool = True, start: int = 0) -
 
 
 def test_plain_lines_are_few_and_the_last_is_always_there() -> None:
-    lines = run(Clock(), terminal=False).splitlines()
-    assert lines == [
+    """The time left counts only this process; others are quiet."""
+    assert run(Clock(), terminal=False).splitlines() == [
         "iteration 1/10  reward 0  images/s 32  18 s left",
         "iteration 4/10  reward 0.3  images/s 32  12 s left",
         "iteration 7/10  reward 0.6  images/s 32  6 s left",
         "iteration 10/10  reward 0.9  images/s 32  took 20 s",
     ]
-
-
-def test_the_time_left_counts_only_this_process() -> None:
     assert "iteration 7/10  reward 0.6  images/s 32  6 s left" in run(Clock(), terminal=False, start=6)
-
-
-def test_other_processes_are_quiet() -> None:
     assert run(Clock(), terminal=False, enabled=False) == run(Clock(), terminal=True, enabled=False) == ""
 
 
@@ -84,8 +77,6 @@ def test_markup_in_what_is_said_stays_text() -> None:
     assert out.getvalue() == "[red]prompt[/red] 3\n"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 01 s"), (3599.6, "1 h 00 min"), (7500, "2 h 05 min")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations() -> None:
+    told = {0.4: "0 s", 59: "59 s", 61: "1 min 01 s", 3599.6: "1 h 00 min", 7500: "2 h 05 min"}
+    assert {seconds: duration(seconds) for seconds in told} == told

@@ -18,25 +18,19 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["address", "environment"])
-def test_nobody_there(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_there_and_somebody_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
-    if not named:
+    for key, given in (("engine.address", address), ("RAY_ADDRESS", None)):
         monkeypatch.setenv("RAY_ADDRESS", address)
-    key = "engine.address" if named else "RAY_ADDRESS"
-    with pytest.raises(ValueError, match=rf"^{key}: no Ray cluster answers at {address} .*ray start --head"):
-        ray_cluster.connected(address if named else None)
-
-
-def test_somebody_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ValueError, match=rf"^{key}: no Ray cluster answers at {address} .*ray start --head"):
+            ray_cluster.connected(given)
     monkeypatch.setattr(ray_cluster, "PATIENCE_S", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
         with pytest.raises(ValueError, match="silent for 3 s"):
-            ray_cluster.connected(f"127.0.0.1:{port}")
+            ray_cluster.connected(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
-def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_named() -> None:
     ray_cluster.check_versions(ray_cluster.versions())
     theirs = ray_cluster.versions() | {"torch": "1.0", "python": "3.0"}
     with pytest.raises(ValueError, match="python 3.0 there and 3.*, torch 1.0 there and 2"):
@@ -61,15 +55,15 @@ def test_signals_stay_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             ray.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "actors", "share"), [(0, 2, 0.0), (4, 2, 1.0), (1, 3, 0.3333), (2, 3, 0.5), (4, 6, 0.5), (1, 6, 0.1666)]
-)
-def test_every_actor_finds_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, actors: int, share: float) -> None:
+def test_every_actor_finds_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at most, and as many on each as its share allows."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(ray_cluster, "connected", lambda: SimpleNamespace(cluster_resources=lambda: {"GPU": gpus}))
-    assert ray_cluster.gpu_share(actors) == share
-    assert not share or gpus * int(1 / share) >= actors
+    shares = {(0, 2): 0.0, (4, 2): 1.0, (1, 3): 0.3333, (2, 3): 0.5, (4, 6): 0.5, (1, 6): 0.1666}
+    for (gpus, actors), share in shares.items():
+        cluster = SimpleNamespace(cluster_resources=lambda gpus=gpus: {"GPU": gpus})
+        monkeypatch.setattr(ray_cluster, "connected", lambda cluster=cluster: cluster)
+        assert ray_cluster.gpu_share(actors) == share
+        assert not share or gpus * int(1 / share) >= actors
 
 
 @pytest.mark.parametrize(

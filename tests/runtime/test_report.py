@@ -25,8 +25,6 @@ HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">"\'&amp; http:
 class Page(HTMLParser):
     """Every tag with its attributes, every text; fails on tags that are closed in the wrong order."""
 
-    VOID = {"meta", "img"}
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -37,7 +35,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -76,6 +74,7 @@ def make_run(folder: Path, steps: int = 30) -> Run:
 
 
 def test_a_whole_report(tmp_path: Path) -> None:
+    """In which nothing points outside."""
     text, page = read(write_report(make_run(tmp_path / HOSTILE.replace("/", "_")).folder))
     assert page.count("script") == 0 and not any(key.startswith("on") for _, attrs in page.tags for key in attrs)
     assert page.texts.count(HOSTILE) >= 2  # the command and the prompt, as text
@@ -83,14 +82,8 @@ def test_a_whole_report(tmp_path: Path) -> None:
     assert page.count("svg") == 4  # headline; reward, eval, loss; timings are constant, and so is the rate
     assert "1 without a value" in text and "lr = 0.0003" in text
     assert page.count("img") == 1 + 4  # before/after and four grids
-    headings = [m[1] for m in re.finditer("<h2>(.*?)</h2>", text)]
-    assert headings == [
-        "Reward", "Pictures", "Rewards", "Evaluation", "Update", "Time, memory and cost", "Where the time went",
-    ]  # fmt: skip
-
-
-def test_nothing_points_outside(tmp_path: Path) -> None:
-    _, page = read(write_report(make_run(tmp_path / "run").folder))
+    headings = ["Reward", "Pictures", "Rewards", "Evaluation", "Update", "Time, memory and cost"]
+    assert [m[1] for m in re.finditer("<h2>(.*?)</h2>", text)] == [*headings, "Where the time went"]
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "base", "form")
         for name, value in attributes.items():
@@ -111,13 +104,13 @@ def test_a_run_that_crashed_or_is_still_going_on(tmp_path: Path) -> None:
     assert "12 of 50 iterations, stopped or still running" in text and "step-000010.png cannot be read" in text
 
 
-def test_a_run_without_metrics(tmp_path: Path) -> None:
+def test_of_a_run_whatever_is_there_is_shown(tmp_path: Path) -> None:
+    """Unknown keys too."""
+    with pytest.raises(ValueError, match="holds no run"):
+        write_report(tmp_path)
     run = runs.start(tmp_path / "run", "iterations: 3\n", seed=0, command=["genrl"])
     text, page = read(write_report(run.folder))
     assert "No metrics were written yet" in text and page.count("svg") == 0
-
-
-def test_metrics_alone_are_enough_and_unknown_keys_are_shown(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "old/key": 1.5}\n{"step": 2, "old/key": null}\n')
     text, _ = read(write_report(tmp_path))
     assert "<h2>Other</h2>" in text and "old/key" in text
@@ -137,33 +130,22 @@ def test_a_fall_that_the_monitor_watches_is_shown(tmp_path: Path) -> None:
     monitor = "{monitor: {reward: shapes, tolerance: 0.05, patience: 3}}"
     (tmp_path / "config.yaml").write_text(f"iterations: 9\nevaluation: {monitor}\n")
     scores = enumerate([0.5, 0.7, 0.6, 0.5])
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(runs.json_line({"step": step, "eval/shapes_mean": value}) for step, value in scores)
-    )
+    lines = [runs.json_line({"step": step, "eval/shapes_mean": value}) for step, value in scores]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
     text, page = read(write_report(tmp_path))
     (warning,) = [text for text in page.texts if "reward hacking" in text]
     assert "shapes fell from 0.7 (step 1) to 0.5 (step 3); 2 of 3 evaluations in a row" in warning
     assert "3 of 9 iterations, stopped or still running" in text
 
 
-def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run"):
-        write_report(tmp_path)
-
-
 @pytest.mark.slow
 def test_a_long_run_with_large_pictures_stays_below_five_megabytes(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run, chance = Run(tmp_path), torch.Generator().manual_seed(0)
     names = ["loss", "kl", "grad_norm", *(f"reward/{name}_mean" for name in "abcdefghijklmnopqrst")]
-    generator = torch.Generator().manual_seed(0)
-    run.metrics.write_text(
-        "".join(
-            runs.json_line({"step": step} | dict(zip(names, torch.rand(23, generator=generator).tolist(), strict=True)))
-            for step in range(1, 5001)
-        )
-    )
+    rows = [dict(zip(names, torch.rand(23, generator=chance).tolist(), strict=True)) for _ in range(5000)]
+    run.metrics.write_text("".join(runs.json_line({"step": step} | row) for step, row in enumerate(rows, 1)))
     for step in range(0, 6):
-        save_samples(run.samples, step, list(torch.rand(12, 3, 512, 512, generator=generator)), ["p"] * 12, {})
+        save_samples(run.samples, step, list(torch.rand(12, 3, 512, 512, generator=chance)), ["p"] * 12, {})
     path = write_report(tmp_path)
     assert 1_000_000 < path.stat().st_size < 5_000_000
     assert "more pictures are in samples/" in path.read_text()

@@ -6,9 +6,8 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,14 +46,14 @@ def start(folder: Path) -> Run:
 
 
 def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
+    """But not on which machine, and where there."""
     run = start(tmp_path / "runs" / "x")
     assert run.config.read_text() == CONFIG
-    info = json.loads(run.info.read_text())
+    text, info = run.info.read_text(), json.loads(run.info.read_text())
     assert info["command"] == ["genrl", "train", "x.yaml"] and info["seed"] == 7 and info["processes"] == 1
     assert info["versions"]["torch"] != "-" and info["started"].endswith("+00:00")
     assert info["git_commit"] is None or len(info["git_commit"].rstrip("+")) == 40
-    host = os.uname().nodename
-    assert str(tmp_path) not in run.info.read_text() and f'"{host}"' not in run.info.read_text()
+    assert str(tmp_path) not in text and f'"{os.uname().nodename}"' not in text
 
 
 def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
@@ -75,68 +74,59 @@ def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> 
 def test_a_used_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.metrics.write_text(json_line({"step": 1}))
-    with pytest.raises(
-        ValueError,
-        match=r"not empty \(metrics.jsonl; made by `genrl train x.yaml`\): it has no checkpoint: delete it.*output=",
-    ):
+    (tmp_path / ".mine.tmp-5").write_text("of another program")
+    made = r"not empty \(metrics.jsonl; made by `genrl train x.yaml`\): it has no checkpoint: delete it.*output="
+    with pytest.raises(ValueError, match=made):
         start(tmp_path)
+    assert (tmp_path / ".mine.tmp-5").exists()
     (run.checkpoints / "step-000001").mkdir(parents=True)
     with pytest.raises(ValueError, match=f"genrl resume {tmp_path}"):
         start(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("override", "shown"),
-    [
-        ("iterations=20", "iterations: 10 -> 20"),
-        ("checkpoint.keep=1", "checkpoint.keep: 3 -> 1"),
-        ("evaluation.every=5", "evaluation.every: 20 -> 5"),
-        ("trackers=[tensorboard, wandb]", 'trackers: ["tensorboard"] -> ["tensorboard", "wandb"]'),
-        ("output=moved", 'output: "runs/x" -> "moved"'),
-        ("rewards.0.remote=http://b", 'rewards.0.remote: null -> "http://b"'),
-    ],
-)
-def test_edits_that_a_resume_allows(tmp_path: Path, override: str, shown: str) -> None:
-    run = start(tmp_path)
-    edited = configured(override)
-    assert runs.resume(tmp_path, edited, step=4, command=["genrl", "resume"]) == [shown]
-    assert run.config.read_text() == edited
-    assert json.loads(run.info.read_text())["resumed"][0]["step"] == 4
+EDITS = [
+    ("iterations=20", "iterations: 10 -> 20"),
+    ("checkpoint.keep=1", "checkpoint.keep: 3 -> 1"),
+    ("evaluation.every=5", "evaluation.every: 20 -> 5"),
+    ("trackers=[tensorboard, wandb]", 'trackers: ["tensorboard"] -> ["tensorboard", "wandb"]'),
+    ("output=moved", 'output: "runs/x" -> "moved"'),
+    ("rewards.0.remote=http://b", 'rewards.0.remote: null -> "http://b"'),
+]
 
 
-@pytest.mark.parametrize(
-    "override", ["optimizer.lr=0.001", "model.lora.rank=16", "model.lora=null", "rewards.0.weight=0.5", "seed=1"]
-)
-def test_edits_that_a_resume_refuses(tmp_path: Path, override: str) -> None:
+def test_edits_that_a_resume_allows(tmp_path: Path) -> None:
     run = start(tmp_path)
-    with pytest.raises(ValueError, match=f"another value of .*{override.partition('=')[0]}.*Only iterations, "):
-        runs.resume(tmp_path, configured(override), step=1, command=[])
+    for override, shown in EDITS:
+        run.config.write_text(CONFIG)
+        edited = configured(override)
+        assert runs.resume(tmp_path, edited, step=4, command=["genrl", "resume"]) == [shown]
+        assert run.config.read_text() == edited
+    assert [entry["step"] for entry in json.loads(run.info.read_text())["resumed"]] == [4] * len(EDITS)
+
+
+def test_edits_that_a_resume_refuses(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    for override in ("optimizer.lr=0.001", "model.lora.rank=16", "model.lora=null", "rewards.0.weight=0.5", "seed=1"):
+        with pytest.raises(ValueError, match=f"another value of .*{override.partition('=')[0]}.*Only iterations, "):
+            runs.resume(tmp_path, configured(override), step=1, command=[])
     assert run.config.read_text() == CONFIG
 
 
-def test_what_counts_as_right_stays(tmp_path: Path) -> None:
-    """Training may go by it, though it is a key of the evaluation."""
+def test_edits_of_a_vision_language_run(tmp_path: Path) -> None:
+    """Training may go by what counts as right, though it is a key of the evaluation; and shards whose weights would be
+    rounded stay shards."""
 
-    def saved(*more: str) -> str:
-        return dump(load("configs/vlm/quickstart.yaml", list(more)))
+    def resumed(before: list[str], after: list[str]) -> list[str]:
+        old, new = (dump(load("configs/vlm/quickstart.yaml", changes)) for changes in (before, after))
+        Run(tmp_path).config.write_text(old)
+        return runs.resume(tmp_path, new, step=1, command=[])
 
-    Run(tmp_path).config.write_text(saved())
     with pytest.raises(ValueError, match=r"another value of evaluation\.right_at: .*1\.0 -> 0\.5"):
-        runs.resume(tmp_path, saved("evaluation.right_at=0.5"), step=1, command=[])
-
-
-@pytest.mark.parametrize(("changes", "refused"), [(["vlm.dtype=bfloat16"], True), ([], False)])
-def test_shards_whose_weights_would_be_rounded_stay_shards(tmp_path: Path, changes: list[str], refused: bool) -> None:
-    def saved(*more: str) -> str:
-        return dump(load("configs/vlm/quickstart.yaml", [*changes, *more]))
-
-    run = Run(tmp_path)
-    run.config.write_text(saved("distributed.fsdp=true"))
-    if refused:
-        with pytest.raises(ValueError, match=r"another value of distributed\.fsdp: weights in shards are float32"):
-            runs.resume(tmp_path, saved(), step=1, command=[])
-    else:
-        assert runs.resume(tmp_path, saved(), step=1, command=[]) == ["distributed.fsdp: true -> false"]
+        resumed([], ["evaluation.right_at=0.5"])
+    half = "vlm.dtype=bfloat16"
+    with pytest.raises(ValueError, match=r"another value of distributed\.fsdp: weights in shards are float32"):
+        resumed([half, "distributed.fsdp=true"], [half])
+    assert resumed(["distributed.fsdp=true"], []) == ["distributed.fsdp: true -> false"]
 
 
 def test_keys_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
@@ -150,21 +140,6 @@ def test_keys_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) ->
     assert run.config.read_text() == CONFIG
 
 
-def test_a_key_that_there_is_no_longer_is_named(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    written = CONFIG + "group_sise: 4\n"
-    run.config.write_text(written)
-    line = written.count("\n")
-    with pytest.raises(ValueError, match=rf"(?s)another version.*config\.yaml:{line}: group_sise: unknown key"):
-        runs.resume(tmp_path, CONFIG, step=1, command=[])
-    assert run.config.read_text() == written
-
-
-def test_nothing_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run"):
-        runs.resume(tmp_path, CONFIG, step=1, command=[])
-
-
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -174,29 +149,32 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
         runs.lock(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"command": ["gen', "", "[1]", '{"resumed": 3}'])
-def test_half_a_run_json_changes_nothing(tmp_path: Path, content: str) -> None:
+ROWS = [json_line({"step": step}) for step in range(22)]
+HALF_A_RECORD = r"run.json cannot be read \(.*delete it to go on without"
+DAMAGES: list[tuple[str, str, str]] = [
+    *(("run.json", text, HALF_A_RECORD) for text in ('{"command": ["gen', "", "[1]", '{"resumed": 3}')),
+    ("config.yaml", CONFIG[:-4] + "\n}{", "(?s)config.yaml is no .*damaged.*Nothing was changed.*not YAML"),
+    ("config.yaml", CONFIG + "group_sise: 4\n", r"(?s)another version.*config\.yaml:\d+: group_sise: unknown key"),
+    ("metrics.jsonl", "".join(ROWS), "has no checkpoint left, and it has done 21 iterations; nothing was changed"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "says"), DAMAGES)
+def test_a_damaged_run_stays_as_it_is(tmp_path: Path, name: str, text: str, says: str) -> None:
     run = start(tmp_path)
-    run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
-    run.info.write_text(content)
-    with pytest.raises(ValueError, match=r"run.json cannot be read \(.*delete it to go on without"):
+    run.metrics.write_text("".join(ROWS[:2]))
+    (tmp_path / name).write_text(text)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=says):
         runs.resume(tmp_path, configured("iterations=20"), step=0, command=[])
-    assert run.config.read_text() == CONFIG and len(read_metrics(run.metrics)) == 2
-    assert run.info.read_text() == content
     with pytest.raises(ValueError, match="is not empty"):
         start(tmp_path)
-
-
-def test_half_a_config_changes_nothing(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    run.config.write_text(CONFIG[:-4] + "\n}{")
-    before = run.info.read_bytes()
-    with pytest.raises(ValueError, match="(?s)config.yaml is no .*damaged.*Nothing was changed.*not YAML"):
-        runs.resume(tmp_path, CONFIG, step=0, command=[])
-    assert run.info.read_bytes() == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_without_run_json_a_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        runs.resume(tmp_path, CONFIG, step=1, command=[])
     run = start(tmp_path)
     run.info.unlink()
     runs.resume(tmp_path, CONFIG, step=3, command=["genrl", "resume"])
@@ -215,28 +193,20 @@ def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
     run.metrics.write_text("".join(lines) + '{"loss": 0.1, "st')
     runs.resume(tmp_path, CONFIG, step=3, command=[])
     assert run.metrics.read_text() == "".join(lines[:4])
-
-
-def test_going_on_from_the_start_makes_row_0_again(tmp_path: Path) -> None:
-    run = start(tmp_path)
     run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
     runs.resume(tmp_path, CONFIG, step=0, command=[])
-    assert run.metrics.read_text() == ""
+    assert run.metrics.read_text() == ""  # row 0 is made again
 
 
-def test_cutting_keeps_bytes_and_tolerates_absence(tmp_path: Path) -> None:
+def test_reading_and_cutting_metrics(tmp_path: Path) -> None:
+    """Cutting keeps bytes and tolerates absence."""
     path = tmp_path / "metrics.jsonl"
     truncate_metrics(path, 3)
-    assert not path.exists()
+    assert read_metrics(path) == [] and not path.exists()
     text = json_line({"step": 1, "a": 0.1 + 0.2, "b": 1e-17, "c": None, "d": 5})
     path.write_text(text)
     truncate_metrics(path, 1)
     assert path.read_text() == text == '{"a": 0.30000000000000004, "b": 1e-17, "c": null, "d": 5, "step": 1}\n'
-
-
-def test_reading_metrics(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == []
     path.write_text('{"step": 1}\n{"step": 2}')
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
     path.write_bytes(b'{"step": 1}\n{"step\xc3')
@@ -260,12 +230,11 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_process_per_run(tmp_path: Path) -> None:
-    program = f"from pathlib import Path; from genrl.runtime.run import lock; lock(Path({str(tmp_path)!r}))"
     held = runs.lock(tmp_path)
-    second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert second.returncode == 1 and "another process is training in" in second.stderr
+    with ThreadPoolExecutor(1) as other, pytest.raises(ValueError, match="another process is training in"):
+        other.submit(runs.lock, tmp_path).result()
     held.release()
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    runs.lock(tmp_path).release()
 
 
 def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None:
@@ -280,21 +249,3 @@ def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None
         runs.resume(tmp_path, other, step=3, command=[], found=found)
     runs.resume(tmp_path, CONFIG, step=3, command=[], found=found)
     assert run.config.read_text() == CONFIG
-
-
-def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    text = "".join(json_line({"step": step}) for step in range(22))
-    run.metrics.write_text(text)
-    with pytest.raises(ValueError, match="has no checkpoint left, and it has done 21 iterations; nothing was changed"):
-        runs.resume(tmp_path, CONFIG, step=0, command=[])
-    assert run.metrics.read_text() == text and json.loads(run.info.read_text())["resumed"] == []
-
-
-def test_a_refused_start_touches_nothing(tmp_path: Path) -> None:
-    start(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    (tmp_path / ".mine.tmp-5").write_text("of another program")
-    with pytest.raises(ValueError, match="not empty"):
-        start(tmp_path)
-    assert (tmp_path / ".mine.tmp-5").exists()

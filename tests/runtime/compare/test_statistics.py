@@ -36,8 +36,9 @@ def test_win_rate_counts_ties_by_half_and_pairs_once() -> None:
     assert win_rate([]) is None
 
 
-def test_decided_leaves_out_overall_ties() -> None:
+def test_decided_leaves_out_overall_ties_and_same_answers_are_counted_by_pairs_of_judges() -> None:
     assert decided([[1], [0], [0.5], [1, 0], [1, 0.5], [0, 0.5, 0.5]]) == [True, False, True, False]
+    assert same_answers([["left"], ["left", "left"], ["left", "tie", "left"]]) == (2, 4)
 
 
 def test_accuracy_of_a_reward() -> None:
@@ -73,7 +74,3 @@ def test_krippendorff_by_its_definition(units: list[list[str]]) -> None:
         assert found is None
     else:
         assert found == pytest.approx(1 - observed / expected)
-
-
-def test_same_answers_are_counted_by_pairs_of_judges() -> None:
-    assert same_answers([["left"], ["left", "left"], ["left", "tie", "left"]]) == (2, 4)

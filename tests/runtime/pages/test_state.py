@@ -58,11 +58,7 @@ def test_one_killed_process_of_several_stops_the_run(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     beat(folder, 0)
     beat(folder, 1, pid=gone(), ago=3)
-    assert state_of(looked(folder)).word == "stopped"
-
-
-def test_no_folder_yet(tmp_path: Path) -> None:
-    assert state_of(looked(tmp_path / "later")).word == "waiting"
+    assert state_of(looked(folder)).word == "stopped" and state_of(looked(tmp_path / "later")).word == "waiting"
 
 
 def test_the_limit_of_the_run_says_when_it_hangs(tmp_path: Path) -> None:
@@ -88,11 +84,7 @@ def test_pace_is_of_the_last_fifty_iterations_with_their_evaluations(tmp_path: P
         ([0.5, 0.6, 0.58], "stopped", ""),
         ([0.5, 0.6, 0.5, 0.58], "stopped", ""),
         ([0.5, 0.6, 0.58, 0.5], "stopped", "fell from 0.6 (step 1) to 0.5 (step 3); 1 of 2 evaluations in a row"),
-        (
-            [0.5, 0.6, 0.54, 0.5],
-            "finished",
-            "2 of 2 evaluations in a row lie more than 0.05 lower, and the run is over",
-        ),
+        ([0.5, 0.6, 0.54, 0.5], "finished", "2 of 2 evaluations in a row lie more than 0.05 lower, and the run is"),
     ],
 )
 def test_the_monitor(scores: list[float], state: str, warned: str, tmp_path: Path) -> None:

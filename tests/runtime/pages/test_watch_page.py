@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.browser import chromium
 from tests.runtime.pages.folders import beat, log, make, samples
 from tests.runtime.pages.test_server import serving
 
-PROMPTS = [f"prompt {i}" for i in range(45)]
+HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
+PROMPTS = [*(f"prompt {i}" for i in range(44)), f"prompt 44 {HOSTILE}"]
 DRAWN = "figure[data-key='loss'] circle.line-{} title"
 
 
@@ -18,11 +17,12 @@ def rows(first: int, last: int, scale: float) -> list[dict[str, float]]:
     return [{"step": step, "loss": scale * step, "reward/total_mean": scale / step} for step in range(first, last)]
 
 
-@pytest.mark.slow
 def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
+    """Nothing that stands in their files is executed."""
     going, done = make(tmp_path / "going"), make(tmp_path / "done")
     log(going, rows(1, 4, 1.0))
     log(done, rows(1, 11, 2.0))
+    log(done, [{"step": 10, HOSTILE: 0.5}])
     beat(going, step=3, phase="training")
     for folder in (going, done):
         samples(folder, 0, PROMPTS, [0.25] * 45)
@@ -75,6 +75,9 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         assert page.locator(".prompt").count() == 20 and page.get_by_text("step 6: shapes 0.812").count() == 20
         page.get_by_label("Find in prompts").fill("prompt 44")
         page.get_by_text("page 1 of 1, 1 prompts").wait_for()
+        page.get_by_label("Find in prompts").fill("<img")
+        page.get_by_text(HOSTILE).nth(1).wait_for()  # the metric and the prompt
+        assert page.evaluate("window.hit") is None
 
         page.set_viewport_size({"width": 390, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -82,15 +85,3 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         server.shutdown()
         server.server_close()
         page.get_by_text("no answer: is genrl watch still running?").wait_for(timeout=8000)
-
-
-def test_nothing_of_a_run_is_executed(tmp_path: Path) -> None:
-    hostile = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
-    folder = make(tmp_path / "run")
-    log(folder, [{"step": 1, hostile: 0.5}, {"step": 2, hostile: 0.7}])
-    samples(folder, 0, [hostile], [0.5])
-    with serving(folder) as server, chromium() as browser:
-        page = browser.new_page()
-        page.goto(server.url)
-        page.get_by_text(hostile).nth(1).wait_for()  # the metric and the prompt
-        assert page.evaluate("window.hit") is None
