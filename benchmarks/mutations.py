@@ -304,7 +304,8 @@ def run(folder: Path, tree: Path, count: int, seed: int, budget: float) -> None:
         for serial, mutation in enumerate(chosen(tree, count, seed)):
             if serial < done:
                 continue
-            picked, began, by = known.tests_of(mutation, budget), time.monotonic(), None
+            began, by = time.monotonic(), None
+            picked = known.tests_of(mutation, budget)
             while picked:
                 with mutated(copy, mutation, serial):
                     by = failed(copy, picked, 3 * budget)

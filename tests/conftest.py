@@ -68,13 +68,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{left_out} slow tests were left out; `make test-all` runs them")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def golden() -> Callable[[str], np.lib.npyio.NpzFile]:
     """`golden("samplers_cps")` loads that file."""
     return lambda name: np.load(GOLDEN / f"{name}.npz", allow_pickle=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def golden_json() -> Callable[[str], Any]:
     """`golden_json("rewards_judge")` loads that file."""
     return lambda name: json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
