@@ -22,7 +22,7 @@ import torch
 from benchmarks.common import RESULTS
 from genrl.config import load
 from genrl.diffusion.train import train as train_run
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 FILE = RESULTS / "adv_grpo.json"
 CONFIG = "configs/diffusion/adv_grpo_style.yaml"

@@ -27,8 +27,8 @@ from benchmarks.methods import complete
 from benchmarks.vlm_runs import average, cpu_seconds, stored
 from genrl.config.economy import Replay, Selection
 from genrl.mdp.batches import prompt_indices
-from genrl.runtime.economy import NOTHING, choose, looked_at, noted
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.runtime.loop.economy import NOTHING, choose, looked_at, noted
 
 RESULTS = Path("benchmarks/results/economy.json")
 OFTEN = ["checkpoint.every=1000", "checkpoint.keep=1", "trackers=[]"]

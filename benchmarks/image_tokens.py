@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.vlm_runs import Summary, average, cpu_seconds, situations
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "image_tokens.json"
 SEEDS = (0, 1, 2)

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.image_tokens import cell
 from benchmarks.methods import complete
 from benchmarks.vlm_runs import cpu_seconds, stored
-from genrl.data.world import caption, sample_scene
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.playground.shapes import caption, sample_scene
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 RESULTS = Path(__file__).parent / "results" / "many_prompts.json"
 SEEDS = (0, 1, 2)

@@ -33,9 +33,9 @@ import yaml
 
 from benchmarks.diversity import measure
 from genrl.config import Config, load
-from genrl.runtime import checkpoint
-from genrl.runtime.curves import chart
-from genrl.runtime.run import Run, lock, read_metrics, write_atomic
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run, lock, read_metrics, write_atomic
+from genrl.runtime.show.curves import chart
 
 SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
 FIGURE = Path("docs/img/methods.svg")

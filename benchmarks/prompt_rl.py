@@ -22,7 +22,7 @@ from benchmarks.common import RESULTS
 from benchmarks.methods import complete, cost_of, reached
 from benchmarks.prompt_rl_world import mixed
 from genrl.config import Config, load
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 FOUND = RESULTS / "prompt_rl.json"
 WORLD = "benchmarks/prompt_rl_world.py"

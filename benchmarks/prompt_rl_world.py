@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rewards.scorers.objects.shapes import Shapes
+from genrl_rewards.scorers.objects.shapes import Shapes
 
 if TYPE_CHECKING:
     import torch

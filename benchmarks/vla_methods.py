@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.methods import panels, reached, run_genrl
 from genrl.config import load
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 METHODS = {
     "flow_sde": "Flow-SDE, PPO",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import RESULTS
 from benchmarks.methods import run_genrl
 from genrl.config import load
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 FILE = RESULTS / "vla_offline.json"
 SEEDS = (0, 1, 2)

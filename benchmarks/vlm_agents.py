@@ -14,7 +14,7 @@ from statistics import mean
 
 from benchmarks.methods import change, panels
 from benchmarks.vlm_runs import Results, Summary, average, command, cpu_seconds
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 METHODS = {
     "vl_dac": "VL-DAC",

@@ -18,7 +18,7 @@ from statistics import mean, stdev
 
 from benchmarks.vlm_runs import Summary, situations
 from genrl.config import VLMConfig, load
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 
 RESULTS = Path(__file__).with_suffix(".json")
 WORLD = "benchmarks/vlm_claims_world.py"

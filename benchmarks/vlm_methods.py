@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.methods import change, panels
 from benchmarks.vlm_runs import Results, Summary, average, command, cpu_seconds
 from genrl.config import VLMConfig, load
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 METHODS = {
     "quickstart": "DAPO's loss",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import complete, cost_of
-from genrl.runtime.run import Run, write_atomic
+from genrl.runtime.folder.run import Run, write_atomic
 
 Summary = dict[str, Any]
 Results = dict[str, list[Summary]]

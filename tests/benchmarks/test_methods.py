@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import methods
 from benchmarks.methods import METHODS, table
-from genrl.runtime.run import Run, lock
+from genrl.runtime.folder.run import Run, lock
 
 
 def _run(diversity: list[float] | None) -> dict[str, Any]:

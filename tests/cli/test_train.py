@@ -48,7 +48,7 @@ def test_a_whole_run(folder: Path) -> None:
     if not MODEL.is_dir():
         pytest.skip("assets/tiny-t2i is not built")
     from genrl.config import load
-    from genrl.config.estimate import plan, read_components
+    from genrl.diffusion.config.estimate import plan, read_components
 
     run("train", "small.yaml", "iterations=2")
     first = folder / "runs" / "small"
