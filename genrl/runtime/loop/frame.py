@@ -22,6 +22,7 @@ from genrl.runtime.folder.run import Run, Script
 from genrl.runtime.folder.trackers import check_trackers
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
+from genrl.runtime.loop.saving import saved_on_error
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.show.report import write_report
 from genrl.runtime.weights.devices import empty_cache, tf32
@@ -105,7 +106,8 @@ def run(config: AnyConfig, resume: Path | None = None, script: Script | None = N
             run.loop.on_iteration = script.on_iteration
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
         run.begin(claimed.found)
-        _train(run, kind.memory_hint)
+        with saved_on_error(run.loop):
+            _train(run, kind.memory_hint)
         run.loop.save()
         if process.is_main:
             run.conclude()

@@ -50,6 +50,8 @@ class Process:
     """Processes, one after the other, that compute each sample together."""
     in_script: bool = False
     """Whether a script trains, not the command line."""
+    config: str = ""
+    """The configuration that this process trains by, as YAML."""
 
     @property
     def is_main(self) -> bool:
@@ -113,12 +115,13 @@ def begin(
     """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
     yet: loading has no progress to tell it. unit: of progress. script: that which trains, if it is not the command
     line."""
+    text = dump(config)
     if accelerator.is_main_process:
         for old in (claimed.run.folder / "heartbeat").glob("*"):  # of processes that were killed
             old.unlink()
         run_folder.prepare(
             claimed.run.folder,
-            dump(config),
+            text,
             seed=config.seed,
             processes=accelerator.num_processes,
             resumed_from=claimed.start if claimed.resumes else None,
@@ -140,7 +143,8 @@ def begin(
         own={name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()},
     )
     stack.callback(log.finish)
-    return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context, script is not None)
+    context = config.distributed.context
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop, context, script is not None, text)
 
 
 def make_accelerator(timeout_s: float) -> Accelerator:
