@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from genrl.config import AnyConfig
 from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import Run, Script
+from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
@@ -98,10 +98,11 @@ def run(config: AnyConfig, resume: Path | None = None, script: Script | None = N
         claimed = claim(stack, config.output, resume, accelerator)
         stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
         prepared = kind.prepare(config, accelerator)
-        process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
-        run = kind.open(config, process, prepared, stack)
-        if claimed.found:
-            run.loop.restore(claimed.found)
+        with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
+            process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
+            run = kind.open(config, process, prepared, stack)
+            if claimed.found:
+                run.loop.restore(claimed.found)
         if script is not None:
             run.loop.on_iteration = script.on_iteration
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell

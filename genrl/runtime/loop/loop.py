@@ -23,6 +23,7 @@ from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
 from genrl.runtime.loop import idle, monitor, saving
+from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
 from genrl.runtime.loop.process import Process, peak_memory_mb
 from genrl.runtime.loop.recorded import Recorded
@@ -122,6 +123,7 @@ class Loop:
     """When the running iteration began."""
     outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
     saved: int | None = None  # the iteration of the newest checkpoint
+    global_settings: GlobalSettings = field(default_factory=GlobalSettings)
     _undo: Undo | None = None
     _evaluated: bool = False
 
@@ -201,10 +203,12 @@ class Loop:
     def _seed_globals(self, phase: str) -> None:
         """Nothing here draws from the global generators, but a user's reward, simulator or pipeline may: they start
         from the same numbers whether the run was stopped before or not."""
+        self.global_settings.put_back()
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
 
     def phase(self, name: str, total: int = 0) -> None:
         """A phase begins, with so much to do."""
+        self.global_settings.put_back()
         self.process.progress.phase(name, total)
         self.process.watchdog.beat(name, self.iteration)
 
@@ -294,6 +298,7 @@ class Loop:
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: log, and, where due, evaluate and save."""
+        self.process.check_folder()
         self.iteration += 1
         self._undo = None
         elapsed, last = time.perf_counter() - self.started, self.iteration == self.config.iterations

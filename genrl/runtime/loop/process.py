@@ -52,6 +52,18 @@ class Process:
     """Whether a script trains, not the command line."""
     config: str = ""
     """The configuration that this process trains by, as YAML."""
+    started: str = ""
+    """When the run began, by its run.json."""
+
+    def check_folder(self) -> None:
+        """Raise RuntimeError where the run's folder was moved, removed or given to another run meanwhile."""
+        if not self.started:
+            return
+        if not self.run.folder.is_dir() or run_folder.run_info(self.run).get("started", self.started) != self.started:
+            raise RuntimeError(
+                f"the run folder {self.run.folder} was moved, removed or replaced while the run was going: stopped, "
+                "and nothing was written there. Put it back, and `genrl resume` goes on from its last checkpoint."
+            )
 
     @property
     def is_main(self) -> bool:
@@ -82,7 +94,7 @@ def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accel
 
     Raises ValueError, in all processes, where the run has checkpoints and cannot go on from them.
     """
-    run = Run(resume or Path(output))
+    run = Run((resume or Path(output)).absolute())  # a reward may go to another folder
     if accelerator.is_main_process:
         stack.callback(run_folder.lock(run.folder).release)
     return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
@@ -143,8 +155,8 @@ def begin(
         own={name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()},
     )
     stack.callback(log.finish)
-    context = config.distributed.context
-    return Process(accelerator, claimed.run, log, shown, watchdog, stop, context, script is not None, text)
+    context, started = config.distributed.context, run_folder.run_info(claimed.run).get("started", "")
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop, context, script is not None, text, started)
 
 
 def make_accelerator(timeout_s: float) -> Accelerator:

@@ -32,6 +32,7 @@ def save(loop: Loop) -> None:
         return
     process = loop.process
     process.watchdog.beat("saving", loop.iteration)
+    process.check_folder()
     weights = loop.weights.state()
     _require_finite(loop, weights)
     optimizer, packed = state.pack(loop.optimizer.state_dict())
@@ -117,7 +118,7 @@ def _save_finished(loop: Loop) -> None:
     try:
         loop.undo()
         loop.save()
-    except Exception as error:  # the error that ends the run is the one to be read
+    except (RuntimeError, OSError, ValueError) as error:  # the one that ends the run is to be read
         logger.warning("the finished iterations could not be saved: %s", error)
         return
     loop.process.progress.say(f"{loop.iteration} finished iterations are saved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,3 +141,22 @@ def test_a_checkpoint_has_the_configuration_the_run_began_with(tmp_path: Path) -
     one.process.run.config.write_text("lr: 0.5\n")
     train(one, Counter())
     assert (one.process.run.checkpoints / "step-000001" / "config.yaml").read_text() == "lr: 0.001\n"
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "another run's"])
+def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
+    """And nothing is written under its name."""
+    one = loop(tmp_path)
+    folder = one.process.run.folder
+    folder.mkdir(parents=True)
+    one.process.run.info.write_text('{"started": "now"}')
+    one.process = replace(one.process, started="now")
+    with pytest.raises(RuntimeError, match="was moved, removed or replaced"), saved_on_error(one):
+        for iteration in one.iterations():
+            if iteration == 1:
+                shutil.rmtree(folder) if how == "removed" else folder.rename(tmp_path / "moved")
+                if how == "another run's":
+                    folder.mkdir()
+                    one.process.run.info.write_text('{"started": "later"}')
+            learn(one, Counter())
+    assert [path.name for path in folder.iterdir()] == ["run.json"] if how == "another run's" else not folder.exists()
