@@ -49,6 +49,7 @@ from genrl.diffusion.rollout.rollout import (
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.loop import Loop
@@ -375,7 +376,8 @@ class DiffusionRun:
             rows = [row for row in rows if row["step"] <= best]
         saved = checkpoint.latest(run.checkpoints)
         if self.weights.is_lora and loop.is_complete and saved is not None:
-            shutil.copytree(saved / "lora", run.lora, dirs_exist_ok=True)
+            with whole_folder(run.lora) as place:
+                shutil.copytree(saved / "lora", place, dirs_exist_ok=True)
             write_card(run.lora, config, rows, list(dict.fromkeys(prompt.text for prompt in self.eval_prompts))[:5])
         picture = before_after(run.samples)
         if picture is not None:

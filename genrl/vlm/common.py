@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
@@ -95,11 +96,12 @@ def resized(config: VLMConfig, size: int) -> VLMConfig:
 def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:
     """The model's folder, its average's weights where the run keeps one, and what is said at the end."""
     folder = loop.process.run.folder / "model"
-    if loop.weights.is_sharded:  # this process has a share; the checkpoint just written has the whole
-        save_model(load_trained(loop.config, loop.process.run.folder), loop.config.vlm.path, folder)
-    else:
-        with loop.averaged():
-            save_model(policy, loop.config.vlm.path, folder)
+    with whole_folder(folder) as place:
+        if loop.weights.is_sharded:  # this process has a share; the checkpoint just written has the whole
+            save_model(load_trained(loop.config, loop.process.run.folder), loop.config.vlm.path, place)
+        else:
+            with loop.averaged():
+                save_model(policy, loop.config.vlm.path, place)
     rows = read_metrics(loop.process.run.metrics)
     result = f"the model, as transformers saves it: {folder}"
     say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
