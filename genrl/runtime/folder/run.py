@@ -52,7 +52,7 @@ _BEFORE_TRAINING = {
     "config.yaml",
     "run.json",
     "run.lock",
-    "tensorboard",
+    *("tensorboard", "wandb", "swanlog"),
     "trackers.json",
 }  # what a start that failed leaves
 
@@ -318,7 +318,8 @@ def lock(folder: Path) -> FileLock:
         held.acquire()
     except Timeout:
         raise ValueError(
-            f"another process is training in {folder}: wait for it, or choose another output=FOLDER."
+            f"another process is training in {folder}{_holder(folder)}: wait for it, or choose another output=FOLDER. "
+            f"It holds {folder / 'run.lock'}: delete that file only if its machine is gone."
         ) from None
     except OSError as error:
         raise ValueError(
@@ -326,6 +327,16 @@ def lock(folder: Path) -> FileLock:
             "with output=FOLDER."
         ) from None
     return held
+
+
+def _holder(folder: Path) -> str:
+    """Which process, as far as its heartbeat tells."""
+    try:
+        seen = json.loads((folder / "heartbeat" / "rank-0.json").read_text(encoding="utf-8"))
+        when = datetime.fromtimestamp(seen["time"], UTC).isoformat(timespec="seconds")
+        return f" (process {seen['pid']} on {seen['host']}, which last made progress at {when})"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return ""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

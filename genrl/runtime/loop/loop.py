@@ -184,6 +184,7 @@ class Loop:
             self.optimization.updates = self.optimization.other_updates = 0
             self._seed_globals("iteration")
             self._undo = Undo.of(self)
+            self.process.progress.begin_iteration()
             yield self.iteration
             if self.iteration in self.ends:
                 return

@@ -231,6 +231,8 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_process_per_run(tmp_path: Path) -> None:
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "heartbeat" / "rank-0.json").write_text('{"pid": 7, "host": "gone", "time": 0}')
     held = runs.lock(tmp_path)
     with ThreadPoolExecutor(1) as other, pytest.raises(ValueError, match="another process is training in"):
         other.submit(runs.lock, tmp_path).result()
