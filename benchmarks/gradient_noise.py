@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 import rewards
+from benchmarks.claims.figures import panels
+from benchmarks.claims.stored import TRAINING_CALL
 from benchmarks.common import parser, save
-from benchmarks.methods import TRAINING_CALL, panels
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.data.prompts import Prompt

@@ -4,7 +4,7 @@ The rule. The difference of a pair is taken at equal seeds and equal cost; its 9
 where a claim names tasks a bootstrap that is stratified by them. A claim that one is higher (lower) is
 
 - **shown** where the interval lies above (below) 0;
-- **denied** where it lies on the other side of 0, or wholly within the claim's band, in which differences count as none;
+- **denied** where it lies on the other side of 0, or wholly within the claim's band, where differences count as none;
 - **not decided** otherwise, and with fewer than two pairs.
 
 A claim that both are the same is shown where the interval lies within the band, denied where it lies outside it.

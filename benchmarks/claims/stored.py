@@ -1,6 +1,6 @@
 """Finished runs: one small JSON file each in benchmarks/runs, with what tables and claims read.
 
-A file holds: `config`, `changes`; `commit`, `versions`, `machine` (the processor's model), `threads`; `cpu_s`, `wall_s`;
+A file has: `config`, `changes`; `commit`, `versions`, `machine` (the processor's model), `threads`; `cpu_s`, `wall_s`;
 `iterations`; `trained`, `logged` (rewards by their weight); `sampling_calls`, `training_calls`; `curve`: columns over
 the evaluations, with what was spent by then (`kcalls`: thousand forward-equivalents, `ksteps`: of the environment,
 `ktokens`: sampled); `last`: the last row of training; `means`: of the recipe's metrics the first row, and the means
