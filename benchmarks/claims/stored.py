@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.claims.plan import Recipe
-from genrl.config import VLMConfig, load
+from genrl.config import VLAConfig, VLMConfig, load
 from genrl.runtime.run import Run, read_metrics, run_info, write_atomic
 
 FOLDER = Path("benchmarks/runs")
@@ -65,7 +65,7 @@ def harvest(recipe: Recipe, run: Run) -> Stored:
         "last": {key: _short(value) for key, value in (trained or rows)[-1].items() if not key.startswith("eval")},
         "means": {key: means([row[key] for row in trained if _number(row.get(key))]) for key in recipe.means},
     }
-    if hasattr(config, "reward_labels"):
+    if not isinstance(config, VLAConfig):
         named = list(zip(config.reward_labels, (reward.weight for reward in config.rewards), strict=True))
         found["trained"] = [name for name, weight in named if weight]
         found["logged"] = [name for name, weight in named if not weight]

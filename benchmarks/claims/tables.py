@@ -108,7 +108,8 @@ def figure(spec: Spec, given: Plan, kept: Kept) -> str:
     drawn = spec["figure"]
     metric, per = drawn["shows"].split()
     shown = [(_plain(row.title), row.curves(metric, per)) for row in rows(spec, given, kept)]
-    return figures.panels(shown, *drawn["size"], label=drawn["label"])
+    width, height, columns = drawn["size"]
+    return figures.panels(shown, width, height, columns, drawn["label"])
 
 
 def _plain(title: str) -> str:
