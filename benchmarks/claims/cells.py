@@ -19,14 +19,13 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """A row: its runs by seed, what is written of it, where its evaluation stands; the row that it is compared with;
-    and what every row of the table has spent."""
+    """A row: its runs by seed, what is written of it, where its evaluation stands; and
+    what every row of the table has spent."""
 
     title: str
     note: str
     runs: Mapping[int, Stored]
     evaluation: str = "eval"
-    against: Row | None = None
     spent: Mapping[str, float] | None = None
 
     def curves(self, metric: str, per: str = "step") -> list[list[Point]]:
@@ -155,15 +154,9 @@ def equal(row: Row, metric: str, per: str) -> str:
     return f"{mean(points[0][1] for points in curves):.3f} → **{mean(found):.3f}** ({each})"
 
 
-def difference(row: Row, metric: str, per: str) -> str:
-    """From the first row, at equal seeds and at what all rows have spent."""
-    if row.against is None or row.against is row:
-        return ""
-    ours, theirs = (one.by_seed(metric, per) for one in (row, row.against))
-    cost = (row.spent or {})[per]
-    pairs = [(statistics.at(ours[seed], cost), statistics.at(theirs[seed], cost)) for seed in ours if seed in theirs]
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    return interval(statistics.paired(*zip(*both, strict=True))) if both else NONE
+def budget(row: Row, per: str) -> str:
+    """What all rows have spent, at which they are compared."""
+    return f"{(row.spent or {})[per]:.0f}"
 
 
 def interval(found: statistics.Interval) -> str:
@@ -210,5 +203,5 @@ def seeds(row: Row) -> str:
 
 
 Cell = Callable[..., str]
-_ALL = (title, note, trained, change, logged, diversity, start, end, ends, points, at, reached, fall, equal, difference)
+_ALL = (title, note, trained, change, logged, diversity, start, end, ends, points, at, reached, fall, equal, budget)
 CELLS: dict[str, Cell] = {cell.__name__: cell for cell in (*_ALL, part, total, iterations, calls, spent, seeds)}

@@ -3,7 +3,7 @@
 A page has `<!-- claims: NAME -->` and `<!-- /claims -->` where the table of that name in benchmarks/claims.yaml goes;
 `verdicts` is that of the page's own claims. A table has `rows` (run: title, or [title, note]; `run@place` for another
 evaluation), `columns` (head: cell, benchmarks/claims/cells.py), and may have `group` (of its runs), `sort` (`METRIC PER
-COST`, best first), `equal` (`METRIC PER`: rows are compared with the first one at equal cost), and `figure`.
+COST`, best first), `equal` (`METRIC PER`: rows are compared at equal cost), and `figure`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def rows(spec: Spec, given: Plan, kept: Kept) -> list[Row]:
         found = [replace(row, runs={seed: row.runs[seed] for seed in sorted(all_seeds)}) for row in found]
         spent = {per: min((c[-1][0] for row in found for c in row.curves(metric, per)), default=0.0)}
         found = [replace(row, spent=spent) for row in found]
-        found = [found[0], *(replace(row, against=found[0]) for row in found[1:])]
     if "sort" in spec:
         metric, per, cost = spec["sort"].split()
         found.sort(key=lambda row: -_mean_at(row, metric, per, float(cost)))
