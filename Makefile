@@ -48,7 +48,7 @@ demo-vla: $(VENV)/genrl
 lint: $(VENV)/genrl-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy genrl rewards
+	$(BIN)/mypy genrl rewards/genrl_rewards
 	$(BIN)/lint-imports
 
 docker-check: $(VENV)/genrl-dev

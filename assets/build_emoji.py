@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from PIL import Image, ImageDraw, ImageFont
 
-from rewards.scorers.objects.emoji import SHEET, SIDE, THINGS
+from genrl_rewards.scorers.objects.emoji import SHEET, SIDE, THINGS
 
 FONT = "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf"
 STRIKE = 109  # the only size at which the font has pictures: 136 x 128 pixels

@@ -3,7 +3,7 @@
     python assets/build_music_pairs.py     # assets/tune-pairs/{train,eval}.jsonl, from assets/tiny-musicgen
 
 Two pieces of the embedded MusicGen to each text; preferred is the one that gets louder (`louder` in
-rewards/scorers/texts/tunes.py), a rule that is nowhere in the files. Pieces are written as their codes.
+rewards/genrl_rewards/scorers/texts/tunes.py), a rule that is nowhere in the files. Pieces are written as their codes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import get_args
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.tasks import row
 from genrl.vlm.tasks.rows import Split
-from rewards.scorers.texts.tunes import louder
+from genrl_rewards.scorers.texts.tunes import louder
 
 ASSETS = Path(__file__).resolve().parent
 NUMBER: dict[Split, int] = {"train": 1500, "eval": 256}

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-import rewards
+import genrl_rewards
 from genrl.data.prompts import load
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()
 
@@ -37,7 +37,7 @@ def png(picture: torch.Tensor) -> bytes:
 
 def main(out: Path, samples: int) -> None:
     policy = Policy(DiffusionPipeline.from_pretrained("assets/tiny-t2i"))
-    judge = rewards.load("shapes")
+    judge = genrl_rewards.load("shapes")
     sampling = {"num_inference_steps": 8, "guidance_scale": 1.0, "max_sequence_length": 2}
     prompts = [row.text for row in load("assets/prompts/shapes_train.txt")]
     rows: list[dict[str, object]] = []
@@ -47,7 +47,7 @@ def main(out: Path, samples: int) -> None:
         batch = Batch(texts, [("preferences", first, k) for k in range(len(texts))], sampling)
         with torch.no_grad():
             pictures = policy.decode(batch, policy.roll_out(batch).final)
-        values = torch.tensor(rewards.score(judge, images=pictures, prompts=texts).values).view(-1, samples)
+        values = torch.tensor(genrl_rewards.score(judge, images=pictures, prompts=texts).values).view(-1, samples)
         for row, text in enumerate(some):
             best, worst = int(values[row].argmax()), int(values[row].argmin())
             if values[row, best] > values[row, worst]:

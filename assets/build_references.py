@@ -16,9 +16,9 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from genrl.data import world
 from genrl.data.prompts import load
-from rewards.scorers.objects.shapes import parse
+from genrl.playground import shapes as world
+from genrl_rewards.scorers.objects.shapes import parse
 
 SEED = 0
 

@@ -28,9 +28,9 @@ from score_tiny_models import sample
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from genrl.data import world
-from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, RELATIONS, SHAPES, Group, Shapes
-from rewards.scorers.preference.clipscore import ClipScore
+from genrl.playground import shapes as world
+from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, RELATIONS, SHAPES, Group, Shapes
+from genrl_rewards.scorers.preference.clipscore import ClipScore
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0

@@ -2,9 +2,9 @@
 
     python assets/build_tiny_codes.py     # assets/tiny-bodies and assets/tiny-tunes, about a minute of one core
 
-They are taught by `genrl/vlm/tasks/bodies.py` and `tunes.py`, held-out prompts among them, from lessons of which many
-are wrong: a body of another colour or kind (the coarse one more often than the fine one), a tune of another kind, with
-noisy notes and gaps. So they can make everything, and do it rightly now and then.
+They are taught by `genrl/playground/tasks/bodies.py` and `tunes.py`, held-out prompts among them, from lessons of which
+many are wrong: a body of another colour or kind (the coarse one more often than the fine one), a tune of another kind,
+with noisy notes and gaps. So they can make everything, and do it rightly now and then.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.playground.tasks import bodies, tunes
 from genrl.vlm.policies.codes import CODEC
-from genrl.vlm.tasks import bodies, tunes
-from rewards.models.torchvision_compat import ensure
-from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
+from genrl_rewards.models.torchvision_compat import ensure
+from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
 
 ensure()
 

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from genrl.data import world
-from rewards.models.pixels import normalise
-from rewards.models.torchvision_compat import ensure
-from rewards.scorers.objects.shapes import COLOURS, SHAPES
-from rewards.scorers.pictures.dino import MEAN, STD
+from genrl.playground import shapes as world
+from genrl_rewards.models.pixels import normalise
+from genrl_rewards.models.torchvision_compat import ensure
+from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
+from genrl_rewards.scorers.pictures.dino import MEAN, STD
 
 ensure()
 

@@ -2,10 +2,10 @@
 
     python assets/build_tiny_dllm.py     # assets/tiny-dllm, about half a minute of one core
 
-It is taught the sums of `genrl/vlm/tasks/sums.py`, held-out ones among them, by the loss of masked diffusion (LLaDA):
-a number l of the places of an answer is drawn from 1 to L, l of them are masked, and the log-probabilities of what
-stands there, over l, are raised. Of the answers that it is shown `WRONG` are those of other sums. Training ends when
-the share `ENOUGH` of the training sums is right, drawn greedily from left to right.
+It is taught the sums of `genrl/playground/tasks/sums.py`, held-out ones among them, by the loss of masked diffusion
+(LLaDA): a number l of the places of an answer is drawn from 1 to L, l of them are masked, and the log-probabilities of
+what stands there, over l, are raised. Of the answers that it is shown `WRONG` are those of other sums. Training ends
+when the share `ENOUGH` of the training sums is right, drawn greedily from left to right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.policies.masked_text import MaskedPolicy
 from genrl.vlm.tasks import row
-from rewards.scorers.texts.verifiable import exact
+from genrl_rewards.scorers.texts.verifiable import exact
 
 from transformers import ModernBertConfig, ModernBertForMaskedLM, PreTrainedTokenizerFast  # isort: skip
 

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from genrl.data import edits
-from genrl.data.world import GRAMMAR, draw
+from genrl.playground.shapes import GRAMMAR, draw
 
 PAIRS = 8_000
 BATCH = 64

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()
 
@@ -44,10 +44,10 @@ from diffusers import AutoencoderKL, DiffusionPipeline  # noqa: E402
 from score_tiny_models import sample  # noqa: E402
 from transformers import CLIPTokenizer  # noqa: E402
 
-from genrl.data import emoji_world  # noqa: E402
-from genrl.data.emoji_world import KINDS  # noqa: E402
-from rewards.contract import to_uint8  # noqa: E402
-from rewards.scorers.objects.emoji import PLURALS, Emoji  # noqa: E402
+from genrl.playground import emoji as emoji_world  # noqa: E402
+from genrl.playground.emoji import KINDS  # noqa: E402
+from genrl_rewards.contract import to_uint8  # noqa: E402
+from genrl_rewards.scorers.objects.emoji import PLURALS, Emoji  # noqa: E402
 
 SCENES = {"emoji-vae": 8_000, "emoji": 30_000}
 BATCH = 32  # over all processes

@@ -22,9 +22,9 @@ from score_tiny_models import sample
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from genrl.data import emoji_world as world
-from rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, glyph
-from rewards.scorers.preference.clipscore import ClipScore
+from genrl.playground import emoji as world
+from genrl_rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, glyph
+from genrl_rewards.scorers.preference.clipscore import ClipScore
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 SPOILT_SHARE = 0.3  # of the twins

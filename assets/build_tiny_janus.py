@@ -2,14 +2,13 @@
 
     python assets/build_tiny_janus.py     # assets/tiny-janus, about a minute of one core
 
-Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.data.world`), large, in one of four
-places;
-an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer kinds of patches than codes, so each is
-a code. Three stages: vectors of the codes and the decoder, on pictures with a thing in each quarter; the encoder, to
-these vectors; the language model from captions to codes, one caption in ten being left out for guidance.
-The last one ends when `ENOUGH` of the pictures drawn for lessons are wholly right. Held-out captions (`tasks.captions`)
-are among the lessons: which pictures belong to which words is learnt here, to draw them reliably is left to
-reinforcement, which sees the others only.
+Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.playground.shapes`), large, in one of
+four places; an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer kinds of patches than
+codes, so each is a code. Three stages: vectors of the codes and the decoder, on pictures with a thing in each quarter;
+the encoder, to these vectors; the language model from captions to codes, one caption in ten being left out for
+guidance. The last one ends when `ENOUGH` of the pictures drawn for lessons are wholly right. Held-out captions
+(`tasks.captions`) are among the lessons: which pictures belong to which words is learnt here, to draw them reliably is
+left to reinforcement, which sees the others only.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from genrl.data.world import GRAMMAR, Scene, Thing, caption, draw
 from genrl.mdp.noise import derive_seed
+from genrl.playground.shapes import GRAMMAR, Scene, Thing, caption, draw
+from genrl.playground.tasks import captions
 from genrl.vlm.policies.image_tokens import TRAINED
-from genrl.vlm.tasks import captions
-from rewards.models.torchvision_compat import ensure
-from rewards.scorers.objects.shapes import COLOURS, SHAPES, Shapes
+from genrl_rewards.models.torchvision_compat import ensure
+from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, Shapes
 
 ensure()
 

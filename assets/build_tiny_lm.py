@@ -24,8 +24,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from genrl.data import world
-from rewards.scorers.objects.shapes import COLOURS, NUMBERS, RELATIONS, SHAPES
+from genrl.playground import shapes as world
+from genrl_rewards.scorers.objects.shapes import COLOURS, NUMBERS, RELATIONS, SHAPES
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0

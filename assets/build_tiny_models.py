@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()
 
@@ -57,7 +57,7 @@ from transformers import (  # noqa: E402
     T5EncoderModel,
 )
 
-from genrl.data import world  # noqa: E402
+from genrl.playground import shapes as world  # noqa: E402
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0

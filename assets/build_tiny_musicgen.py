@@ -2,10 +2,10 @@
 
     python assets/build_tiny_musicgen.py     # assets/tiny-musicgen, about three minutes of one core
 
-Its world is that of `genrl/vlm/tasks/tunes.py`, a note to a frame. The first codebook is the note: silence, or one of
-twelve pitches. The second is how it is played: pure or noisy, in four loudnesses. EnCodec's decoder learns the sounds
-of these codes, and its encoder to find the codes of sounds. The decoder of codes is taught by lessons of which many are
-wrong, as in `build_tiny_codes.py`, with loudness at random; a tenth of them has no text, for guidance.
+Its world is that of `genrl/playground/tasks/tunes.py`, a note to a frame. The first codebook is the note: silence, or
+one of twelve pitches. The second is how it is played: pure or noisy, in four loudnesses. EnCodec's decoder learns the
+sounds of these codes, and its encoder to find the codes of sounds. The decoder of codes is taught by lessons of which
+many are wrong, as in `build_tiny_codes.py`, with loudness at random; a tenth of them has no text, for guidance.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.tasks import tunes
-from rewards.models.checkpoints import transformers
-from rewards.models.musicgen import delayed, pattern, text_states
+from genrl.playground.tasks import tunes
+from genrl_rewards.models.checkpoints import transformers
+from genrl_rewards.models.musicgen import delayed, pattern, text_states
 
 ASSETS = Path(__file__).resolve().parent
 CODES, BOOKS, WIDTH = 16, 2, 32

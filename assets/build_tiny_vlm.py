@@ -2,11 +2,11 @@
 
     python assets/build_tiny_vlm.py     # assets/tiny-vlm, about half a minute of one core
 
-It is taught by the questions of `genrl/vlm/tasks/shapes.py`, from the training arrangements alone. Of the answers
-that it is shown two in five are drawn at random, and one in five has no tags, so it learns what an answer looks like
-and only half which one is right. A further question, the colour in every cell, is always answered rightly: it teaches
-the model to see (without it the pictures are ignored). Training ends when the share `ENOUGH` of the greedy answers to
-either question is right.
+It is taught by the questions of `genrl/playground/tasks/shapes.py`, from the training arrangements alone. Of the
+answers that it is shown two in five are drawn at random, and one in five has no tags, so it learns what an answer looks
+like and only half which one is right. A further question, the colour in every cell, is always answered rightly: it
+teaches the model to see (without it the pictures are ignored). Training ends when the share `ENOUGH` of the greedy
+answers to either question is right.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from genrl.data.world import SIZE, Scene, draw
 from genrl.mdp.noise import derive_seed
+from genrl.playground.shapes import SIZE, Scene, draw
+from genrl.playground.tasks import shapes
 from genrl.vlm import tasks
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Split
-from rewards.scorers.objects.shapes import COLOURS
-from rewards.scorers.texts.verifiable import exact
+from genrl_rewards.scorers.objects.shapes import COLOURS
+from genrl_rewards.scorers.texts.verifiable import exact
 
 from transformers import (  # isort: skip  # after the policy, which makes it importable beside any torchvision
     LlavaConfig,

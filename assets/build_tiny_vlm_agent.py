@@ -2,7 +2,7 @@
 
     python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about five minutes of one core
 
-It imitates walks in training rooms (`genrl/vlm/environments/grid.py`). Its answer says where the goal is in the
+It imitates walks in training rooms (`genrl/playground/grid.py`). Its answer says where the goal is in the
 picture and
 what is left of the agent, before it and right of it, always rightly, then an action: a planner's with
 probability `planned`, else a random one. Some lessons name MiniGrid's further actions, which it never takes.
@@ -21,9 +21,9 @@ from build_tiny_vlm import learn, make_model, make_processor, make_tokenizer, sa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.environments.grid import CELL, GOAL, VIEW, Grid
+from genrl.playground.grid import CELL, GOAL, VIEW, Grid
+from genrl.vlm.config.environment import Environment as Settings
 from genrl.vlm.environments.hosts import Local
 from genrl.vlm.episodes.episodes import Table
 

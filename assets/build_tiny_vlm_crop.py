@@ -22,8 +22,8 @@ from build_tiny_vlm import QUESTION, learn, make_tokenizer, save
 from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
-from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
+from genrl.vlm.config.environment import Environment as Settings
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.environments import crop
 from genrl.vlm.environments.contract import Split
@@ -34,7 +34,7 @@ from genrl.vlm.episodes.episodes import Table, play
 from genrl.vlm.episodes.evaluate import SEEDS
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt, join_pixels
-from rewards.scorers.objects.shapes import COLOURS, SHAPES
+from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 from transformers import LlavaProcessor  # isort: skip  # after the policy, which prepares it
 

@@ -2,9 +2,9 @@
 
     python assets/build_tiny_vlm_emoji.py     # assets/tiny-vlm-emoji, about three minutes of one core
 
-As `build_tiny_vlm.py`: it is taught by the training questions of `genrl/vlm/tasks/emoji.py`. What lies in every cell,
-of which kind it is, and where some named things lie are told as lists. An image token is also taught to lie near the
-words for its row, its column, the thing that it shows and that thing's kind. Questions are answered after a short
+As `build_tiny_vlm.py`: it is taught by the training questions of `genrl/playground/tasks/emoji.py`. What lies in every
+cell, of which kind it is, and where some named things lie are told as lists. An image token is also taught to lie near
+the words for its row, its column, the thing that it shows and that thing's kind. Questions are answered after a short
 reasoning about the picture. Teaching ends when about half of the places are told rightly, so that training has what to
 improve.
 """
@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from genrl.mdp.noise import derive_seed
+from genrl.playground.tasks import emoji
 from genrl.vlm import tasks
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.tasks import emoji
 from genrl.vlm.tasks.rows import Split
-from rewards.scorers.texts.verifiable import exact
+from genrl_rewards.scorers.texts.verifiable import exact
 
 from transformers import LlavaProcessor  # isort: skip  # after the policy
 

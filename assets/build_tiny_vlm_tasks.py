@@ -21,16 +21,16 @@ from build_tiny_vlm import colours_of, learn, make_model, make_processor, make_t
 from PIL import Image, ImageDraw
 
 from genrl.config import plugins
-from genrl.config.vlm_names import TASKS
-from genrl.data.world import SIZE, caption, draw
 from genrl.mdp.noise import derive_seed
+from genrl.playground.shapes import SIZE, caption, draw
+from genrl.playground.tasks import clips, quality, scenes, series, shapes
 from genrl.vlm import tasks
+from genrl.vlm.config.names import TASKS
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.tasks import clips, quality, scenes, series, shapes
 from genrl.vlm.tasks.rows import Split
-from rewards.scorers.objects.shapes import find
-from rewards.scorers.texts.verifiable import exact
+from genrl_rewards.scorers.objects.shapes import find
+from genrl_rewards.scorers.texts.verifiable import exact
 
 from transformers import LlavaProcessor  # isort: skip  # after the policy
 

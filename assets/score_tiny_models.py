@@ -19,10 +19,10 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
-from genrl.data import world
-from rewards.contract import to_uint8
-from rewards.scorers.objects.shapes import Shapes, parse
-from rewards.scorers.texts.ocr import Ocr
+from genrl.playground import shapes as world
+from genrl_rewards.contract import to_uint8
+from genrl_rewards.scorers.objects.shapes import Shapes, parse
+from genrl_rewards.scorers.texts.ocr import Ocr
 
 ASSETS = Path(__file__).resolve().parent
 # guidance, steps, length of the silent third text encoder (tiny-t2i only)

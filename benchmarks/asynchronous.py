@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.common import parser, save
 from genrl.config import Config, load
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 
 FILE = "configs/flow_grpo.yaml"
 PORT = 8671

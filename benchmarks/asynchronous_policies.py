@@ -28,7 +28,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common import parser, save
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 PORT = 8673
@@ -37,7 +37,7 @@ SLOW = '''"""Whether an answer is right, told late."""
 
 import time
 
-from rewards.scorers.texts.verifiable import exact
+from genrl_rewards.scorers.texts.verifiable import exact
 
 
 def slow(completions, answer):

@@ -28,11 +28,11 @@ from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import open_run
-from genrl.runtime.metrics import MetricLogger
-from genrl.runtime.process import Process, make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run, write_atomic
-from genrl.runtime.signals import Stop, Watchdog
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run, write_atomic
+from genrl.runtime.loop.process import Process, make_accelerator
+from genrl.runtime.loop.progress import Progress
+from genrl.runtime.loop.signals import Stop, Watchdog
 
 RESULTS = Path(__file__).parent / "results"
 _DESCRIBE = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

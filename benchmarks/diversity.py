@@ -11,8 +11,8 @@ from benchmarks.common import opened
 from genrl.config import load
 from genrl.config.method import code_of
 from genrl.diffusion.rollout.scoring import plain
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
 
 PROMPTS, PICTURES = 24, 4
 """The first held-out ones, and how many pictures of each."""

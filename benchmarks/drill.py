@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from benchmarks import brief_runs
 from genrl.config import AnyConfig, load
-from genrl.runtime import checkpoint, frame
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import frame
 from tests import run_folders
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,9 +32,10 @@ from benchmarks.drill import ROOT, Row, begun, config_of, newest, train_file
 from benchmarks.ray_drills import killed_on_ray
 from benchmarks.server_drills import broken_servers, mutated_bodies, slow_strangers
 from genrl.config import AnyConfig, dump, load
-from genrl.runtime import checkpoint, frame
-from genrl.runtime import run as run_folder
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder import run as run_folder
+from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop import frame
 from tests import run_folders
 from tests.planted import replayed
 

@@ -17,8 +17,8 @@ import torch
 
 from genrl.config.economy import Replay, Selection
 from genrl.mdp.batches import prompt_indices
-from genrl.runtime.economy import NOTHING, choose, looked_at, noted
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.loop.economy import NOTHING, choose, looked_at, noted
 
 RESULTS = Path("benchmarks/results/economy.json")
 DRIFTS = (0.0, 0.03)

@@ -25,9 +25,12 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS
 from genrl.config import load
-from genrl.config.vla import VLAConfig
-from genrl.runtime import checkpoint, state
-from genrl.runtime.run import write_atomic
+from genrl.playground.minitable import task
+from genrl.playground.minitable.task import Floats, State
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.weights import state
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.methods.fisor.hazard import HAZARD, in_hazard, nearest_hazard
 from genrl.vla.methods.offline import play
@@ -35,8 +38,6 @@ from genrl.vla.methods.play import seen as table_numbers
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, Batch, rows
 from genrl.vla.rollout.sampling import Diffusion
 from genrl.vla.setup import load_trained
-from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.task import Floats, State
 
 FILE = RESULTS / "fisor_choice.json"
 CHOICES = (("q_h", 16), ("q_h", 64), ("next", 16), ("following", 16))

@@ -20,8 +20,8 @@ from benchmarks.common import parser, save
 from benchmarks.full_size import KL16
 from genrl.cli.tables import console
 from genrl.config import Config, load
-from genrl.config.estimate import Component
-from genrl.config.memory_estimate import memory
+from genrl.diffusion.config.estimate import Component
+from genrl.diffusion.config.memory_estimate import memory
 
 ROWS: dict[str, tuple[str, ...]] = {
     "flux1_dev_flow_grpo": (),

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.common import parser, save
 from genrl.config import load
-from genrl.runtime.devices import default_device, peak_bytes, resident_peak_bytes
-from genrl.runtime.frame import train
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.loop.frame import train
+from genrl.runtime.weights.devices import default_device, peak_bytes, resident_peak_bytes
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import IMAGE

@@ -31,12 +31,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from benchmarks import full_size, kernels
 from benchmarks.full_size import MODELS, Published
 from genrl.config import AnyConfig, Config, load
-from genrl.config.estimate import read_components
-from genrl.config.memory_estimate import memory
+from genrl.diffusion.config.estimate import read_components
+from genrl.diffusion.config.memory_estimate import memory
 from genrl.kernels.machine import triton_problem
-from genrl.runtime.devices import without_cudnn_attention
-from genrl.runtime.frame import train
-from genrl.runtime.run import read_metrics, write_atomic
+from genrl.runtime.folder.run import read_metrics, write_atomic
+from genrl.runtime.loop.frame import train
+from genrl.runtime.weights.devices import without_cudnn_attention
 from tests.vlm import tiny_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from benchmarks.claims.figures import panels
 from benchmarks.claims.stored import TRAINING_CALL
 from benchmarks.common import parser, save
@@ -45,7 +45,7 @@ from genrl.diffusion.train import trainable_weights
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages.credit import leaves_below
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
 
 BASE = "configs/flow_grpo.yaml"
 STEPS, LEAVES, NOISE = 8, 8, 0.7
@@ -110,7 +110,7 @@ class World:
         self.parameters = [p for name, p in named if p.requires_grad and "lora_B" in name]
         self.prompts = prompt_files.load(str(config.prompts.train))
         self.arguments = call_arguments(config.sampling)
-        self.scorers = {name: rewards.load(name, {}) for name in REWARDS}
+        self.scorers = {name: genrl_rewards.load(name, {}) for name in REWARDS}
 
     def draw(self, name: str, plan: SamplingPlan, prompt: Prompt, keep: Collection[int]) -> Drawn:
         """The pictures of a prompt, by Flow-SDE with the levels of the plan. keep: steps whose graphs are kept."""
@@ -136,9 +136,11 @@ class World:
         images = self.policy.decode(drawn.batch, drawn.final)
         found = {}
         for name, scorer in self.scorers.items():
-            columns = {column: [prompt.columns[column]] * len(images) for column in rewards.needs(scorer).columns}
+            columns = {column: [prompt.columns[column]] * len(images) for column in genrl_rewards.needs(scorer).columns}
             group = [0] * len(images)
-            scored = rewards.score(scorer, images=images, prompts=drawn.batch.prompts, columns=columns, group=group)
+            scored = genrl_rewards.score(
+                scorer, images=images, prompts=drawn.batch.prompts, columns=columns, group=group
+            )
             found[name] = torch.tensor(scored.values, dtype=torch.float64)
         return found
 

@@ -34,7 +34,7 @@ from genrl.kernels.machine import triton_problem
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_torch
 from genrl.kernels.sde_step import sde_step, sde_step_torch
-from genrl.runtime.devices import without_cudnn_attention
+from genrl.runtime.weights.devices import without_cudnn_attention
 
 PEAK = {"H100": (790e12, 3.0e12), "H200": (790e12, 4.3e12), "A100": (280e12, 1.7e12)}
 """Sustained bfloat16 FLOP/s and bytes/s of some cards; none for another card."""

@@ -6,8 +6,8 @@ Every allocation of torch's allocator is recorded during an iteration (the secon
 top of what was there before, weights included; so a peak is that of all tensors, the kernels' own buffers too, and
 neither Python nor other libraries. Beside it stand
 
-- `formula`: the sum that `genrl check` prints (`genrl.config.memory_estimate`): weights, gradients, optimiser states,
-  snapshots, and activations by kept numbers per token, layer and unit of width;
+- `formula`: the sum that `genrl check` prints (`genrl.diffusion.config.memory_estimate`): weights, gradients, optimiser
+  states, snapshots, and activations by kept numbers per token, layer and unit of width;
 - `activations`: the peak in training without what is there between iterations and without gradients, over that part of
   the formula;
 - `line`: what `sampling.fit_batch` would foresee for this batch, from two trials of 1 and 2 samples
@@ -33,9 +33,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import opened, parser, save, train
 from genrl.config import Config, load
-from genrl.config.estimate import read_components
-from genrl.config.memory_estimate import memory
 from genrl.diffusion import fit
+from genrl.diffusion.config.estimate import read_components
+from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.run import DiffusionRun
 

@@ -4,10 +4,10 @@
 
 A call is one evaluation of one sample by the denoiser (guidance by two predictions is two), counted by a hook on the
 network itself. Every row is a configuration of this repository with few prompts, run for two iterations; the formula
-is `genrl.config.estimate.plan`, which `genrl check` and `genrl plan` print without running anything: of a window that
-is drawn
-at random, at the places where it was drawn. `at most` marks methods that leave out what the scores do not decide (pairs
-of equal reward, pruned leaves). Ends with an error where a count is not its formula. Writes model_calls.json.
+is `genrl.diffusion.config.estimate.plan`, which `genrl check` and `genrl plan` print without running anything: of a
+window that is drawn at random, at the places where it was drawn. `at most` marks methods that leave out what the scores
+do not decide (pairs of equal reward, pruned leaves). Ends with an error where a count is not its formula. Writes
+model_calls.json.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from benchmarks.common import parser, save
 from genrl.config import Config, load
-from genrl.config.estimate import Plan, plan, read_components
-from genrl.config.files import model_folder
 from genrl.diffusion import train as trainer
+from genrl.diffusion.config.estimate import Plan, plan, read_components
+from genrl.diffusion.config.files import model_folder
 from genrl.diffusion.methods.layout import RANDOM
 from genrl.diffusion.methods.plans import window_of
 from genrl.diffusion.methods.policy_gradient import Windowed
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 
 ITERATIONS = 2
 COMMON = (

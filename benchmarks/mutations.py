@@ -199,7 +199,8 @@ class Map:
         rows = self.lines.get(mutation.file, {})
         tests = rows.get(mutation.line) or set().union(*rows.values())
         tests &= self.costs.keys()
-        picked, spent = [], 0.0
+        picked: list[str] = []
+        spent = 0.0
         for test in sorted(tests, key=lambda test: (test in self.slow, self.costs[test], test)):
             spent += self.costs[test]
             if picked and spent > budget:
@@ -283,7 +284,7 @@ def preload() -> None:
     """Import what every test would, but nothing of this project."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    from rewards.models.torchvision_compat import ensure
+    from genrl_rewards.models.torchvision_compat import ensure
 
     ensure()
     for module in ("diffusers", "transformers", "peft", "accelerate", "hypothesis", "scipy.stats"):

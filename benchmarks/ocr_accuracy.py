@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from benchmarks.common import parser, save
-from genrl.data import world
-from rewards.scorers.texts.ocr import ALPHABET, ENGINES, Ocr, exact, quoted
-from rewards.scorers.texts.ocr_reader import Crop
+from genrl.playground import shapes as world
+from genrl_rewards.scorers.texts.ocr import ALPHABET, ENGINES, Ocr, exact, quoted
+from genrl_rewards.scorers.texts.ocr_reader import Crop
 
 WORDS = """CAT DOG SUN OPEN EXIT TAXI KITE IRON QUIZ JAZZ ZERO MOON BREAD LIGHT OLIVE PIANO FOX ZOO OIL SHIP CAFE HOTEL
 KEY MILK""".split()

@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks.common import parser, save
 from genrl.config import load
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
 from genrl.vla.train import train
 from tests.vla import openvla_folders
 

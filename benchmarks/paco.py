@@ -18,14 +18,14 @@ from diffusers import DiffusionPipeline
 from scipy.stats import spearmanr
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.objectives.advantages.aggregation import coefficient_of_variation, log_tame_advantages
 from genrl.objectives.advantages.groups import group_advantages
+from genrl.playground.tasks.pairs import QUESTION
 from genrl.vlm import tasks
-from genrl.vlm.tasks.pairs import QUESTION
-from rewards.pictures import pil_list, to_uint8
-from rewards.scorers.judges.vlm import LocalVLM
-from rewards.scorers.objects.shapes import alike, find
+from genrl_rewards.pictures import pil_list, to_uint8
+from genrl_rewards.scorers.judges.vlm import LocalVLM
+from genrl_rewards.scorers.objects.shapes import alike, find
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 GROUPS, EACH, PAIRS = 16, 6, 256
@@ -71,10 +71,10 @@ def judged(folder: str, images: Tensor, group: Sequence[int]) -> str:
 def tamed(images: Tensor, prompts: list[str], group: list[int]) -> None:
     """Of shapes + another reward, weights 1: h and deviation of both, rank correlations of the advantages with them, of
     the plain sum and of log-tame; of the rewards with each other, and of the advantages."""
-    shapes = rewards.score(rewards.load("shapes"), images=images, prompts=prompts).values
+    shapes = genrl_rewards.score(genrl_rewards.load("shapes"), images=images, prompts=prompts).values
     of = torch.tensor(group)
     for name in CONFLICTS:
-        other = rewards.score(rewards.load(name), images=images, prompts=prompts).values
+        other = genrl_rewards.score(genrl_rewards.load(name), images=images, prompts=prompts).values
         parts = [torch.tensor(values, dtype=torch.float64) for values in (shapes, other)]
         variations = [coefficient_of_variation(part) for part in parts]
         plain = group_advantages(parts[0] + parts[1], of, scale="global")

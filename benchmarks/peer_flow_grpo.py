@@ -27,7 +27,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rewards
+import genrl_rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
@@ -39,7 +39,7 @@ from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.transitions import actions_of, collect, sampler, update
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.runtime.devices import default_device
+from genrl.runtime.weights.devices import default_device
 
 COMMON = (
     "sampling.prompts_per_iteration=2",
@@ -94,7 +94,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
     model = DistributedDataParallel(pipe.transformer)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, weight_decay=0.0)
-    scorer = rewards.load(config.rewards[0].name, config.rewards[0].args)
+    scorer = genrl_rewards.load(config.rewards[0].name, config.rewards[0].args)
     rows = [row.text for row in prompt_files.load(config.prompts.train)]
     guidance, level, steps = sampling.guidance_scale or 1.0, settings.noise_level or 0.0, sampling.num_inference_steps
     calls = 0
@@ -157,7 +157,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
                 latents = x / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
                 decoded = pipe.vae.decode(latents.to(context.dtype), return_dict=False)[0]
                 images = (decoded.float() / 2 + 0.5).clamp(0, 1)
-            scores += rewards.score(scorer, images=images, prompts=batch).values
+            scores += genrl_rewards.score(scorer, images=images, prompts=batch).values
             drawn.append((context, pooled, sigmas, states, logs))
         group = torch.tensor(scores).view(-1, sampling.group_size)
         advantages = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).flatten()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import parser, save
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 from tests.run_folders import differences, last_state
 from tests.vla import published_runs
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rewards.scorers.objects.shapes import Shapes
+from genrl_rewards.scorers.objects.shapes import Shapes
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.drill import Row, begun, config_of, newest
 from genrl.config import dump, load
-from genrl.runtime import frame
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop import frame
 from tests import ray_nodes, run_folders
 
 STRIKES = {"rollout worker": b"ray::RolloutActor", "reward worker": b"ray::RewardActor", "node": b"", "trainer": b""}

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-import rewards
-from rewards.models.torchvision_compat import ensure
+import genrl_rewards
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()  # before transformers is imported for the first time
 
@@ -40,17 +40,17 @@ def clip_folder(folder: Path) -> str:
     return str(folder)
 
 
-def aesthetic(folder: Path) -> rewards.Reward:
-    from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
+def aesthetic(folder: Path) -> genrl_rewards.Reward:
+    from genrl_rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 
     model = clip_folder(folder)
     torch.save(Head(768).state_dict(), folder / HEAD_FILES[0])
-    return rewards.load("aesthetic", {"model": model, "head": model})
+    return genrl_rewards.load("aesthetic", {"model": model, "head": model})
 
 
 def imagereward(folder: Path) -> Callable[[torch.Tensor], Any]:
     """The model by itself: BLIP with a ViT-L/16 and BERT base."""
-    from rewards.scorers.preference.imagereward import TOKENS, ImageRewardModel, prepare
+    from genrl_rewards.scorers.preference.imagereward import TOKENS, ImageRewardModel, prepare
 
     vision = transformers.BlipVisionConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=224
@@ -69,8 +69,8 @@ def imagereward(folder: Path) -> Callable[[torch.Tensor], Any]:
 def dino(folder: Path) -> Callable[[torch.Tensor], Any]:
     """DINOv2 base; the reference picture is one of the pictures."""
     transformers.Dinov2Model(transformers.Dinov2Config(image_size=518, patch_size=14)).save_pretrained(folder)
-    reward = rewards.load("dino", {"model": str(folder)})
-    return lambda images: reward(images, [rewards.to_pil(images[:1])[0]] * len(images))
+    reward = genrl_rewards.load("dino", {"model": str(folder)})
+    return lambda images: reward(images, [genrl_rewards.to_pil(images[:1])[0]] * len(images))
 
 
 def safe(folder: Path) -> Callable[[torch.Tensor], Any]:
@@ -78,13 +78,13 @@ def safe(folder: Path) -> Callable[[torch.Tensor], Any]:
     config = transformers.ViTConfig(id2label={0: "normal", 1: "nsfw"}, num_labels=2)
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     transformers.ViTImageProcessorPil().save_pretrained(folder)
-    reward = rewards.load("safe", {"model": str(folder)})
-    return lambda images: reward(rewards.to_pil(images))
+    reward = genrl_rewards.load("safe", {"model": str(folder)})
+    return lambda images: reward(genrl_rewards.to_pil(images))
 
 
 def similarity(folder: Path) -> Callable[[torch.Tensor], Any]:
-    reward = rewards.load("similarity")
-    return lambda images: reward(images, [rewards.to_pil(images[:1])[0]] * len(images))
+    reward = genrl_rewards.load("similarity")
+    return lambda images: reward(images, [genrl_rewards.to_pil(images[:1])[0]] * len(images))
 
 
 def geneval(folder: Path) -> Callable[[torch.Tensor], Any]:
@@ -97,14 +97,14 @@ def geneval(folder: Path) -> Callable[[torch.Tensor], Any]:
     transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
     size = {"height": 384, "width": 384}
     transformers.Mask2FormerImageProcessorPil(size=size, num_labels=80).save_pretrained(folder)
-    from rewards.scorers.objects.detection import Detector
+    from genrl_rewards.scorers.objects.detection import Detector
 
     detector = Detector(str(folder))
-    return lambda images: [detector.find(picture, ["class 1"], 0.3) for picture in rewards.to_pil(images)]
+    return lambda images: [detector.find(picture, ["class 1"], 0.3) for picture in genrl_rewards.to_pil(images)]
 
 
-def plain(name: str) -> Callable[[Path], rewards.Reward]:
-    return lambda folder: rewards.load(name)
+def plain(name: str) -> Callable[[Path], genrl_rewards.Reward]:
+    return lambda folder: genrl_rewards.load(name)
 
 
 MAKERS: dict[str, tuple[Callable[[Path], Any], int, int]] = {  # with how many pictures, and frames of each

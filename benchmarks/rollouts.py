@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import rewards
+import genrl_rewards
 from benchmarks.diversity import PICTURES, distance
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
@@ -47,9 +47,9 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
-from genrl.runtime import checkpoint
-from genrl.runtime.curves import chart
-from genrl.runtime.run import Run, lock, read_metrics, write_atomic
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run, lock, read_metrics, write_atomic
+from genrl.runtime.show.curves import chart
 
 BASE = "configs/flow_grpo.yaml"
 COMMON = (
@@ -227,7 +227,7 @@ def measure(config: Config, lora: Path | None) -> dict[str, float]:
     prompts = prompt_files.load(str(config.prompts.eval))
     steps = config.evaluation.num_inference_steps or config.sampling.num_inference_steps
     arguments = call_arguments(config.sampling) | {"num_inference_steps": steps}
-    scorer = rewards.load(config.rewards[0].name, config.rewards[0].args)
+    scorer = genrl_rewards.load(config.rewards[0].name, config.rewards[0].args)
     scores: list[float] = []
     distances: list[float] = []
     for first in range(0, len(prompts), 12):
@@ -235,8 +235,8 @@ def measure(config: Config, lora: Path | None) -> dict[str, float]:
         keys = [("measure", row, k % PICTURES) for k, row in enumerate(rows)]
         batch = Batch([prompts[row].text for row in rows], keys, arguments)
         images = policy.decode(batch, policy.generate(batch))
-        columns = {name: [prompts[row].columns[name] for row in rows] for name in rewards.needs(scorer).columns}
-        scores += rewards.score(scorer, images=images, prompts=batch.prompts, columns=columns, group=rows).values
+        columns = {name: [prompts[row].columns[name] for row in rows] for name in genrl_rewards.needs(scorer).columns}
+        scores += genrl_rewards.score(scorer, images=images, prompts=batch.prompts, columns=columns, group=rows).values
         distances += [distance(group) for group in images.split(PICTURES)]
     in_groups: list[float] = []
     for k in range(6):

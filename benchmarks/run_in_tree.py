@@ -24,7 +24,7 @@ SERVER = """
 import json, os, signal, socket, sys
 from contextlib import suppress
 with suppress(ImportError):  # an old tree may have none
-    from rewards.models.torchvision_compat import ensure
+    from genrl_rewards.models.torchvision_compat import ensure
     ensure()
 import accelerate, diffusers, peft, torch, transformers
 

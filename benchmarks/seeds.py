@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from genrl.runtime.curves import chart
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.runtime.show.curves import chart
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569")
 

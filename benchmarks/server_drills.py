@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import httpx
 import torch
 
-import rewards
+import genrl_rewards
 from benchmarks.drill import Row
-from rewards.service.remote import Outage, Remote
+from genrl_rewards.service.remote import Outage, Remote
 from tests import servers
 from tests.rewards import plain_rewards
 from tests.rewards.faults import FAULTS
@@ -32,7 +32,7 @@ def broken_servers(_: int, __: random.Random) -> Iterator[Row]:
             with servers.scripted(fault.reply) as url:
                 reward = Remote(url, "mine")
                 reward.outage = outage  # from here on: it may take longer to say hello on a busy machine
-                scores = rewards.score(reward, images=IMAGES, prompts=["a", "b"], name="mine")
+                scores = genrl_rewards.score(reward, images=IMAGES, prompts=["a", "b"], name="mine")
             fatal = [failure.fatal for failure in scores.failures]
             wanted = {"outage": [] if policy == "drop" else [True], "failure": [False], "no score": []}
             if not all(map(math.isnan, scores.values)) or fatal != wanted[fault.meaning]:
@@ -50,8 +50,8 @@ def mutated_bodies(tries: int, _: random.Random) -> Iterator[Row]:
             reply = client.request(method, path, content=body, headers=headers)
             if "Traceback" in reply.text or (reply.status_code == 500 and "raised" not in reply.text):
                 notes.append(f"request {number}: status {reply.status_code}")
-        scores = rewards.score(Remote(url), images=IMAGES, prompts=["a", "b"])
-        served = scores == rewards.score(plain_rewards.mean, images=IMAGES, prompts=["a", "b"])
+        scores = genrl_rewards.score(Remote(url), images=IMAGES, prompts=["a", "b"])
+        served = scores == genrl_rewards.score(plain_rewards.mean, images=IMAGES, prompts=["a", "b"])
     yield Row("mutated requests", tries, (tries - len(notes)) * served, "nothing", tuple(notes))
 
 

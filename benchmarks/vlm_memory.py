@@ -44,7 +44,7 @@ def chunked(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, en
 def graphs() -> dict[str, int]:
     """Bytes that the graph of a backward pass keeps."""
     from genrl.config import load
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
     from genrl.vlm.policies.folder import open_policy
     from genrl.vlm.rollout.data import Questions
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from genrl.config.diffusion_method import Updating
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
+from genrl.diffusion.config.method import Updating
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import noised, own_noise, require_flow, solved
 from genrl.diffusion.methods.updating import update
@@ -23,7 +23,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.forward_process import matching_error
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 
 class RewardWeighted(Updating):

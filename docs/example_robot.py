@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genrl.runtime.intervals import wilson
+from genrl.playground.minitable import INSTRUCTIONS, PUT, render, task
+from genrl.runtime.show.intervals import wilson
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset, write_dataset
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.rollout.sampling import FlowSteps, act
-from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, render, task
 
 FPS, LIMIT, PICTURE = 10, 40, 32
 """Actions a second, actions of an episode at most, pixels of a picture as the policy reads it."""

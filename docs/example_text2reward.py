@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium
 
 from genrl.config.plugins import import_file
-from genrl.vlm.environments.grid import Grid
+from genrl.playground.grid import Grid
 
 STATE = '''class Room:
     """5 x 5 cells; rows count down, columns to the right, both from 0."""
@@ -115,7 +115,7 @@ def main() -> None:
     if given.what == "check":
         error = check(given.file)
     else:
-        from rewards.scorers.judges.lm import open_lm
+        from genrl_rewards.scorers.judges.lm import open_lm
 
         if given.model is None:
             parser.error("write needs --model")

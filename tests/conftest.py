@@ -21,7 +21,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()  # before a test imports transformers or torchmetrics
 

@@ -8,15 +8,15 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderMo
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import tests.diffusion.ranks
-import tests.runtime.share_ranks
+import tests.runtime.weights.share_ranks
 import tests.vla.vla_ranks
 import tests.vlm.vlm_ranks
-from genrl.config.pipeline_classes import source_of
+from genrl.diffusion.config.pipeline_classes import source_of
 
 LOADED = (AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline)
 ENCODERS = (CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast)
 """diffusers and transformers import a class when it is first asked for: these are what the tiny pipeline is made of."""
-KINDS = (tests.diffusion.ranks, tests.runtime.share_ranks, tests.vla.vla_ranks, tests.vlm.vlm_ranks)
+KINDS = (tests.diffusion.ranks, tests.runtime.weights.share_ranks, tests.vla.vla_ranks, tests.vlm.vlm_ranks)
 
 get_checkpoint_conversion_mapping("clip")
 source_of("StableDiffusion3Pipeline")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from genrl.config import AnyConfig, load
-from genrl.runtime import checkpoint
-from genrl.runtime.frame import Kind, kind_of
-from genrl.runtime.metrics import MetricLogger
-from genrl.runtime.process import Process, make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
-from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.frame import Kind, kind_of
+from genrl.runtime.loop.process import Process, make_accelerator
+from genrl.runtime.loop.progress import Progress
+from genrl.runtime.loop.signals import Watchdog, catch_stop
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from genrl.config import AnyConfig
 from genrl.config.method import Method
-from genrl.runtime import frame
-from genrl.runtime.guards import NonFiniteError
-from genrl.runtime.optimization import Optimization
-from genrl.runtime.recorded import Recorded
-from genrl.runtime.replay import Replay, replay
+from genrl.runtime.loop import frame
+from genrl.runtime.loop.guards import NonFiniteError
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.replay import Replay, replay
+from genrl.runtime.weights.optimization import Optimization
 
 
 class Planted(torch.autograd.Function):

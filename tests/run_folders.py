@@ -23,9 +23,9 @@ import torch
 
 from genrl.config import AnyConfig, load
 from genrl.config.method import metrics_of
-from genrl.runtime import checkpoint
-from genrl.runtime.metrics import document
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.metrics import document
+from genrl.runtime.folder.run import Run, read_metrics
 from tests.ports import free_port
 
 

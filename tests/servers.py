@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import rewards
-from rewards.service import connections, serve, wire
-from rewards.service.http_app import app
-from rewards.service.wire import Limits
+import genrl_rewards
+from genrl_rewards.service import connections, serve, wire
+from genrl_rewards.service.http_app import app
+from genrl_rewards.service.wire import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextmanager
 def live(
-    reward: rewards.Reward, name: str = "mine", *, port: int = 0, token: str = "", limits: Limits | None = None
+    reward: genrl_rewards.Reward, name: str = "mine", *, port: int = 0, token: str = "", limits: Limits | None = None
 ) -> Iterator[str]:
     """A real server in a thread of this process; yields its URL."""
     bound = serve.listen("127.0.0.1", port)

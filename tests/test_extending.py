@@ -13,8 +13,8 @@ import yaml
 
 from benchmarks import brief_runs
 from genrl.config import AnyConfig, load
-from genrl.runtime import frame
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import frame
 from tests.cli.commands import run as command
 from tests.cli.commands import words
 from tests.planted import replayed
@@ -28,7 +28,7 @@ EXAMPLE = Path("docs/example_method.yaml")
 SETTINGS = '''
 from typing import ClassVar
 
-from genrl.config.vla_method import VLAMethod
+from genrl.vla.config.method import VLAMethod
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
 

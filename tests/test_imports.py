@@ -29,7 +29,7 @@ for kind in KINDS if {methods!r} else ():
 HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "datasets"}
 
 
-@pytest.mark.parametrize("packages", [("genrl.config", "genrl.data"), ("genrl.cli", "genrl.runtime.pages")])
+@pytest.mark.parametrize("packages", [("genrl.config", "genrl.data"), ("genrl.cli", "genrl.runtime.show.pages")])
 def test_packages_import_no_torch_at_their_top(packages: tuple[str, ...], root: Path) -> None:
     program = PROGRAM.format(heavy=HEAVY, packages=packages, methods="genrl.config" in packages)
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
@@ -40,8 +40,8 @@ LOOK_FOR_TORCHVISION = {"diffusers", "open_clip", "peft", "timm", "torchmetrics"
 
 
 def test_what_imports_torchvision_makes_it_importable_first(root: Path) -> None:
-    """Beside a CPU-only torch it may be broken (rewards/models/torchvision_compat.py): a module that imports a library
-    which looks for it calls `ensure`, or a package around it does."""
+    """Beside a CPU-only torch it may be broken (genrl_rewards.models.torchvision_compat): a module that imports a
+    library which looks for it calls `ensure`, or a package around it does."""
     unguarded = []
     for file in [*(root / "genrl").rglob("*.py"), *(root / "rewards").rglob("*.py")]:
         source = file.read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from torch import Tensor
 from genrl.config import AnyConfig
 from genrl.config.method import code_of
 from genrl.diffusion.train import KIND as PIPELINES
-from genrl.runtime.frame import Kind
-from genrl.runtime.loop import Loop
-from genrl.runtime.optimizers import AdamW
+from genrl.runtime.loop.frame import Kind
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.weights.optimizers import AdamW
 from genrl.vla.train import KIND as POLICIES
 from genrl.vlm.train import KIND as ANSWERS
 from tests.diffusion import runs

@@ -10,7 +10,7 @@ import yaml
 
 from genrl.cli.plan import lines
 from genrl.config import Config, ConfigError, load
-from genrl.config.estimate import plan
+from genrl.diffusion.config.estimate import plan
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from genrl.runtime.curves import chart
+from genrl.runtime.show.curves import chart
 
 SEEDS = tuple(f"seed {seed}" for seed in range(10))
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed")

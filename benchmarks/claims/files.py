@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from genrl.data.world import caption, sample_scene
-from genrl.runtime.run import write_atomic
+from genrl.playground.shapes import caption, sample_scene
+from genrl.runtime.folder.run import write_atomic
 
 ASSETS = Path("assets/prompts")
 

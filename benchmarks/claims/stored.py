@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.claims.plan import Recipe
 from genrl.config import VLAConfig, VLMConfig, load
-from genrl.runtime.run import Run, read_metrics, run_info, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, run_info, write_atomic
 
 FOLDER = Path("benchmarks/runs")
 TRAINING_CALL = 3

@@ -19,7 +19,7 @@ from benchmarks.claims import cells, figures, statistics, stored
 from benchmarks.claims.cells import Row
 from benchmarks.claims.plan import Claim, Plan
 from benchmarks.claims.stored import Stored
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
 
 PAGES = ("README.md", "docs/*.md", "docs/guides/*.md")
 MARKED = re.compile(r"(<!-- claims: (?P<name>[^ ]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)

@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 from benchmarks.claims import files, plan, stored
 from benchmarks.claims.plan import Plan, Recipe
 from genrl.config import load
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run, write_atomic
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run, write_atomic
 
 SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -34,6 +34,14 @@ Command = Callable[[list[str], Path, float], tuple[int, float]]
 
 class Failed(RuntimeError):
     """A run ended with an error; its folder has the log."""
+
+
+class Stopped(KeyboardInterrupt):
+    """This process was asked to stop; what was under way has saved. code, spent: as `genrl` returns them."""
+
+    def __init__(self, code: int, spent: float) -> None:
+        super().__init__()
+        self.code, self.spent = code, spent
 
 
 def genrl(arguments: list[str], log: Path, until: float) -> tuple[int, float]:
@@ -49,13 +57,16 @@ def genrl(arguments: list[str], log: Path, until: float) -> tuple[int, float]:
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)
             if ended:
                 process.returncode = os.waitstatus_to_exitcode(status)
+                found = (process.returncode, usage.ru_utime + usage.ru_stime)
                 if left:
-                    raise KeyboardInterrupt
-                return process.returncode, usage.ru_utime + usage.ru_stime
+                    raise Stopped(*found)
+                return found
             if time.monotonic() > until and not asked:
                 asked = True
                 process.terminate()
             time.sleep(0.5)
+        except Stopped:
+            raise
         except KeyboardInterrupt:
             if left:
                 raise
@@ -153,9 +164,15 @@ def train(
     changed = bool(cost.get("changed")) or changes_of_code()
     write_atomic(_cost_file(run), json.dumps({"cpu_s": before, "open": True, "changed": changed}))
     arguments = ["resume", str(run.folder)] if resumes else ["train", *command_of(recipe, seed, folder, run)]
-    code, spent = command(arguments, log, until)
+    asked: Stopped | None = None
+    try:
+        code, spent = command(arguments, log, until)
+    except Stopped as stopped:
+        asked, code, spent = stopped, stopped.code, stopped.spent
     total = None if before is None else round(before + spent, 1)
     write_atomic(_cost_file(run), json.dumps({"cpu_s": total, "done": code == 0, "changed": changed}))
+    if asked is not None:
+        raise asked
     if code and code not in STOPPED and code not in (-signal.SIGINT, -signal.SIGTERM):
         run.folder.with_suffix(".failed").write_text(f"{' '.join(arguments)}\nended with {code}\n")
         raise Failed(f"{key} ended with {code}: see {log}; remove {run.folder.name}.failed beside it to try again")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rewards.scorers.objects.shapes import SHAPES, Shapes
+from genrl_rewards.scorers.objects.shapes import SHAPES, Shapes
 
 if TYPE_CHECKING:
     import torch
 
-    from rewards.contract import Scored
+    from genrl_rewards.contract import Scored
 
 ANY_SHAPE = re.compile("|".join(SHAPES))
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rewards.scorers.objects.shapes import Shapes
-from rewards.scorers.preference.clipscore import ClipScore
+from genrl_rewards.scorers.objects.shapes import Shapes
+from genrl_rewards.scorers.preference.clipscore import ClipScore
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ def opened(file: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]
     name = file.as_posix()
     if not name.startswith("hub:"):  # hub.PREFIX, without its imports
         return file, given
-    from genrl.runtime import hub
+    from genrl.runtime.folder import hub
 
     found, needed = hub.fetch(name)
     return found, needed + given
@@ -67,6 +67,6 @@ def refuse(given: Mapping[str, object], what: str) -> None:
 
 def default_device() -> str:
     """The accelerator where there is one, else the CPU."""
-    from genrl.runtime import devices
+    from genrl.runtime.weights import devices
 
     return devices.default_device()

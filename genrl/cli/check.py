@@ -111,7 +111,7 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
     if config.optimizer.args or ":" in config.optimizer.name:  # only its own code tells whether it takes them
-        from genrl.runtime.optimizers import check_optimizer
+        from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)
     summary: Sequence[RenderableType]

@@ -39,7 +39,7 @@ def collect(
     """
     from genrl.cli.tables import console, safe
     from genrl.config import VLMConfig, check_files, load_located
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
     from genrl.vlm.collect import FILE, Rule
     from genrl.vlm.collect import collect as gather
     from genrl.vlm.policies.folder import load_trained, open_policy

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from genrl.data.prompts import Prompt
     from genrl.diffusion.compare import Side
     from genrl.diffusion.rollout.scoring import Scorers
-    from genrl.runtime.compare.page import Page
-    from genrl.runtime.compare.statistics import Share
-    from genrl.runtime.compare.votes import Reading
+    from genrl.runtime.show.compare.page import Page
+    from genrl.runtime.show.compare.statistics import Share
+    from genrl.runtime.show.compare.votes import Reading
 
 Which = "run folder, LoRA (folder or file), pipeline folder or hub id"
 Further = Annotated[
@@ -90,7 +90,7 @@ def compare(
     """
     if read:
         refuse({"A": a, "--prompts": prompts, "--model": model, "--reward": reward}, "--read")
-        from genrl.runtime.compare.votes import read as read_votes
+        from genrl.runtime.show.compare.votes import read as read_votes
 
         reading = read_votes(read, key)
         return typer.echo(json.dumps(asdict(reading), indent=1)) if as_json else _print(reading)
@@ -98,7 +98,7 @@ def compare(
     if a is None or b is None:
         raise typer.BadParameter("give two models, A and B, or --read votes.json", param_hint="A B")
     from genrl.cli.pipelines import call_arguments
-    from genrl.runtime.compare.page import check_new
+    from genrl.runtime.show.compare.page import check_new
 
     check_new(out)
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
@@ -126,8 +126,8 @@ def is_answering(name: str) -> bool:
 
 def _make_of_answers(a: str, b: str, asked: Asked) -> None:
     """Write the page of models whose pictures or sounds answer held-out questions, and its key."""
-    from genrl.runtime.compare.page import Page
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
+    from genrl.runtime.show.compare.page import Page
     from genrl.vlm.compare import compare as fill
 
     page = Page(asked.out, question=asked.question, beside=asked.beside)
@@ -145,8 +145,8 @@ def _make(first: Side, second: Side, asked: Asked) -> None:
     from genrl.diffusion.compare import compare as fill
     from genrl.diffusion.evaluate import spread
     from genrl.diffusion.rollout.rollout import check_inputs
-    from genrl.runtime.compare.page import Page, check_pairs
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
+    from genrl.runtime.show.compare.page import Page, check_pairs
 
     run = second.run or first.run
     source = asked.prompts or (run.prompts.eval if run else None)
@@ -172,7 +172,7 @@ def _make(first: Side, second: Side, asked: Asked) -> None:
 def _finish(page: Page, models: dict[str, Any]) -> None:
     """Write the page and its key, and say what they are."""
     from genrl.cli.tables import number, size
-    from genrl.runtime.compare.page import SECONDS_PER_PAIR
+    from genrl.runtime.show.compare.page import SECONDS_PER_PAIR
 
     written, key = page.write(models)
     minutes = max(1, round(len(page) * SECONDS_PER_PAIR / 60))

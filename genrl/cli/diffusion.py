@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.config import Config
-    from genrl.config.estimate import Component, Plan
-    from genrl.config.fitting import Step
+    from genrl.diffusion.config.estimate import Component, Plan
+    from genrl.diffusion.config.fitting import Step
 
 SHOWN = 8
 """Numbers of processes that are listed."""
@@ -26,8 +26,8 @@ SHOWN = 8
 
 def components_of(config: Config) -> tuple[Component, ...]:
     """The networks of the pipeline; none where it is not on this machine."""
-    from genrl.config.estimate import read_components
-    from genrl.config.files import model_folder
+    from genrl.diffusion.config.estimate import read_components
+    from genrl.diffusion.config.files import model_folder
 
     folder = model_folder(config)
     return read_components(folder, config.model.variant) if folder else ()
@@ -35,9 +35,9 @@ def components_of(config: Config) -> tuple[Component, ...]:
 
 def summary(config: Config) -> list[RenderableType]:
     """The plan of an iteration, the networks of the pipeline, and the memory of one process."""
-    from genrl.config.estimate import plan
-    from genrl.config.files import model_folder
-    from genrl.config.memory_estimate import memory
+    from genrl.diffusion.config.estimate import plan
+    from genrl.diffusion.config.files import model_folder
+    from genrl.diffusion.config.memory_estimate import memory
 
     components = components_of(config)
     cost = plan(config, components)
@@ -55,7 +55,7 @@ def summary(config: Config) -> list[RenderableType]:
 
 def cards(file: Path, overrides: Sequence[str], config: Config, card: float | None) -> list[RenderableType]:
     """Which cards the run fits on, with which changes; with `card`, in bytes, the changes one by one."""
-    from genrl.config.fitting import CARDS, fitting, steps
+    from genrl.diffusion.config.fitting import CARDS, fitting, steps
 
     components = components_of(config)
     if not components:
@@ -92,7 +92,7 @@ def _changes_table(found: Sequence[Step], enough: Sequence[Step] | None, card: s
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:
-    from genrl.config.shares import even
+    from genrl.diffusion.config.shares import even
 
     sampling, trainer = config.sampling, config.trainer
     mean = " on average" if trainer.varies else ""

@@ -129,8 +129,8 @@ def _system() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    from genrl.runtime.devices import accelerators, default_device
-    from rewards.models.torchvision_compat import ensure
+    from genrl.runtime.weights.devices import accelerators, default_device
+    from genrl_rewards.models.torchvision_compat import ensure
 
     finding: Finding = {
         "device": default_device(),
@@ -156,7 +156,7 @@ def _kernels() -> Finding:
     import torch
 
     from genrl.kernels import machine
-    from genrl.runtime.devices import default_device
+    from genrl.runtime.weights.devices import default_device
 
     device = default_device()
     like = torch.empty(0, dtype=torch.bfloat16, device=device)

@@ -10,7 +10,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("genrl", "rewards"))
+import genrl
+import genrl_rewards
+
+PACKAGES = tuple(str(Path(package.__path__[0])) + os.sep for package in (genrl, genrl_rewards))
 
 
 class CleanErrors(TyperGroup):

@@ -122,7 +122,7 @@ def evaluate(
 
 def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:
     from genrl.config import VLAConfig
-    from genrl.runtime.devices import tf32
+    from genrl.runtime.weights.devices import tf32
 
     with tf32(settings.tf32):
         if isinstance(settings, VLAConfig):

@@ -27,7 +27,7 @@ def check_new(out: Path) -> None:
 
 def is_policy(folder: Path) -> bool:
     """Whether a folder holds a policy in LeRobot's layout, or an OpenVLA."""
-    from genrl.config.openvla import is_openvla
+    from genrl.vla.config.openvla import is_openvla
 
     config = _model_config(folder)
     return "output_features" in config or is_openvla(config)

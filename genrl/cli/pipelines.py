@@ -46,7 +46,7 @@ def evaluate(name: str, options: Options) -> None:
     chosen = choose(name, options.lora, options.dtype, options.call_arguments())
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
-    from genrl.config.schema import Evaluation
+    from genrl.diffusion.config.schema import Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.sample import evaluate_pipeline, load
 
@@ -105,12 +105,12 @@ def rewards_of_run(config: Config, run: Path) -> Scorers:
 
 def named_rewards(names: Sequence[str]) -> Scorers:
     """The rewards that `--reward` names, each labelled by the last part of its name."""
-    import rewards
+    import genrl_rewards
     from genrl.diffusion.rollout.scoring import plain
 
-    opened: dict[str, rewards.Reward] = {}
+    opened: dict[str, genrl_rewards.Reward] = {}
     for name in names:
         label = name.rsplit(":", 1)[-1]
         label = f"{label}-{len(opened) + 1}" if label in opened else label
-        opened[label] = rewards.load(name, device=default_device())
+        opened[label] = genrl_rewards.load(name, device=default_device())
     return plain(opened)

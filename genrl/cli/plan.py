@@ -11,7 +11,7 @@ from genrl.cli.arguments import ConfigFile, Overrides, opened
 
 if TYPE_CHECKING:
     from genrl.config import Config
-    from genrl.config.estimate import Component, Plan
+    from genrl.diffusion.config.estimate import Component, Plan
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def plan(file: ConfigFile, overrides: Overrides = None) -> None:
 
 def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]:
     """What `genrl plan` prints."""
-    from genrl.config.estimate import plan as estimate
+    from genrl.diffusion.config.estimate import plan as estimate
 
     cost = estimate(config, tuple(components))
     yield from config.trainer.rollout(config, cost.guidance)

@@ -43,11 +43,11 @@ def list_rewards() -> None:
     """
     from rich.table import Table
 
-    import rewards
+    import genrl_rewards
     from genrl.cli.tables import console, safe
-    from rewards.scorers.texts.completions import listing_texts
+    from genrl_rewards.scorers.texts.completions import listing_texts
 
-    for title, rows in (("of pictures", rewards.listing()), ("of texts (section `vlm`)", listing_texts())):
+    for title, rows in (("of pictures", genrl_rewards.listing()), ("of texts (section `vlm`)", listing_texts())):
         table = Table(title=title, title_justify="left")
         for column in ("name", "origin", "takes", "range", "what it scores"):
             table.add_column(column, overflow="fold")  # a name that is cut cannot be written into a configuration
@@ -80,7 +80,7 @@ def score(
 
     Example: `genrl score ocr samples --prompt 'a sign that says "OPEN"' --out scores.csv`
     """
-    import rewards
+    import genrl_rewards
     from genrl.cli.tables import printable
     from genrl.data.picture_rows import rows_of
     from genrl.data.scoring import score_rows
@@ -100,12 +100,12 @@ def score(
         else:
             rows.append(row)
 
-    from rewards.placing import open_reward
+    from genrl_rewards.placing import open_reward
 
     where: dict[str, Any] = {"remote": remote} if remote else {"isolate": venv or isolate, "dtype": dtype}
     with ExitStack() as stack:
         opened = open_reward(reward, key_values(arg, "crop=ink", "--arg"), device=device or default_device(), **where)
-        stack.callback(rewards.close, opened)
+        stack.callback(genrl_rewards.close, opened)
         results = score_rows(opened, rows, name=reward, batch_size=batch_size, skip=skip)
     _write(results, out)
     scores = [result.score for result in results if result.score == result.score]
@@ -119,7 +119,7 @@ def score(
 def _write(results: Sequence[Result], out: Path | None) -> None:
     """Write a file by its suffix, whole or not at all; without a name JSONL on stdout."""
     from genrl.data.scoring import write_csv, write_jsonl
-    from genrl.runtime.run import write_atomic
+    from genrl.runtime.folder.run import write_atomic
 
     if out is None:
         return write_jsonl(results, sys.stdout)
@@ -147,9 +147,9 @@ def serve(
 
     Example: `genrl serve pickscore --port 8600`
     """
-    from rewards.loading import load, resolve
-    from rewards.service import serve as server
-    from rewards.service.wire import Limits
+    from genrl_rewards.loading import load, resolve
+    from genrl_rewards.service import serve as server
+    from genrl_rewards.service.wire import Limits
 
     token = os.environ.get(server.TOKEN_VARIABLE, "")
     server.check_address(host, token)
@@ -158,7 +158,7 @@ def serve(
     bound = server.listen(host, port)
     loaded = load(reward, key_values(arg, "crop=ink", "--arg"), device=device or default_device(), dtype=dtype)
 
-    from rewards.service.http_app import app
+    from genrl_rewards.service.http_app import app
 
     limits = Limits(max_bytes, max_images, max_pixels)
     bound.listen()

@@ -13,7 +13,7 @@ from genrl.cli.arguments import RunFolder, refuse
 from genrl.cli.folders import check_new, run_config
 
 if TYPE_CHECKING:
-    from genrl.runtime.replay import Replay
+    from genrl.runtime.loop.replay import Replay
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def export(
     write(run, out, step=step, full=full, form=form)
     typer.echo(f"written to {out}")
     if push is not None:
-        from genrl.runtime import hub
+        from genrl.runtime.folder import hub
 
         typer.echo(f"uploaded to {hub.push(run, out, push, private=private)}")
 
@@ -76,7 +76,7 @@ def _folder_to_write(run: Path, out: Path | None, push: str | None, private: boo
         if out is None:
             raise typer.BadParameter("give the folder to write, or --push ORG/NAME", param_hint="--out")
     else:
-        from genrl.runtime import hub
+        from genrl.runtime.folder import hub
 
         hub.check_repo(push)
         if out is None:
@@ -98,8 +98,8 @@ def watch(
     Only this machine can open it. It reads run folders and changes nothing; Ctrl-C ends it. From another machine:
     `ssh -L 8400:localhost:8400 HOST genrl watch RUN --port 8400`.
     """
-    from genrl.runtime.pages.live import Live
-    from genrl.runtime.pages.server import Server
+    from genrl.runtime.show.pages.live import Live
+    from genrl.runtime.show.pages.server import Server
 
     server = Server(Live(runs), port)
     for run in runs:
@@ -124,7 +124,7 @@ def report(run: RunFolder) -> None:
     Example: `genrl report runs/quickstart`
     """
     run_config(run)
-    from genrl.runtime.report import write_report
+    from genrl.runtime.show.report import write_report
 
     typer.echo(f"written to {write_report(run)}")
 
@@ -137,7 +137,7 @@ def replay(
 
     Example: `genrl replay runs/quickstart/dumps/step-000012-loss-rank-0`
     """
-    from genrl.runtime.replay import replay as run_again
+    from genrl.runtime.loop.replay import replay as run_again
 
     print_replay(run_again(dump, run))
 
@@ -147,7 +147,7 @@ def print_replay(replayed: Replay) -> None:
     from rich.table import Table
 
     from genrl.cli.tables import console, safe
-    from genrl.runtime.guards import statistics
+    from genrl.runtime.loop.guards import statistics
 
     dump = replayed.dump
     console.print(
@@ -173,7 +173,7 @@ def print_replay(replayed: Replay) -> None:
 
 def replay_verdict(replayed: Replay) -> Iterator[str]:
     """Where the numbers stop being finite, in words."""
-    from genrl.runtime.guards import non_finite
+    from genrl.runtime.loop.guards import non_finite
 
     given = non_finite({k: v for k, v in replayed.dump.batch.items() if not k.startswith("weights/")})
     if given:

@@ -66,7 +66,7 @@ def write_scores(out: Path | None, record: Mapping[str, Any], scores: Mapping[st
     """Write the record of an evaluation and its scores as one JSON object; a score that is not finite as null."""
     if out is None:
         return
-    from genrl.runtime.run import write_atomic
+    from genrl.runtime.folder.run import write_atomic
 
     finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
     write_atomic(out, json.dumps({**record, "scores": finite}, indent=1) + "\n")

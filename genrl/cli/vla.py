@@ -42,7 +42,7 @@ def _horizon(config: VLAConfig) -> int | None:
 
 def evaluate(model: Path, config: VLAConfig, options: Options) -> None:
     """Print the success of a policy (a run's newest, or a folder's) over seeded episodes, per instruction."""
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
     from genrl.vla.data.videos import write_clips
     from genrl.vla.evaluate import success_rates
     from genrl.vla.train import judge_policy
@@ -64,7 +64,7 @@ def evaluate(model: Path, config: VLAConfig, options: Options) -> None:
 
 
 def _by_instruction(judged: Judged, title: str) -> Table:
-    from genrl.runtime.intervals import wilson
+    from genrl.runtime.show.intervals import wilson
     from genrl.vla.evaluate import by_task
 
     table = scores_table(title, "instruction", "success", "95 % interval", "episodes")

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from genrl.cli.arguments import default_device
 from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
-from genrl.config.fitting import CARDS, SHARE
-from rewards.given import is_given
+from genrl.diffusion.config.fitting import CARDS, SHARE
+from genrl_rewards.given import is_given
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,7 +94,7 @@ def _choice(value: Any) -> str:
 
 def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     """Print the accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
     from genrl.vlm.evaluate import held_out
     from genrl.vlm.policies.folder import load_trained, open_policy
 
@@ -119,8 +119,8 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
 def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     """Print the success of a model (a run's newest, or a folder's) in held-out episodes, with its interval; strips of
     pictures of the first ones go into the folder `options.videos`."""
-    from genrl.runtime.pictures import save_png
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
+    from genrl.runtime.show.pictures import save_png
     from genrl.vlm.environments.hosts import open_host
     from genrl.vlm.episodes.episodes import Table as Slots
     from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge

@@ -11,8 +11,8 @@ from genrl.config.method import Finding
 from genrl.config.section import Count, Section, Share, Ways, Whole
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, Sampling
-    from genrl.config.vlm import Generation, VLMConfig
+    from genrl.diffusion.config.schema import Config, Sampling
+    from genrl.vlm.config.schema import Generation, VLMConfig
 
 
 class Replay(Section):

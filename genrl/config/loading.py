@@ -18,22 +18,22 @@ from genrl.config.json_schemas import root_of, with_installed
 from genrl.config.messages import explain
 from genrl.config.method import Kind
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
-from rewards.given import PREFIX
+from genrl_rewards.given import PREFIX
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
-    from genrl.config.vla import VLAConfig
-    from genrl.config.vlm import VLMConfig
+    from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
     AnyConfig: TypeAlias = Config | VLAConfig | VLMConfig
 
-ROOTS = {"Config": "schema", "VLAConfig": "vla", "VLMConfig": "vlm"}
-"""Schema class of each kind of run -> its module. To build one takes as long as all else that `genrl check` does."""
+ROOTS = {"Config": "diffusion", "VLAConfig": "vla", "VLMConfig": "vlm"}
+"""Schema class of each kind of run -> its kind. To build one takes as long as all else that `genrl check` does."""
 
 
 def root(name: str) -> type[AnyConfig]:
     """The schema class of one kind of run, built when it is first asked for."""
-    found: type[AnyConfig] = getattr(import_module(f"genrl.config.{ROOTS[name]}"), name)
+    found: type[AnyConfig] = getattr(import_module(f"genrl.{ROOTS[name]}.config.schema"), name)
     return found
 
 
@@ -113,7 +113,7 @@ def _of_objects(value: Mapping[str, Any], caller: str) -> _Tree:
 def _validated(tree: _Tree) -> tuple[AnyConfig, Origins]:
     name, value = root_of(tree.value), tree.value
     if name == "VLMConfig":
-        from genrl.config.vlm_method import completed
+        from genrl.vlm.config.method import completed
 
         value = completed(value)
     try:

@@ -194,7 +194,7 @@ def find_method(name: str, kind: Kind) -> type[Method]:
     known = {key: f"{value.__module__}:{value.__name__}" for key, value in built_in(kind).items()}
     found = find(name, Group("method", known, ENTRY_POINTS))
     if not (isinstance(found, type) and issubclass(found, Method) and hasattr(found, "kind")):
-        base = f"genrl.config.{kind}_method.{_BASES[kind]}"
+        base = f"genrl.{kind}.config.method.{_BASES[kind]}"
         raise ValueError(f"{name} is no settings class of a method: derive it from {base}, see docs/extending.md")
     if found.kind != kind:
         raise ValueError(f"{name} is a method for {found.kind} runs, and this is a {kind} run")

@@ -35,7 +35,9 @@ OPTIMIZERS = {
         "lion_pytorch:Lion", ("use_triton", "decoupled_weight_decay"), 4, shards=True, install="lion-pytorch"
     ),
     "muon": Known(
-        "genrl.runtime.muon:Muon", ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"), 4
+        "genrl.runtime.weights.muon:Muon",
+        ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+        4,
     ),
     "prodigy": Known(
         "prodigyopt:Prodigy",

@@ -1,7 +1,7 @@
 """Finding what a configuration names, by one rule: a built-in, an installed entry point, or `path/file.py:Name`.
 
 Methods, transition kernels, policies and tasks are found here; rewards, which stand alone, by the same rule in
-`rewards.loading`.
+`genrl_rewards.loading`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from rewards.given import given, is_given
+from genrl_rewards.given import given, is_given
 
 logger = logging.getLogger(__name__)
 

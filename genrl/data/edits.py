@@ -6,7 +6,8 @@
     draw(edit.scene), draw(carry_out(rng, edit))
 
 The embedded editing model is trained on such pairs, `assets/edits` holds the instructions for reinforcement learning.
-`rewards.scorers.objects.spatial_edit` detects the shapes in the edited picture and judges their positions and sizes.
+`genrl_rewards.scorers.objects.spatial_edit` detects the shapes in the edited picture and judges their positions and
+sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from genrl.data.world import SIZE, Scene, Split, Thing, held_out, sample_scene
+from genrl.playground.shapes import SIZE, Scene, Split, Thing, held_out, sample_scene
 
 Task = Literal["move", "scale"]
 
@@ -51,7 +52,8 @@ class Edit:
 
     @property
     def columns(self) -> dict[str, str | float]:
-        """Columns of a prompt file beside the prompt and the picture, as `rewards.scorers.objects.spatial_edit` asks
+        """Columns of a prompt file beside the prompt and the picture, as `genrl_rewards.scorers.objects.spatial_edit`
+        asks
         for them."""
         wanted: str | float = self.asked if self.task == "move" else FACTORS[self.asked]
         return {"object": self.object, "direction" if self.task == "move" else "factor": wanted}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.rows import no_column
-from rewards.contract import check_header
+from genrl_rewards.contract import check_header
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -30,7 +30,7 @@ from genrl.data.rows import (
     no_column,
     text_and_columns,
 )
-from rewards.given import given, is_given
+from genrl_rewards.given import given, is_given
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -21,7 +21,7 @@ from genrl.data.picture_cells import check_picture, open_picture_table, opened, 
 from genrl.data.prompts import Prompt, PromptError, is_data_set, nearest_beside
 from genrl.data.prompts import load as load_prompts
 from genrl.data.rows import MAX_LINE_BYTES, no_column
-from rewards.contract import open_picture
+from genrl_rewards.contract import open_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image

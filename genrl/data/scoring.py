@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-import rewards
+import genrl_rewards
 from genrl.data.picture_rows import IMAGE, PROMPT, Row
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Result:
 
 
 def score_rows(
-    reward: rewards.Reward,
+    reward: genrl_rewards.Reward,
     rows: Sequence[Row],
     *,
     name: str,
@@ -41,20 +41,20 @@ def score_rows(
     the same value in the column `group`, or else with the same prompt. Raises ValueError for rows that lack a prompt or
     a column that the reward needs, RewardFailed where it raised for too many.
     """
-    needed = rewards.needs(reward)
+    needed = genrl_rewards.needs(reward)
     for row in rows:
         if row.prompt is None and (needed.prompts or (needed.kind != "pointwise" and GROUP not in row.columns)):
             raise ValueError(
                 f"reward {name!r} needs a prompt, and {row.image} has none: give --prompt TEXT, or a .jsonl file "
                 'with rows {"image": ..., "prompt": ...}'
             )
-        rewards.check_columns(reward, row.columns, name=name)
+        genrl_rewards.check_columns(reward, row.columns, name=name)
     results: list[Result | None] = [None] * len(rows)
-    failures: list[rewards.Failure] = []
+    failures: list[genrl_rewards.Failure] = []
     scored = 0
     for batch in _batches(rows, needed, batch_size, skip):
         members = [rows[k] for k, _ in batch]
-        scores = rewards.score(
+        scores = genrl_rewards.score(
             reward,
             images=_stack([image for _, image in batch]),
             prompts=[row.prompt or "" for row in members],
@@ -66,8 +66,8 @@ def score_rows(
         scored += len(members)
         for j, (k, _) in enumerate(batch):
             results[k] = Result(rows[k], scores.values[j], {part: values[j] for part, values in scores.parts.items()})
-    first = rewards.first_failure(failures)
-    rewards.check_failures(name, sum(f.samples for f in failures), scored, first)
+    first = genrl_rewards.first_failure(failures)
+    genrl_rewards.check_failures(name, sum(f.samples for f in failures), scored, first)
     for failure in failures:
         skip(f"{failure.samples} pictures have no score: {failure.error}")
     return [result for result in results if result is not None]
@@ -77,7 +77,7 @@ Loaded = tuple[int, Any]  # row number and picture, uint8 array [H, W, 3]
 
 
 def _batches(
-    rows: Sequence[Row], needed: rewards.Needs, batch_size: int, skip: Callable[[str], None]
+    rows: Sequence[Row], needed: genrl_rewards.Needs, batch_size: int, skip: Callable[[str], None]
 ) -> Iterator[list[Loaded]]:
     if needed.kind != "pointwise":
         groups: dict[Any, list[int]] = {}
@@ -106,7 +106,7 @@ def _loaded(rows: Sequence[Row], chosen: Sequence[int], skip: Callable[[str], No
 
     for k in chosen:
         try:
-            yield k, np.asarray(rewards.open_picture(rows[k].path))
+            yield k, np.asarray(genrl_rewards.open_picture(rows[k].path))
         except ValueError as error:
             skip(str(error))
 

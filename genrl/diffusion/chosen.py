@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from genrl.config import Config, Model, load
 from genrl.config.folders import looks_local, near
-from genrl.runtime import checkpoint
+from genrl.runtime.folder import checkpoint
 
 
 class Chosen(NamedTuple):

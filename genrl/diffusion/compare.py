@@ -17,16 +17,16 @@ from torch import Tensor
 from genrl.config import Config, Model
 from genrl.config.folders import read_json
 from genrl.data.prompts import Prompt
-from genrl.data.world import kind_of
 from genrl.diffusion.chosen import Chosen, choose, config_of
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments
 from genrl.diffusion.rollout.rollout import batch_inputs, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, score
 from genrl.diffusion.sample import load, samples
-from genrl.runtime.compare.media import Media, encode
-from genrl.runtime.compare.page import Page, Pair, check_size
-from genrl.runtime.devices import default_device, empty_cache
+from genrl.playground.shapes import kind_of
+from genrl.runtime.show.compare.media import Media, encode
+from genrl.runtime.show.compare.page import Page, Pair, check_size
+from genrl.runtime.weights.devices import default_device, empty_cache
 
 INDEX = "model_index.json"
 TOGETHER = 64

@@ -20,7 +20,7 @@ import torch
 
 from genrl.config import Model
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
-from genrl.runtime.devices import default_device
+from genrl.runtime.weights.devices import default_device
 
 
 def serve(pipe: Any, arguments: dict[str, Any], requests: TextIO, answers: TextIO) -> None:

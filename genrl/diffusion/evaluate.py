@@ -19,10 +19,10 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers, score
 from genrl.mdp.batches import turns
-from genrl.runtime import pictures
-from genrl.runtime.metrics import MetricLogger
-from genrl.runtime.run import Run
-from rewards import compose
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run
+from genrl.runtime.show import pictures
+from genrl_rewards import compose
 
 SHOWN = 16
 """Prompts in the picture grids of a run."""

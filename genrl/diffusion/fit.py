@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from genrl.config.memory_estimate import snapshots
+from genrl.diffusion.config.memory_estimate import snapshots
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
-from genrl.runtime.devices import empty_cache, peak_bytes, reset_peak, total_bytes
-from genrl.runtime.frame import halvings, too_large
+from genrl.runtime.loop.frame import halvings, too_large
+from genrl.runtime.weights.devices import empty_cache, peak_bytes, reset_peak, total_bytes
 
 if TYPE_CHECKING:
     from genrl.config import Config

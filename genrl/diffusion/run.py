@@ -23,8 +23,8 @@ from torch import Tensor
 from genrl.config import Config
 from genrl.config.economy import Selection
 from genrl.config.method import Method
-from genrl.config.shares import waiting
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
@@ -47,17 +47,18 @@ from genrl.diffusion.rollout.rollout import (
     iteration_rows,
 )
 from genrl.diffusion.rollout.scoring import Scorers
-from genrl.runtime import checkpoint, economy
-from genrl.runtime.frame import say_result
-from genrl.runtime.loop import Loop
-from genrl.runtime.monitor import ended_at
-from genrl.runtime.pictures import before_after, save_png
-from genrl.runtime.process import Process
-from genrl.runtime.recorded import Recorded
-from genrl.runtime.run import read_metrics
-from genrl.runtime.versions import Versions
-from genrl.runtime.weights import Weights
-from rewards.compose import Running
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.loop import economy
+from genrl.runtime.loop.frame import say_result
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.monitor import ended_at
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.show.pictures import before_after, save_png
+from genrl.runtime.weights.weights import Weights
+from genrl_rewards.compose import Running
 
 
 @dataclass

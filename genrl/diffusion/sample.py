@@ -30,9 +30,9 @@ from genrl.diffusion.policy.rewriter import Rewriter
 from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.rollout.scoring import Scorers, check_rows
-from genrl.runtime.devices import default_device
-from genrl.runtime.pictures import grid, save_png, to_pil
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.show.pictures import grid, save_png, to_pil
+from genrl.runtime.weights.devices import default_device
 
 
 def load(model: Model, lora: str | None) -> Pipeline:

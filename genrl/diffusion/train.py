@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-import rewards
+import genrl_rewards
 from genrl.config import Config, Kernels
-from genrl.config.memory_rules import experts_problem
 from genrl.config.method import code_of
-from genrl.config.pipeline_classes import strength_problem
-from genrl.config.schema import Offload
-from genrl.config.shares import processes_problem
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
+from genrl.diffusion.config.memory_rules import experts_problem
+from genrl.diffusion.config.pipeline_classes import strength_problem
+from genrl.diffusion.config.schema import Offload
+from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
@@ -44,16 +44,16 @@ from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.kernels.backend import choose
 from genrl.kernels.machine import attention_problem, usable
-from genrl.runtime import frame
-from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule
-from genrl.runtime.optimizers import make_optimizer
-from genrl.runtime.process import Process
-from genrl.runtime.ray_cluster import cluster, room_for
-from genrl.runtime.replay import Reopened
-from genrl.runtime.sharding import Sharding
-from genrl.runtime.versions import Versions
-from genrl.runtime.weights import REFERENCE, Weights
+from genrl.runtime.loop import frame
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.ray_cluster import cluster, room_for
+from genrl.runtime.loop.replay import Reopened
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.weights.optimization import Schedule
+from genrl.runtime.weights.optimizers import make_optimizer
+from genrl.runtime.weights.sharding import Sharding
+from genrl.runtime.weights.weights import REFERENCE, Weights
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
 FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
@@ -171,7 +171,7 @@ def check_rewards(
     if config.trainer.checks_data:
         code_of(config.trainer).module.check(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
-        if not config.trainer.trains_reward and rewards.is_trainable(scorer):
+        if not config.trainer.trains_reward and genrl_rewards.is_trainable(scorer):
             raise ValueError(
                 f"reward {label!r} is trained beside the model, which this algorithm does not do (adv_grpo does)"
             )

@@ -1,4 +1,4 @@
-"""Live objects -> the names and sections of a configuration (`rewards.given` finds them again by these names)."""
+"""Live objects -> the names and sections of a configuration (`genrl_rewards.given` finds them again by these names)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from genrl.config.method import Kind, Method, built_in
-from genrl.config.vlm_names import TASKS
 from genrl.data.rows import is_path
-from rewards.contract import name_of
-from rewards.given import PREFIX, is_given
+from genrl.vlm.config.names import TASKS
+from genrl_rewards.contract import name_of
+from genrl_rewards.given import PREFIX, is_given
 
 if TYPE_CHECKING:
     from genrl.config.sections import LoRA

@@ -16,8 +16,8 @@ import yaml
 from genrl.config.errors import Origins
 from genrl.config.loading import AnyConfig, kind_of, load, load_given
 from genrl.config.method import Kind, Method
-from genrl.config.schema import Config
 from genrl.config.section import Section
+from genrl.diffusion.config.schema import Config
 from genrl.interface.objects import (
     Lent,
     Rewards,
@@ -35,11 +35,11 @@ from genrl.interface.objects import (
     task_section,
     vlm_section,
 )
-from genrl.runtime.run import Script
-from rewards.given import given, is_given, lending
+from genrl.runtime.folder.run import Script
+from genrl_rewards.given import given, is_given, lending
 
 if TYPE_CHECKING:
-    from genrl.runtime.loop import Loop
+    from genrl.runtime.loop.loop import Loop
 
 logger = logging.getLogger(__name__)
 OnIteration = Callable[["Loop", Mapping[str, float]], None]
@@ -244,9 +244,9 @@ def _written(config: AnyConfig) -> tuple[AnyConfig, dict[str, str]]:
 def _run(config: AnyConfig, folder: Path | None, script: Script) -> Result:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    from genrl.runtime import checkpoint
-    from genrl.runtime.frame import run
-    from genrl.runtime.run import Run, read_metrics
+    from genrl.runtime.folder import checkpoint
+    from genrl.runtime.folder.run import Run, read_metrics
+    from genrl.runtime.loop.frame import run
 
     ended = run(config, folder, script)
     made, saved = Run(ended.folder), checkpoint.latest(Run(ended.folder).checkpoints)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from genrl.config.loading import AnyConfig, load, load_given
 from genrl.config.sections import labels_of
 from genrl.interface.objects import Lent, Rewards, Rows, pipeline_section, reward_sections, rows_name
-from rewards.given import is_given, lending
+from genrl_rewards.given import is_given, lending
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -122,8 +122,8 @@ def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAC
 
 def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
     from genrl.config import VLAConfig
-    from genrl.runtime.devices import tf32
-    from genrl.runtime.progress import Progress
+    from genrl.runtime.loop.progress import Progress
+    from genrl.runtime.weights.devices import tf32
 
     with tf32(config.tf32), Progress(1, unit="answers") as progress:
         if isinstance(config, VLAConfig):
@@ -151,14 +151,14 @@ def _of_pipeline(
     seed: int | None,
     given: Mapping[str, Any],
 ) -> dict[str, float]:
-    from genrl.config.schema import Evaluation
     from genrl.data.prompts import load as load_prompts
     from genrl.diffusion.chosen import config_of
+    from genrl.diffusion.config.schema import Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.rollout.scoring import open_scorers, plain
     from genrl.diffusion.sample import evaluate_pipeline
     from genrl.diffusion.sample import load as load_pipeline
-    from rewards.loading import load as load_reward
+    from genrl_rewards.loading import load as load_reward
 
     lent = Lent()
     name = _name(model, lent)
@@ -214,9 +214,9 @@ def score(
     import numpy as np
     import torch
 
-    from rewards.contract import score as ask
-    from rewards.loading import load as load_reward
-    from rewards.pictures import open_picture
+    from genrl_rewards.contract import score as ask
+    from genrl_rewards.loading import load as load_reward
+    from genrl_rewards.pictures import open_picture
 
     if not isinstance(images, torch.Tensor):
         read = [torch.from_numpy(np.array(open_picture(one))).movedim(-1, 0).float() / 255 for one in images]
@@ -266,7 +266,7 @@ def export(
     if Path(out).exists() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: give a new folder")
     if push is not None:
-        from genrl.runtime import hub
+        from genrl.runtime.folder import hub
 
         hub.check_repo(push)
     elif private:
@@ -319,6 +319,6 @@ def _chosen(name: str, lora: str | Path | None, given: Mapping[str, Any]) -> Cho
 
 
 def _device() -> str:
-    from genrl.runtime.devices import default_device
+    from genrl.runtime.weights.devices import default_device
 
     return default_device()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.runtime.intervals import wilson
+from genrl.runtime.show.intervals import wilson
 from genrl.vla.data.videos import Clip
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.collect import observe

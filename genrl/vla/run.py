@@ -18,16 +18,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vla import Diffusion, VLAConfig
 from genrl.objectives.advantages.gae import normalise_advantages
-from genrl.runtime.ahead import Advance, Ahead
-from genrl.runtime.frame import halvings, say_result
-from genrl.runtime.loop import Loop
-from genrl.runtime.pictures import save_png
-from genrl.runtime.process import Process
-from genrl.runtime.run import read_metrics
-from genrl.runtime.sharding import unsharded
-from genrl.runtime.versions import Versions
+from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.loop.ahead import Advance, Ahead
+from genrl.runtime.loop.frame import halvings, say_result
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.show.pictures import save_png
+from genrl.runtime.weights.sharding import unsharded
+from genrl.vla.config.schema import Diffusion, VLAConfig
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.methods.decoupled import importance_figures, weighed

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config import load
-from genrl.config import vla as settings
-from genrl.config.vla import VLAConfig
-from genrl.config.vla_files import is_recording
-from genrl.config.vla_names import SAMPLERS
 from genrl.mdp import chains
 from genrl.mdp.noise import seeded
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run
-from genrl.runtime.weights import put_back, result
+from genrl.playground.minitable import INSTRUCTIONS
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
+from genrl.runtime.weights.weights import put_back, result
+from genrl.vla.config import schema as settings
+from genrl.vla.config.files import is_recording
+from genrl.vla.config.names import SAMPLERS
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import demonstrated, minitable_rest
 from genrl.vla.data.frames import Shown, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
@@ -57,8 +58,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Regression, Sampler, Tokens
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.minitable import INSTRUCTIONS
-from rewards.given import is_given, take
+from genrl_rewards.given import is_given, take
 
 PREDICTIONS: dict[str, type[Any]] = {
     "velocity": PredictsVelocity,

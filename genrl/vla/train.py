@@ -12,20 +12,21 @@ import torch
 from accelerate import Accelerator
 
 from genrl.config.plugins import beside
-from genrl.config.vla import Diffusion, VLAConfig
-from genrl.runtime import checkpoint, frame
-from genrl.runtime.ahead import Ahead
-from genrl.runtime.devices import default_device
-from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule
-from genrl.runtime.optimizers import make_optimizer
-from genrl.runtime.process import Process
-from genrl.runtime.progress import Progress
-from genrl.runtime.replay import Reopened
-from genrl.runtime.sharding import Sharding, in_step
-from genrl.runtime.shares import check_torch
-from genrl.runtime.versions import Versions
-from genrl.runtime.weights import Weights
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.loop import frame
+from genrl.runtime.loop.ahead import Ahead
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.progress import Progress
+from genrl.runtime.loop.replay import Reopened
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.weights.devices import default_device
+from genrl.runtime.weights.optimization import Schedule
+from genrl.runtime.weights.optimizers import make_optimizer
+from genrl.runtime.weights.sharding import Sharding, in_step
+from genrl.runtime.weights.shares import check_torch
+from genrl.runtime.weights.weights import Weights
+from genrl.vla.config.schema import Diffusion, VLAConfig
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, require_layers

@@ -14,16 +14,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import open_image
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, open_rewards, totals
 from genrl.vlm.tasks.rows import Row
-from rewards.failures import Failure
+from genrl_rewards.failures import Failure
 
 TOGETHER = 64
 """Answers drawn side by side."""

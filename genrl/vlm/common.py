@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from genrl.config.vlm import Stage, VLMConfig
-from genrl.runtime.frame import halvings, say_result
-from genrl.runtime.loop import Loop
-from genrl.runtime.process import Process
-from genrl.runtime.run import read_metrics
-from genrl.runtime.versions import Versions
+from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.loop.frame import halvings, say_result
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.versions import Versions
+from genrl.vlm.config.schema import Stage, VLMConfig
 from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.methods.estimate import Estimate
 from genrl.vlm.methods.sharing import Update

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genrl.config import load
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.compare.media import Media, encode
-from genrl.runtime.compare.page import Page, Pair, check_pairs, check_size
-from genrl.runtime.devices import default_device
+from genrl.runtime.show.compare.media import Media, encode
+from genrl.runtime.show.compare.page import Page, Pair, check_pairs, check_size
+from genrl.runtime.weights.devices import default_device
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.evaluate import Shown, judge
 from genrl.vlm.policies.folder import load_trained, open_policy
 from genrl.vlm.rollout.data import Questions

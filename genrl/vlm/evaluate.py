@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.compare.media import as_wav
-from genrl.runtime.intervals import wilson
-from genrl.runtime.pictures import save_samples
-from genrl.runtime.process import Process
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.loop.process import Process
+from genrl.runtime.show.compare.media import as_wav
+from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.pictures import save_samples
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
@@ -24,8 +24,8 @@ from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import check_failed, failures_of, open_rewards, sample, score, text_of
 from genrl.vlm.tasks.rows import Row
-from rewards.contract import Reward
-from rewards.failures import Failure
+from genrl_rewards.contract import Reward
+from genrl_rewards.failures import Failure
 
 TOGETHER = 64
 """Questions answered side by side."""

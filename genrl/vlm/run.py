@@ -16,13 +16,13 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from genrl.config.method import module_of
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_method import columns_of
-from genrl.runtime import economy
-from genrl.runtime.loop import Loop
-from genrl.runtime.process import Process
-from genrl.runtime.versions import Versions
+from genrl.runtime.loop import economy
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.versions import Versions
 from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
+from genrl.vlm.config.method import columns_of
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import answering, weights_changed
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import estimate
@@ -41,7 +41,7 @@ from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, to
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import held_out_loss
 from genrl.vlm.tasks.rows import Row
-from rewards.contract import Reward
+from genrl_rewards.contract import Reward
 
 
 @dataclass

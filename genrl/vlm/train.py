@@ -11,17 +11,17 @@ from accelerate import Accelerator
 from torch import nn
 
 from genrl.config.method import module_of
-from genrl.config.vlm import VLMConfig
-from genrl.runtime import frame
-from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule
-from genrl.runtime.optimizers import make_optimizer
-from genrl.runtime.process import Process
-from genrl.runtime.replay import Reopened
-from genrl.runtime.sharding import in_step
-from genrl.runtime.versions import Versions
-from genrl.runtime.weights import Weights
+from genrl.runtime.loop import frame
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.replay import Reopened
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.weights.optimization import Schedule
+from genrl.runtime.weights.optimizers import make_optimizer
+from genrl.runtime.weights.sharding import in_step
+from genrl.runtime.weights.weights import Weights
 from genrl.vlm.common import Headed
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.episodes import opening as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun

@@ -17,7 +17,7 @@ from benchmarks.claims import cells, plan, stored, tables, work
 from benchmarks.claims.plan import Claim, Plan, Recipe
 from benchmarks.claims.statistics import Interval, at, paired, reached, stratified, student, verdict
 from genrl.config import VLMConfig, load
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
 from genrl.vlm.rollout.data import Questions
 
 

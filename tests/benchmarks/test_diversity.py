@@ -13,7 +13,7 @@ from benchmarks import diversity
 from benchmarks.claims import plan
 from genrl.config import load
 from genrl.diffusion.train import train
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 
 
 def test_distance_by_hand() -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import brief_runs, run_entries, same_numbers
 from benchmarks.run_in_tree import Outcome
 from genrl.config import load
-from genrl.runtime.metrics import METRICS
+from genrl.runtime.folder.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = "checkpoints/step-000002"

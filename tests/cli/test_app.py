@@ -40,7 +40,7 @@ class TestHelp:
 
 HEAVY = ["torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "datasets", "PIL"]
 COMPILERS = ["torch._dynamo", "torchvision", "triton", "diffusers", "transformers", "peft", "datasets", "wandb"]
-VLM, VLA = ["genrl.config.vlm", "genrl.vlm"], ["genrl.config.vla", "genrl.vla"]
+VLM, VLA = ["genrl.vlm.config.schema", "genrl.vlm"], ["genrl.vla.config.schema", "genrl.vla"]
 LIGHT: list[tuple[list[str], int | None, list[str]]] = [
     (["--help"], 0, HEAVY),
     (["train", "--help"], 0, HEAVY),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from genrl.runtime.compare.page import key_path
+from genrl.runtime.show.compare.page import key_path
 from tests.cli.commands import MODEL, run, words
-from tests.runtime.compare import pages
+from tests.runtime.show.compare import pages
 
 BASE = str(MODEL)
 

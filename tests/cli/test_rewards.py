@@ -67,14 +67,16 @@ def rows(result: Result) -> list[dict[str, Any]]:
 
 
 def test_rewards_are_listed_and_their_names_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rewards
+    import genrl_rewards
 
     monkeypatch.setenv("COLUMNS", "200")
     text = run("rewards").output
     assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("rewards.listing", lambda: [rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")])
-    monkeypatch.setattr("rewards.scorers.texts.completions.listing_texts", list)
+    monkeypatch.setattr(
+        "genrl_rewards.listing", lambda: [genrl_rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")]
+    )
+    monkeypatch.setattr("genrl_rewards.scorers.texts.completions.listing_texts", list)
     text = run("rewards").output
     assert "…" not in text and sum(line.split("│")[1].count("a") for line in text.splitlines() if "│" in line) == 70
 
@@ -175,8 +177,8 @@ def test_wrong_input_is_answered_in_words(folder: Path, arguments: tuple[str, ..
 
 
 def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewards import loading
-    from rewards.service import serve
+    from genrl_rewards import loading
+    from genrl_rewards.service import serve
 
     monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
     assert "pip install 'genrl-diffusion[ocr]'" in run("score", "ocr", "shots", "--prompt", "x").stderr

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import genrl
 from genrl.config import load
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
 from genrl.vla import train as vla_train
 from tests.cli.commands import ROOT, run, words
 

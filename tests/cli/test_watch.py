@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import ROOT, run, words
-from tests.runtime.pages.folders import log, make
+from tests.runtime.show.pages.folders import log, make
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there is no SIGINT to send")

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-import rewards
+import genrl_rewards
 from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
-from genrl.config.files import declared_columns
 from genrl.config.folders import read_json
 from genrl.config.json_schemas import all_keys
 from genrl.config.loading import ROOTS
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.page import markdown
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
+from genrl.diffusion.config.files import declared_columns
 from tests.config.schemas import schema_validator
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
@@ -433,7 +433,7 @@ class TestFiles:
 )
 def test_declared_columns_are_read_without_importing(source: str, columns: tuple[str, ...], tmp_path: Path) -> None:
     path = write(tmp_path, "raise SystemExit('imported')\n" + source + "\n", "r.py")
-    assert declared_columns(rewards.Origin("r", "file", str(path), "r")) == columns
+    assert declared_columns(genrl_rewards.Origin("r", "file", str(path), "r")) == columns
 
 
 def test_checking_never_imports_torch() -> None:

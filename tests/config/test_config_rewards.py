@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genrl.config import ConfigError, check_files, load
-from rewards import lower_end
+from genrl_rewards import lower_end
 
 BASE = """\
 model: {{path: org/name}}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
+import genrl_rewards
 from genrl.data.edits import FACTORS, LONGEST, RANGES, SHORTEST, WAYS, Task, carry_out, edits, sample_edit
-from genrl.data.world import SIZE, draw, held_out
-from rewards.scorers.objects.shapes import find
+from genrl.playground.shapes import SIZE, draw, held_out
+from genrl_rewards.scorers.objects.shapes import find
 
 
 @pytest.mark.parametrize("task", ["move", "scale"])
@@ -82,5 +82,5 @@ def test_the_shipped_pairs_are_the_edits_carried_out_as_asked(root: Path) -> Non
     images = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255 for picture in after])
     columns = {"source_image": before} | {name: [row[name] for row in rows] for name in ("object", "direction")}
     for name, least in (("edit_move", 0.4), ("edit_keep", 0.93)):
-        reward = rewards.load(name, {"detector": "shapes"})
-        assert min(rewards.score(reward, images=images, prompts=[""] * 96, columns=columns).values) > least
+        reward = genrl_rewards.load(name, {"detector": "shapes"})
+        assert min(genrl_rewards.score(reward, images=images, prompts=[""] * 96, columns=columns).values) > least

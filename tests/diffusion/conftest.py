@@ -12,7 +12,7 @@ import torch
 from genrl.config import Config, load
 from genrl.diffusion.policy import export
 from genrl.diffusion.train import train
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 

@@ -15,8 +15,8 @@ from genrl.config.method import code_of
 from genrl.diffusion import train as training
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.guards import NonFiniteError
-from genrl.runtime.sharding import whole
+from genrl.runtime.loop.guards import NonFiniteError
+from genrl.runtime.weights.sharding import whole
 from tests.diffusion import runs
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from genrl.config import Config, load
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import KIND, train
-from genrl.runtime.recorded import Recorded
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.recorded import Recorded
 from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 

@@ -17,10 +17,10 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import use_kernels
-from genrl.runtime import checkpoint
-from genrl.runtime.sharding import Sharding, whole
-from genrl.runtime.state import pack
-from genrl.runtime.weights import Weights
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.weights.sharding import Sharding, whole
+from genrl.runtime.weights.state import pack
+from genrl.runtime.weights.weights import Weights
 from tests.diffusion.families import FAMILIES
 from tests.run_folders import group
 

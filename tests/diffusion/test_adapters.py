@@ -10,11 +10,11 @@ import torch
 from diffusers import DiffusionPipeline
 
 from genrl.config import load
-from genrl.config.estimate import read_components, trained_parameters
+from genrl.diffusion.config.estimate import read_components, trained_parameters
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.train import train
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers

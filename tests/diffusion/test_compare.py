@@ -15,14 +15,14 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 
-import rewards
+import genrl_rewards
 from genrl.data.prompts import Prompt
 from genrl.diffusion.compare import compare, is_lora, sides
 from genrl.diffusion.rollout.scoring import plain
-from genrl.runtime.compare.page import Page, key_path
-from genrl.runtime.mp4 import import_av
+from genrl.runtime.show.compare.page import Page, key_path
+from genrl.runtime.show.mp4 import import_av
 from tests.diffusion import families, runs
-from tests.runtime.compare import pages
+from tests.runtime.show.compare import pages
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -93,7 +93,7 @@ def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path)
         return [float(value == max(means)) for value in means]
 
     runs.write_folder(tmp_path)
-    bright = rewards.load(f"{tmp_path}/rewards.py:brightness")
+    bright = genrl_rewards.load(f"{tmp_path}/rewards.py:brightness")
     out = tmp_path / "compare.html"
     page = Page(out, question="")
     made(model, other, page, [plain({"bright": bright, "brightest": brightest})])
@@ -105,14 +105,14 @@ def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path)
         for name, score in (("a", a), ("b", b)):
             picture = torch.from_numpy(found[pair["prompt"], name][0].copy()).movedim(-1, 0)[None].float() / 255
             assert score == pytest.approx(
-                float(rewards.score(bright, images=picture, prompts=[""]).values[0]), abs=1e-6
+                float(genrl_rewards.score(bright, images=picture, prompts=[""]).values[0]), abs=1e-6
             )
 
 
 def test_a_page_that_would_be_too_large_stops_at_the_first_sample(
     model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genrl.runtime.compare.page.LARGEST_PAGE", 1000)
+    monkeypatch.setattr("genrl.runtime.show.compare.page.LARGEST_PAGE", 1000)
     drawn: list[int] = []
     with pytest.raises(ValueError, match="a page has at most 0 MB. Give --num-prompts or --per-prompt"):
         made(model, other, Page(tmp_path / "compare.html", question=""), advance=drawn.append)

@@ -11,9 +11,9 @@ import torch
 from diffusers.models import transformers as networks
 from torch import Tensor
 
-from genrl.config.context_rules import DIVIDED
+from genrl.diffusion.config.context_rules import DIVIDED
 from genrl.diffusion.train import check_processes
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.test_distributed import GRPO, NFT, distance, recorded

@@ -20,8 +20,8 @@ from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import check_processes
-from genrl.runtime.guards import read_dump
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop.guards import read_dump
 from tests import opened as opening
 from tests.diffusion import ranks, runs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genrl.config import Config, ConfigError, load
-from genrl.config.estimate import plan
+from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.fit import sizes
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.transitions import collect, sampler
@@ -17,7 +17,7 @@ from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.rollout import iteration_rows
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.pruning import max_variance
-from genrl.runtime import economy
+from genrl.runtime.loop import economy
 from tests.diffusion import runs
 from tests.run_folders import assert_resumes
 

@@ -12,8 +12,8 @@ from genrl.diffusion import fit
 from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime import weights
-from genrl.runtime.frame import shrink
+from genrl.runtime.loop.frame import shrink
+from genrl.runtime.weights import weights
 from tests.diffusion import ranks, runs
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from genrl.config import Config, ConfigError, load
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]

@@ -15,9 +15,9 @@ from genrl.config import Config
 from genrl.config import dump as to_yaml
 from genrl.config.method import code_of
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.runtime.guards import NonFiniteError, non_finite
-from genrl.runtime.replay import first_not_finite, replay
-from genrl.runtime.run import Run, write_atomic
+from genrl.runtime.folder.run import Run, write_atomic
+from genrl.runtime.loop.guards import NonFiniteError, non_finite
+from genrl.runtime.loop.replay import first_not_finite, replay
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -34,7 +34,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def checkpoints_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a model too large for its weights to be in every dump."""
-    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", 0)
+    monkeypatch.setattr("genrl.runtime.weights.weights.LARGEST_COPY", 0)
 
 
 def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""A run that is stopped, damaged or edited goes on as if nothing had been. Kills: tests/runtime/test_checkpoint.py."""
+"""A run that is stopped, damaged or edited goes on as if nothing had been. Kills:
+tests/runtime/folder/test_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import pytest
 from genrl.config import Config, dump, load
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
@@ -136,7 +137,7 @@ def test_an_iteration_that_cannot_be_undone_is_ended_first(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of all weights of a large model, of which no copy is kept."""
-    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", 10)
+    monkeypatch.setattr("genrl.runtime.weights.weights.LARGEST_COPY", 10)
     trainer = {"algorithm": "flow_grpo", "inner_epochs": 2}
     config = runs.config(folder, model, lora=None, trainer=trainer, iterations=3, evaluation={"every": 0})
     with monkeypatch.context() as patch, pytest.raises(SystemExit):

@@ -16,15 +16,15 @@ from diffusers import DiffusionPipeline
 import genrl.diffusion.train as train_module
 from genrl.config import Config, ConfigError, Model, load
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
-from genrl.runtime.kept import Stateful
-from genrl.runtime.loop import Loop
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.weights.kept import Stateful
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
 pytestmark = [
     *(pytest.mark.slow, pytest.mark.filterwarnings("ignore")),  # deprecations within diffusers
-    pytest.mark.usefixtures("unproven"),  # each method's adapter is loaded again in tests/runtime/test_replay.py
+    pytest.mark.usefixtures("unproven"),  # each method's adapter is loaded again in tests/runtime/loop/test_replay.py
 ]
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import save_file
 
-import rewards
+import genrl_rewards
 from genrl.config import Model
 from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import Evaluated, spread
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_drawing(folder: Path, pipe: Any) ->
     with pytest.raises(ValueError, match=message):
         evaluate_pipeline(pipe, [Prompt("a")], plain({}), arguments={"num_inferense_steps": 3})
     (folder / "wants.py").write_text("def wants(images, colour):\n    return [0.0] * len(images)\n")
-    scorers = plain({"wants": rewards.load(f"{folder}/wants.py:wants")})
+    scorers = plain({"wants": genrl_rewards.load(f"{folder}/wants.py:wants")})
     for rows in ([Prompt("a", {"shape": 1})], [Prompt("a", {"colour": 1}), Prompt("b", {"shape": 1})]):
         with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
             evaluate_pipeline(pipe, rows, scorers, arguments=ARGUMENTS)
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_before_drawing(folder: Path, pipe: Any) ->
 
 def test_evaluation_is_that_of_training(finished: Path, model: Path) -> None:
     """`genrl eval` of the untrained model gives row 0 of a run; with its adapter, the last row: averaged weights."""
-    scorers = plain({"brightness": rewards.load(f"{finished.parent}/rewards.py:brightness")})
+    scorers = plain({"brightness": genrl_rewards.load(f"{finished.parent}/rewards.py:brightness")})
     rows = [Prompt(text) for text in runs.HELD_OUT]
 
     def evaluated(lora: Path | None) -> dict[str, float]:
@@ -110,7 +110,7 @@ def test_evaluation_is_that_of_training(finished: Path, model: Path) -> None:
 
 
 def test_evaluation_keeps_some_pictures_and_parts_whatever_the_batch(folder: Path, pipe: Any) -> None:
-    scorers = plain({"redness": rewards.load(f"{folder}/rewards.py:redness")})
+    scorers = plain({"redness": genrl_rewards.load(f"{folder}/rewards.py:redness")})
     rows = [Prompt(f"{k} dogs") for k in range(6)]
 
     def evaluated(size: int, pictures: int) -> Evaluated:
@@ -130,7 +130,7 @@ def test_evaluation_keeps_some_pictures_and_parts_whatever_the_batch(folder: Pat
 
 def test_the_pipeline_has_its_own_number_of_steps(folder: Path, pipe: Any) -> None:
     """Where none is given: the default of the pipeline's call."""
-    scorers = plain({"brightness": rewards.load(f"{folder}/rewards.py:brightness")})
+    scorers = plain({"brightness": genrl_rewards.load(f"{folder}/rewards.py:brightness")})
     without = {name: value for name, value in ARGUMENTS.items() if name != "num_inference_steps"}
     default = inspect.signature(StableDiffusion3Pipeline.__call__).parameters["num_inference_steps"].default
     found, given, other = (

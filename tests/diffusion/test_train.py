@@ -18,9 +18,9 @@ from genrl.config import Config, load
 from genrl.diffusion import train as training
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.train import train
-from genrl.runtime import run as run_folder
-from genrl.runtime.guards import NonFiniteError, read_dump
-from genrl.runtime.run import Run
+from genrl.runtime.folder import run as run_folder
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from genrl.config.plugins import import_file
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
 from genrl.vlm.train import train
 from tests.vlm.methods.episodes import agent_runs
 

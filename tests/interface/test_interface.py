@@ -26,7 +26,7 @@ from genrl.config.method import KINDS, built_in
 from genrl.config.plugins import import_file
 from genrl.interface.objects import OURS
 from genrl.vla.data.lerobot_dataset import write_dataset
-from rewards.given import given, lending, take
+from genrl_rewards.given import given, lending, take
 from tests import hub_server
 from tests.run_folders import rows
 
@@ -169,7 +169,7 @@ def test_an_interrupted_run_returns_and_goes_on_with_its_objects_to_the_same_bit
 
 
 def test_the_command_line_goes_on_where_names_take_the_place_of_objects(trained: Path, tmp_path: Path) -> None:
-    from genrl.runtime.frame import train
+    from genrl.runtime.loop.frame import train
 
     again = Path(shutil.copytree(trained, tmp_path / "run"))
     code = tmp_path / "mine.py"

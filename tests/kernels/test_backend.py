@@ -16,7 +16,7 @@ from genrl.kernels.adaln import adaln
 from genrl.kernels.backend import choose
 from genrl.kernels.machine import KERNELS, summary
 from genrl.kernels.qk_norm_rope import qk_norm_rope
-from genrl.runtime.devices import without_cudnn_attention
+from genrl.runtime.weights.devices import without_cudnn_attention
 from tests.kernels.kernel_errors import needs_triton
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import rewards
+import genrl_rewards
 
 
-def scored(reward: rewards.Reward, **given: Any) -> rewards.Scores:
+def scored(reward: genrl_rewards.Reward, **given: Any) -> genrl_rewards.Scores:
     """Its scores; a failure is shown with its traceback."""
-    scores = rewards.score(reward, **given)
+    scores = genrl_rewards.score(reward, **given)
     assert not scores.failures, scores.failures[0].traceback
     return scores
 
@@ -20,4 +20,4 @@ def scored(reward: rewards.Reward, **given: Any) -> rewards.Scores:
 def refused(words: str, name: str, args: Mapping[str, Any] | None = None, **more: Any) -> None:
     """Loading this reward fails with this message."""
     with pytest.raises(ValueError, match=words):
-        rewards.load(name, dict(args or {}), **more)
+        genrl_rewards.load(name, dict(args or {}), **more)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from rewards.background import Background
+from genrl_rewards.background import Background
 
 
 @pytest.mark.parametrize("enabled", [True, False])

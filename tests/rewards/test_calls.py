@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import rewards
-from rewards.calls import Calls, digest
+import genrl_rewards
+from genrl_rewards.calls import Calls, digest
 from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -38,7 +38,7 @@ class Counting:
         self.moved.append("closed")
 
 
-def same(a: rewards.Scores, b: rewards.Scores) -> bool:
+def same(a: genrl_rewards.Scores, b: genrl_rewards.Scores) -> bool:
     return repr((a.values, a.parts)) == repr((b.values, b.parts))  # NaN equals NaN in print
 
 
@@ -46,11 +46,11 @@ def same(a: rewards.Scores, b: rewards.Scores) -> bool:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 4))
 def test_scores_are_those_of_the_plain_reward(rows: list[int], batch_size: int, cache: int) -> None:
     images, prompts = IMAGES[rows], [PROMPTS[r] for r in rows]
-    plain = rewards.score(Counting(), images=images, prompts=prompts)
+    plain = genrl_rewards.score(Counting(), images=images, prompts=prompts)
     inner = Counting()
     calls = Calls(inner, batch_size=batch_size, cache=cache)
     for _ in range(3):
-        assert same(rewards.score(calls, images=images, prompts=prompts), plain)
+        assert same(genrl_rewards.score(calls, images=images, prompts=prompts), plain)
     assert max(inner.sizes) <= batch_size
     if cache >= len(set(rows)):
         assert sum(inner.sizes) == len(set(rows)) == calls.misses and calls.hits == 3 * len(rows) - calls.misses
@@ -60,10 +60,10 @@ def test_pictures_and_references_are_cut_and_remembered() -> None:
     references = [Image.new("RGB", (2, 2), (k, 0, 0)) for k in range(6)]
     columns = {"reference_image": references, "style": PROMPTS}
     for reward in (plain_rewards.like, plain_rewards.eight_bit):
-        plain = rewards.score(reward, images=IMAGES, prompts=PROMPTS, columns=columns)
+        plain = genrl_rewards.score(reward, images=IMAGES, prompts=PROMPTS, columns=columns)
         calls = Calls(reward, batch_size=4, cache=10)
         for _ in range(2):
-            assert same(rewards.score(calls, images=IMAGES, prompts=PROMPTS, columns=columns), plain)
+            assert same(genrl_rewards.score(calls, images=IMAGES, prompts=PROMPTS, columns=columns), plain)
         assert calls.misses == 6
 
 
@@ -72,7 +72,7 @@ def test_the_oldest_sample_is_forgotten_first_and_no_score_is_never_kept() -> No
     calls = Calls(inner, cache=2)
 
     def ask(row: int, prompt: str = "a") -> None:
-        rewards.score(calls, images=IMAGES[row : row + 1], prompts=[prompt])
+        genrl_rewards.score(calls, images=IMAGES[row : row + 1], prompts=[prompt])
 
     for row in (0, 1, 0, 2, 0):  # 2 puts 1 out, not 0, which was used since
         ask(row)
@@ -109,8 +109,11 @@ def test_what_cannot_be_digested_or_cut_is_refused_and_all_else_reaches_the_rewa
             Calls(reward, batch_size=2)
     inner = Counting()
     calls = Calls(inner, batch_size=2)
-    rewards.move(calls, "meta")
-    rewards.close(calls)
-    assert inner.moved == ["meta", "closed"] and rewards.needs(calls) == rewards.needs(inner)
+    genrl_rewards.move(calls, "meta")
+    genrl_rewards.close(calls)
+    assert inner.moved == ["meta", "closed"] and genrl_rewards.needs(calls) == genrl_rewards.needs(inner)
     calls = Calls(plain_rewards.Moody(), cache=10)
-    assert [rewards.score(calls, images=IMAGES[:1], prompts=[mood]).failed for mood in ("raise", "fine")] == [1, 0]
+    assert [genrl_rewards.score(calls, images=IMAGES[:1], prompts=[mood]).failed for mood in ("raise", "fine")] == [
+        1,
+        0,
+    ]

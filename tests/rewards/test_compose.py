@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rewards import compose
-from rewards.compose import Component, Gate, Running
+from genrl_rewards import compose
+from genrl_rewards.compose import Component, Gate, Running
 
 NAN = math.nan
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])

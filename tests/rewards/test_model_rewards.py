@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import rewards
-from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
+import genrl_rewards
+from genrl_rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 from tests.rewards import tiny_blip, tiny_open_clip
 from tests.rewards.asking import refused, scored
 from tests.rewards.gradients import assert_gradients_agree
@@ -44,7 +44,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.scorers.preference.hpsv2.ARCHITECTURE", tiny_open_clip.NAME)
+    monkeypatch.setattr("genrl_rewards.scorers.preference.hpsv2.ARCHITECTURE", tiny_open_clip.NAME)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,11 +55,11 @@ def test_half_precision_gives_nearly_the_same_scores(
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     columns = {}
     if name == "dino":
-        rewards.to_pil(images[:1])[0].save(tmp_path / "r.png")
+        genrl_rewards.to_pil(images[:1])[0].save(tmp_path / "r.png")
         columns = {"reference_image": [str(tmp_path / "r.png")] * 2}
     found = {}
     for dtype in ("float32", "bfloat16"):
-        reward = rewards.load(name, arguments[name], dtype=dtype)
+        reward = genrl_rewards.load(name, arguments[name], dtype=dtype)
         scores = scored(reward, images=images, prompts=PROMPTS, columns=columns)
         found[dtype] = scores.values
     scale = 1 + max(map(abs, found["float32"]))
@@ -72,22 +72,24 @@ def test_half_precision_gives_nearly_the_same_scores(
 @pytest.mark.parametrize(("name", "within"), [*((name, 0.005) for name in NAMES[:4]), ("imagereward", 0.03)])
 def test_gradients_batches_and_videos(arguments: dict[str, dict[str, str]], name: str, within: float) -> None:
     """The two paths agree and reach the picture; a sample's company does not count; a video is its frames' mean."""
-    reward = rewards.load(name, arguments[name] | ({"scale": "over_26"} if name == "pickscore" else {}))
+    reward = genrl_rewards.load(name, arguments[name] | ({"scale": "over_26"} if name == "pickscore" else {}))
     images = torch.rand(2, 3, 41, 33, generator=torch.Generator().manual_seed(3))
     assert_gradients_agree(reward, images, PROMPTS, within=within)
-    together = rewards.score(reward, images=images, prompts=PROMPTS).values
-    alone = [rewards.score(reward, images=images[k : k + 1], prompts=PROMPTS[k : k + 1]).values[0] for k in range(2)]
+    together = genrl_rewards.score(reward, images=images, prompts=PROMPTS).values
+    alone = [
+        genrl_rewards.score(reward, images=images[k : k + 1], prompts=PROMPTS[k : k + 1]).values[0] for k in range(2)
+    ]
     assert together == pytest.approx(alone, abs=1e-5)
-    video = rewards.score(reward, images=torch.stack([images, images.flip(0)]), prompts=PROMPTS).values
+    video = genrl_rewards.score(reward, images=torch.stack([images, images.flip(0)]), prompts=PROMPTS).values
     for value, prompt in zip(video, PROMPTS, strict=True):
-        frames = rewards.score(reward, images=images, prompts=[prompt] * 2).values
+        frames = genrl_rewards.score(reward, images=images, prompts=[prompt] * 2).values
         assert value == pytest.approx(sum(frames) / 2, abs=1e-5)
 
 
 def test_the_logit_scale_is_not_rounded(arguments: dict[str, dict[str, str]]) -> None:
     """In bfloat16 ln 100 would give a scale of 98.9."""
     scale = [
-        rewards.load("pickscore", arguments["pickscore"] | {"dtype": dtype}).scorer.logit_scale
+        genrl_rewards.load("pickscore", arguments["pickscore"] | {"dtype": dtype}).scorer.logit_scale
         for dtype in ("float32", "bfloat16")
     ]
     assert scale[0] == scale[1]

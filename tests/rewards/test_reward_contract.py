@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from genrl.runtime.metrics import METRICS, document
-from rewards.contract import Failure
+import genrl_rewards
+from genrl.runtime.folder.metrics import METRICS, document
+from genrl_rewards.contract import Failure
 from tests.rewards.faults import PNG_BOMB
 
 IMAGES = torch.rand(3, 3, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -35,14 +35,14 @@ class Everything:
         return [self.bonus + w for w in weight]
 
 
-def score(reward: rewards.Reward, **changes: Any) -> rewards.Scores:
-    return rewards.score(reward, **{"images": IMAGES, "prompts": PROMPTS} | changes)
+def score(reward: genrl_rewards.Reward, **changes: Any) -> genrl_rewards.Scores:
+    return genrl_rewards.score(reward, **{"images": IMAGES, "prompts": PROMPTS} | changes)
 
 
 @pytest.mark.parametrize("reward", [Everything, Everything(), Everything().__call__])
 def test_parameter_names_are_the_declaration(reward: Any) -> None:
-    needed = rewards.needs(reward)
-    assert needed == rewards.Needs(("images", "pil_images", "prompts", "group", "style", "weight"))
+    needed = genrl_rewards.needs(reward)
+    assert needed == genrl_rewards.Needs(("images", "pil_images", "prompts", "group", "style", "weight"))
     assert needed.images and needed.prompts and needed.columns == ("style", "weight")
 
 
@@ -50,16 +50,21 @@ def test_functions_are_rewards_and_their_options_are_no_columns() -> None:
     def reward(prompts: list[str], strict: bool = False) -> list[float]:
         return [float(strict)] * len(prompts)
 
-    assert rewards.needs(reward).columns == rewards.needs(functools.partial(reward, strict=True)).columns == ()
+    assert (
+        genrl_rewards.needs(reward).columns == genrl_rewards.needs(functools.partial(reward, strict=True)).columns == ()
+    )
     assert score(functools.partial(reward, strict=True)).values == [1.0] * 3
-    assert rewards.needs(brightness) == rewards.Needs(("images",)) and rewards.needs(brightness).kind == "pointwise"
-    assert rewards.needs(lambda images, group: []).kind == "groupwise"
-    assert rewards.needs(lambda images, pairs: []).kind == "pairwise"
+    assert (
+        genrl_rewards.needs(brightness) == genrl_rewards.Needs(("images",))
+        and genrl_rewards.needs(brightness).kind == "pointwise"
+    )
+    assert genrl_rewards.needs(lambda images, group: []).kind == "groupwise"
+    assert genrl_rewards.needs(lambda images, pairs: []).kind == "pairwise"
     scores = score(brightness)
     assert scores.values == pytest.approx(IMAGES.mean((1, 2, 3)).tolist())
     assert scores.parts == {} and scores.failed == 0 and scores.unscored == 0
-    rewards.move(brightness, "meta")  # which it need not know
-    rewards.close(brightness)
+    genrl_rewards.move(brightness, "meta")  # which it need not know
+    genrl_rewards.close(brightness)
 
 
 def test_a_class_gets_what_it_declares() -> None:
@@ -74,7 +79,7 @@ def test_a_class_gets_what_it_declares() -> None:
 @pytest.mark.parametrize("reward", [lambda *images: [], lambda images, **rest: [], len])
 def test_a_signature_that_declares_nothing_is_refused(reward: Any) -> None:
     with pytest.raises(ValueError, match="does not say what it needs"):
-        rewards.needs(reward)
+        genrl_rewards.needs(reward)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +140,9 @@ def test_a_missing_column_names_reward_column_and_nearest() -> None:
         "Did you mean 'colours'?"
     )
     with pytest.raises(ValueError, match="has no columns besides the prompt"):
-        rewards.check_columns(mine, [])
+        genrl_rewards.check_columns(mine, [])
     with pytest.raises(ValueError, match="Did you mean 'images'"):
-        rewards.check_columns(lambda image: [], [])
+        genrl_rewards.check_columns(lambda image: [], [])
 
 
 def test_groups_and_rows_are_checked() -> None:
@@ -177,13 +182,13 @@ def test_memory_that_runs_out_and_an_interrupt_are_no_failed_rewards(raised: Bas
 
 def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
     first = Failure(4, "KeyError: 'style'", "Traceback: line 3, in mine")
-    rewards.check_failures("mine", 4, 20, first)
-    rewards.check_failures("mine", 0, 0, None)
-    with pytest.raises(rewards.RewardFailed, match="'mine' raised for 5 of 20 .*25%, at most 20%") as error:
-        rewards.check_failures("mine", 5, 20, first)
+    genrl_rewards.check_failures("mine", 4, 20, first)
+    genrl_rewards.check_failures("mine", 0, 0, None)
+    with pytest.raises(genrl_rewards.RewardFailed, match="'mine' raised for 5 of 20 .*25%, at most 20%") as error:
+        genrl_rewards.check_failures("mine", 5, 20, first)
     assert first.traceback in str(error.value)
-    with pytest.raises(rewards.RewardFailed, match="log of another process"):
-        rewards.check_failures("mine", 1, 20, None, limit=0.0)
+    with pytest.raises(genrl_rewards.RewardFailed, match="log of another process"):
+        genrl_rewards.check_failures("mine", 1, 20, None, limit=0.0)
 
 
 def test_rewards_run_in_float32_without_gradients_and_autocast() -> None:
@@ -206,10 +211,10 @@ def test_scores_do_not_depend_on_the_layout_in_memory() -> None:
 
 
 def test_rounding_clamps_and_rounds_half_to_even() -> None:
-    frames = rewards.to_pil(torch.rand(2, 5, 3, 4, 6))  # of videos
+    frames = genrl_rewards.to_pil(torch.rand(2, 5, 3, 4, 6))  # of videos
     assert [len(video) for video in frames] == [5, 5] and frames[0][0].size == (6, 4)
     levels = torch.tensor([-0.1, 0.5 / 255, 1.5 / 255, 1.003])
-    assert rewards.to_uint8(levels.expand(3, 1, 4)).reshape(-1, 3)[:, 0].tolist() == [0, 0, 2, 255]
+    assert genrl_rewards.to_uint8(levels.expand(3, 1, 4)).reshape(-1, 3)[:, 0].tolist() == [0, 0, 2, 255]
 
 
 def test_a_pairwise_reward_is_asked_of_every_ordered_pair_of_a_group() -> None:
@@ -221,7 +226,7 @@ def test_a_pairwise_reward_is_asked_of_every_ordered_pair_of_a_group() -> None:
         return [float(means[i] > means[j]) for i, j in pairs], {"place": [float(i) for i, _ in pairs]}
 
     images = torch.tensor([0.2, 0.9, 0.5, 0.1, 0.7]).view(5, 1, 1, 1).expand(5, 3, 4, 4)
-    scores = rewards.score(better, images=images, prompts=["a"] * 5, group=[7, 3, 7, 7, 9])
+    scores = genrl_rewards.score(better, images=images, prompts=["a"] * 5, group=[7, 3, 7, 7, 9])
     assert seen == [(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)]
     assert scores.values[0] == 0.5 and scores.values[2] == 1.0 and scores.values[3] == 0.0
     assert math.isnan(scores.values[1]) and math.isnan(scores.values[4])  # alone in their groups: nothing to compare
@@ -229,7 +234,7 @@ def test_a_pairwise_reward_is_asked_of_every_ordered_pair_of_a_group() -> None:
     some = score(lambda pairs: [1.0, None, None, None, 0.25, 0.75], group=[0, 0, 0])
     assert some.values[0] == 1.0 and math.isnan(some.values[1]) and some.values[2] == 0.5  # a mean of what there is
     with pytest.raises(ValueError, match="returned 5 numbers for 6 pairs; .*one per pair"):
-        rewards.score(lambda pairs: [1.0] * 5, images=images, prompts=["a"] * 5, group=[0, 0, 0, 1, 2])
+        genrl_rewards.score(lambda pairs: [1.0] * 5, images=images, prompts=["a"] * 5, group=[0, 0, 0, 1, 2])
 
 
 def test_a_row_is_checked_by_its_columns_without_pictures() -> None:
@@ -241,9 +246,9 @@ def test_a_row_is_checked_by_its_columns_without_pictures() -> None:
             if style != "flat":
                 raise ValueError(f"no style {style!r}")
 
-    rewards.check_row(Style(), {"style": "flat", "reference_image": "a.png"}, row="line 1")
+    genrl_rewards.check_row(Style(), {"style": "flat", "reference_image": "a.png"}, row="line 1")
     with pytest.raises(ValueError, match="^line 2: no style 'round'"):
-        rewards.check_row(Style(), {"style": "round", "reference_image": "a.png"}, row="line 2")
+        genrl_rewards.check_row(Style(), {"style": "round", "reference_image": "a.png"}, row="line 2")
 
 
 def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
@@ -256,12 +261,12 @@ def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
         assert [picture.mode for picture in reference_images] == ["RGB"] * 3 and source_images[0].size == (5, 4)
         return [float(picture.getpixel((0, 0))[0]) for picture in reference_images]
 
-    assert rewards.needs(mine).columns == ("reference_image", "source_image")
-    assert rewards.needs(mine).names == ("images", "reference_images", "source_images")
+    assert genrl_rewards.needs(mine).columns == ("reference_image", "source_image")
+    assert genrl_rewards.needs(mine).names == ("images", "reference_images", "source_images")
     columns = {"reference_image": paths, "source_image": [Image.open(path) for path in paths]}
     assert score(mine, columns=columns).values == [0.0, 40.0, 0.0]
     with pytest.raises(ValueError, match="asks for the column 'source_image'.*Did you mean"):
-        rewards.check_columns(mine, ["reference_image", "source_images"])
+        genrl_rewards.check_columns(mine, ["reference_image", "source_images"])
     (tmp_path / "1.png").write_bytes(b"not a picture")
     with pytest.raises(ValueError, match="1.png' cannot be read"):
         score(mine, columns={"reference_image": paths, "source_image": paths})
@@ -271,10 +276,10 @@ def test_pictures_that_cannot_be_shown_are_refused(tmp_path: Any) -> None:
     """Of too many pixels before they are decoded, of sixteen bits rather than cut to white."""
     (tmp_path / "bomb.png").write_bytes(PNG_BOMB)
     with pytest.raises(ValueError, match="bomb.png' cannot be read: "):
-        rewards.open_picture(tmp_path / "bomb.png")
+        genrl_rewards.open_picture(tmp_path / "bomb.png")
     Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(ValueError, match="deep.png' cannot be read: its pixels have more than 8 bits"):
-        rewards.open_picture(tmp_path / "deep.png")
+        genrl_rewards.open_picture(tmp_path / "deep.png")
 
 
 def test_gradients_reach_the_images_of_a_differentiable_reward() -> None:
@@ -284,10 +289,10 @@ def test_gradients_reach_the_images_of_a_differentiable_reward() -> None:
         def __call__(self, images: torch.Tensor) -> torch.Tensor:
             return images.mean((1, 2, 3))
 
-    assert rewards.needs(Bright()).gradients and not rewards.needs(brightness).gradients
+    assert genrl_rewards.needs(Bright()).gradients and not genrl_rewards.needs(brightness).gradients
     images = IMAGES.clone().requires_grad_()
     with torch.no_grad():
-        scores = rewards.score_with_gradients(Bright(), images=images, prompts=PROMPTS)
+        scores = genrl_rewards.score_with_gradients(Bright(), images=images, prompts=PROMPTS)
     scores.sum().backward()
     assert torch.equal(images.grad, torch.full_like(images, 1 / images[0].numel()))
     assert score(Bright()).values == scores.tolist()
@@ -307,19 +312,19 @@ def test_gradients_reach_the_images_of_a_differentiable_reward() -> None:
 def test_a_reward_without_gradients_says_so(returned: Any, declared: bool, words: str) -> None:
     returned.differentiable = declared
     with pytest.raises(ValueError, match=words):
-        rewards.score_with_gradients(returned, images=IMAGES.clone().requires_grad_(), prompts=PROMPTS)
+        genrl_rewards.score_with_gradients(returned, images=IMAGES.clone().requires_grad_(), prompts=PROMPTS)
 
 
 def test_a_reward_can_stop_the_run() -> None:
     def gone(prompts: list[str]) -> list[float]:
-        raise rewards.RewardFailed("the server is gone")
+        raise genrl_rewards.RewardFailed("the server is gone")
 
     (failure,) = score(gone).failures
     assert failure.fatal
-    kept = rewards.first_failure([Failure(1, "other", ""), failure])
-    assert kept is failure and rewards.first_failure([]) is None
-    with pytest.raises(rewards.RewardFailed, match="'mine': the server is gone"):
-        rewards.check_failures("mine", 1, 1000, kept)
+    kept = genrl_rewards.first_failure([Failure(1, "other", ""), failure])
+    assert kept is failure and genrl_rewards.first_failure([]) is None
+    with pytest.raises(genrl_rewards.RewardFailed, match="'mine': the server is gone"):
+        genrl_rewards.check_failures("mine", 1, 1000, kept)
 
 
 def test_what_a_reward_edits_in_place_is_its_own() -> None:
@@ -338,14 +343,14 @@ def test_what_a_reward_edits_in_place_is_its_own() -> None:
     images = torch.rand(3, 3, 4, 4)
     before = images.clone()
     for reward in (by_torch, by_numpy, of_pictures):
-        assert not rewards.score(reward, images=images, prompts=["a", "b", "c"]).failures
+        assert not genrl_rewards.score(reward, images=images, prompts=["a", "b", "c"]).failures
         assert torch.equal(images, before)
 
 
 def test_a_picture_that_is_not_finite_has_no_score_alone_or_in_pairs() -> None:
     images = torch.rand(3, 3, 4, 4)
     images[1, 0, 0, 0] = math.nan
-    alone = rewards.score(lambda images: [0.0, 0.0, 1.0], images=images, prompts=["a", "b", "c"])
-    pairs = rewards.score(lambda pairs: [1.0] * len(pairs), images=images, prompts=["a"] * 3, group=[0, 0, 0])
+    alone = genrl_rewards.score(lambda images: [0.0, 0.0, 1.0], images=images, prompts=["a", "b", "c"])
+    pairs = genrl_rewards.score(lambda pairs: [1.0] * len(pairs), images=images, prompts=["a"] * 3, group=[0, 0, 0])
     assert [math.isnan(value) for value in alone.values] == [False, True, False]
     assert [math.isnan(value) for value in pairs.values] == [False, True, False]

@@ -12,12 +12,12 @@ import pytest
 import torch
 import yaml
 
-import rewards
+import genrl_rewards
 from genrl.config import Config
-from rewards.built_in import BUILT_IN
-from rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
-from rewards.scorers.preference.pickscore import SCALES as PICK_SCALES
-from rewards.scorers.texts.ocr import VARIANTS
+from genrl_rewards.built_in import BUILT_IN
+from genrl_rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
+from genrl_rewards.scorers.preference.pickscore import SCALES as PICK_SCALES
+from genrl_rewards.scorers.texts.ocr import VARIANTS
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -33,10 +33,10 @@ def test_the_example_in_the_page_is_the_file(root: Path) -> None:
 def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     (entry,) = yaml.safe_load(blocks(root / "docs" / "rewards.md", "yaml")[0])["rewards"]
-    reward = rewards.load(entry["name"])
+    reward = genrl_rewards.load(entry["name"])
     images = torch.zeros(3, 3, 8, 8)
     images[0, 0], images[1, 2] = 1, 1
-    scores = rewards.score(reward, images=images, prompts=["a fire", "a fire", "a blue sea"])
+    scores = genrl_rewards.score(reward, images=images, prompts=["a fire", "a fire", "a blue sea"])
     assert scores.values[:2] == [1.0, 0.0] and math.isnan(scores.values[2]) and scores.failed == 0
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
-from genrl.config.files import declared_columns
-from rewards import loading
+import genrl_rewards
+from genrl.diffusion.config.files import declared_columns
+from genrl_rewards import loading
 from tests.rewards.asking import refused, scored
 
 MINE = '''
@@ -56,49 +56,50 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mine.py"
 
 
-def values(reward: rewards.Reward) -> list[float]:
+def values(reward: genrl_rewards.Reward) -> list[float]:
     scores = scored(reward, images=torch.zeros(2, 3, 4, 4), prompts=["a", "b"])
     return scores.values
 
 
 def test_nothing_imports_torch_until_a_reward_is_loaded(mine: str) -> None:
     code = (
-        "import sys, rewards; rewards.listing(); rewards.resolve('pickscore'); rewards.resolve('mine.py:dark');"
+        "import sys; from genrl_rewards import listing, resolve; listing()\n"
+        "resolve('pickscore'); resolve('mine.py:dark')\n"
         "assert not {'torch', 'transformers', 'rapidocr'} & set(sys.modules), sorted(sys.modules)"
     )
-    root = str(Path(rewards.__file__).parents[1])
+    root = str(Path(genrl_rewards.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": root}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_listing_says_what_a_reward_takes() -> None:
     """As its signature does, and as it is read without an import."""
-    listed = rewards.listing()
+    listed = genrl_rewards.listing()
     assert {"shapes", "ocr", "clipscore", "pickscore"} <= {row.name for row in listed}
     for row in listed:
-        origin = rewards.resolve(row.name)
+        origin = genrl_rewards.resolve(row.name)
         assert origin.name == row.name and (row.doc or row.origin != "built-in")
         if row.origin == "built-in":
             reward = vars(importlib.import_module(origin.where))[origin.attribute]
             assert callable(reward) and reward.__doc__
             if not loading.BUILT_IN[row.name].needs:  # it does not depend on its args
-                assert set(row.needs.split(", ")) == set(rewards.needs(reward).names)
-                assert declared_columns(origin) == rewards.needs(reward).columns
+                assert set(row.needs.split(", ")) == set(genrl_rewards.needs(reward).names)
+                assert declared_columns(origin) == genrl_rewards.needs(reward).columns
 
 
 def test_functions_and_classes_of_a_file(mine: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="rewards.loading"):
-        assert values(rewards.load(f"{mine}:dark")) == [1.0, 1.0]
+    with caplog.at_level(logging.INFO, logger="genrl_rewards.loading"):
+        assert values(genrl_rewards.load(f"{mine}:dark")) == [1.0, 1.0]
     assert hashlib.sha256(MINE.encode()).hexdigest() in caplog.text and "mine.py" in caplog.text
-    assert values(rewards.load(f"{mine}:dark", {"strength": 0.25})) == [0.25, 0.25]
-    assert values(rewards.load(f"{mine}:half")) == [0.5, 0.5]
-    assert values(rewards.load(f"{mine}:fallback")) == [0.0, 0.0]
-    style = rewards.load(f"{mine}:Style", {"style": "oil"}, device="meta")
+    assert values(genrl_rewards.load(f"{mine}:dark", {"strength": 0.25})) == [0.25, 0.25]
+    assert values(genrl_rewards.load(f"{mine}:half")) == [0.5, 0.5]
+    assert values(genrl_rewards.load(f"{mine}:fallback")) == [0.0, 0.0]
+    style = genrl_rewards.load(f"{mine}:Style", {"style": "oil"}, device="meta")
     assert (style.style, style.device) == ("oil", "meta") and values(style) == [2.0, 2.0]
-    assert rewards.load(f"{mine}:Style", {"style": "oil", "device": "cpu"}, device="meta").device == "cpu"
+    assert genrl_rewards.load(f"{mine}:Style", {"style": "oil", "device": "cpu"}, device="meta").device == "cpu"
     Path("mine.py").write_text("import no_such_module\ndef dark(images): return []\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):  # the user's error
-        rewards.load("mine.py:dark")
+        genrl_rewards.load("mine.py:dark")
 
 
 def test_dtype_is_handed_on_or_refused(mine: str) -> None:
@@ -106,12 +107,12 @@ def test_dtype_is_handed_on_or_refused(mine: str) -> None:
         "class Typed:\n    def __init__(self, dtype='float32'):\n        self.dtype = dtype\n"
         "    def __call__(self, images):\n        return [0.0] * len(images)\n"
     )
-    assert rewards.load("typed.py:Typed").dtype == "float32"
-    assert rewards.load("typed.py:Typed", dtype="bfloat16").dtype == "bfloat16"
-    assert rewards.load("typed.py:Typed", {"dtype": "float16"}, dtype="bfloat16").dtype == "float16"
+    assert genrl_rewards.load("typed.py:Typed").dtype == "float32"
+    assert genrl_rewards.load("typed.py:Typed", dtype="bfloat16").dtype == "bfloat16"
+    assert genrl_rewards.load("typed.py:Typed", {"dtype": "float16"}, dtype="bfloat16").dtype == "float16"
     for name in (f"{mine}:dark", f"{mine}:Style"):
         with pytest.raises(ValueError, match="cannot be run in bfloat16.*no parameter `dtype`"):
-            rewards.load(name, {"style": "oil"} if "Style" in name else {}, dtype="bfloat16")
+            genrl_rewards.load(name, {"style": "oil"} if "Style" in name else {}, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -154,11 +155,11 @@ def test_installed_entry_points_are_rewards(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "style_pack.py").write_text(MINE)
     install(tmp_path, "style-pack", "oil = style_pack:Style\ngone = style_pack:Styel")
-    (row,) = (row for row in rewards.listing() if row.name == "oil")
+    (row,) = (row for row in genrl_rewards.listing() if row.name == "oil")
     assert (row.needs, row.range, row.doc) == ("prompts", "0 to 9", "How oily it is.")
-    assert rewards.resolve("oil") == rewards.Origin("oil", "entry point", "style_pack", "Style")
-    assert ("oil", "entry point of style-pack") in [(row.name, row.origin) for row in rewards.listing()]
-    assert values(rewards.load("oil", {"style": "oil"})) == [2.0, 2.0]
+    assert genrl_rewards.resolve("oil") == genrl_rewards.Origin("oil", "entry point", "style_pack", "Style")
+    assert ("oil", "entry point of style-pack") in [(row.name, row.origin) for row in genrl_rewards.listing()]
+    assert values(genrl_rewards.load("oil", {"style": "oil"})) == [2.0, 2.0]
     refused("style_pack has no 'Styel'. Did you mean 'Style'", "gone")
 
 
@@ -168,4 +169,4 @@ def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     install(tmp_path, "second", "oil = second:Style")
     for name, words in (("oil", "by .*first.* and by .*second"), ("ocr", "by .*first.* and by genrl itself")):
         with pytest.raises(ValueError, match=f"'{name}' is claimed {words}"):
-            rewards.resolve(name)
+            genrl_rewards.resolve(name)

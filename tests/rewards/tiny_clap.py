@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.models.checkpoints import transformers
+from genrl_rewards.models.checkpoints import transformers
 from tests.rewards.tiny_clip import byte_symbols
 
 RATE, SECONDS = 800, 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.models.checkpoints import transformers  # it makes transformers importable beside any torchvision
+from genrl_rewards.models.checkpoints import transformers  # it makes transformers importable beside any torchvision
 
 SIDE = 16
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()
 open_clip = pytest.importorskip("open_clip", reason="the extra is not installed: pip install 'genrl-diffusion[clip]'")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.models.checkpoints import transformers
+from genrl_rewards.models.checkpoints import transformers
 
 WIDTH, PATCH = 16, 14
 OLD_NAMES = {  # as transformers 4 wrote them, when the published file was made

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from PIL.Image import Image
 
-from rewards.scorers.judges.vlm import LocalVLM
+from genrl_rewards.scorers.judges.vlm import LocalVLM
 from tests.rewards.tiny_clip import byte_symbols  # first: it makes transformers importable beside any torchvision
 
 from transformers import (  # isort: skip

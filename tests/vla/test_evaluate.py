@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.runtime.intervals import wilson
-from genrl.runtime.metrics import document
-from genrl.runtime.progress import Progress
+from genrl.playground.minitable import INSTRUCTIONS, TOUCH
+from genrl.runtime.folder.metrics import document
+from genrl.runtime.loop.progress import Progress
+from genrl.runtime.show.intervals import wilson
 from genrl.vla import train
 from genrl.vla.data.videos import Clip
 from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, success_rates
@@ -25,7 +26,6 @@ from genrl.vla.rollout.sampling import Acting, Diffusion, FlowSteps, Frozen, act
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.minitable import INSTRUCTIONS, TOUCH
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder
 from tests.vla.published_runs import STATE3

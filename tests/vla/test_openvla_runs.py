@@ -10,7 +10,7 @@ import torch
 
 from genrl.cli.folders import is_policy
 from genrl.config import ConfigError, VLAConfig, check_files
-from genrl.runtime.progress import Progress
+from genrl.runtime.loop.progress import Progress
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import TOKENS

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from genrl.config import load
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.progress import Progress
 from genrl.vla.train import open_policy, train
 from tests.vla import vla_ranks, vla_runs
 

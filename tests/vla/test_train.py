@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, load
-from genrl.runtime.loop import Loop
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.loop import Loop
 from genrl.vla.methods import gae
 from genrl.vla.run import VLARun
 from genrl.vla.setup import load_trained

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from genrl.playground.minitable import INSTRUCTIONS, PUT, demonstrate, task
 from genrl.vla.data.demonstrations import minitable_frames
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, NoiseHead, vocabulary
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
-from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, demonstrate, task
 
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from genrl.config import VLMConfig, load
-from genrl.runtime import checkpoint
+from genrl.runtime.folder import checkpoint
 from tests.run_folders import last_state
 from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.policies.test_token_policy import picture

@@ -14,8 +14,8 @@ from genrl.vlm.collect import Rule, collect
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
-from rewards.failures import RewardFailed
-from rewards.scorers.texts.verifiable import exact
+from genrl_rewards.failures import RewardFailed
+from genrl_rewards.scorers.texts.verifiable import exact
 from tests.cli.commands import run, words
 from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints, vlm_runs

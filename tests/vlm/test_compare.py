@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from genrl.config import dump
-from genrl.runtime.compare.page import Page, key_path
+from genrl.runtime.show.compare.page import Page, key_path
 from genrl.vlm.compare import compare
 from genrl.vlm.train import train
-from rewards.scorers.texts.tunes import sound_quality
+from genrl_rewards.scorers.texts.tunes import sound_quality
 from tests.cli import commands
-from tests.runtime.compare import pages
+from tests.runtime.show.compare import pages
 from tests.vlm import vlm_runs
 from tests.vlm.test_sequence_training import ASSETS, config
 

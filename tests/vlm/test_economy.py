@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genrl.config import VLMConfig
-from genrl.runtime import economy
+from genrl.runtime.loop import economy
 from genrl.vlm.rollout.rollout import totals
 from tests.vlm import vlm_runs
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import rewards
+import genrl_rewards
 from genrl.cli.app import app
 from genrl.config import load
 from genrl.config.errors import ConfigError
-from genrl.runtime.compare.media import as_wav
+from genrl.runtime.show.compare.media import as_wav
 from genrl.vlm.common import Headed
 from genrl.vlm.methods.music_preference import train as music_preference
 from genrl.vlm.methods.music_preference.train import loss, piece, recorded
@@ -26,8 +26,8 @@ from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.train import train
-from rewards.models.checkpoints import transformers
-from rewards.models.musicgen import MusicgenReward, read_wav, with_reward_head
+from genrl_rewards.models.checkpoints import transformers
+from genrl_rewards.models.musicgen import MusicgenReward, read_wav, with_reward_head
 from tests.rewards.tiny_clap import save_tiny_clap
 from tests.run_folders import rows
 from tests.vlm import tiny_musicgen, vlm_runs
@@ -165,7 +165,7 @@ class TestRewardModel:
         moved = {name.split(".")[0] for name in before if not torch.equal(before[name], weights[name])}
         assert moved == {"decoder", "enc_to_dec_proj"} and bool((weights["reward_head.weight"] != 0).all())
         # as a reward: the score of a sound is that of the codes which EnCodec hears in it
-        reward = rewards.load("music_preference", {"model": str(whole / "model")})
+        reward = genrl_rewards.load("music_preference", {"model": str(whole / "model")})
         held = with_reward_head(str(whole / "model"))
         sounds = [torch.randn(frames * tiny_musicgen.FRAME) / 3 for frames in (5, 3)]
         scores = reward(sounds, [tiny_musicgen.RATE] * 2, ["a low tune", "a tune"])

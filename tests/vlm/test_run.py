@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, load
-from genrl.runtime import checkpoint
-from genrl.runtime.loop import Loop
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.loop import Loop
 from genrl.vlm.evaluate import judge
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy

@@ -52,8 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "task": {"name": "tunes"},
         "generation": {**GROUPS, "max_new_tokens": 11, "temperature": 0.99},
         "rewards": [
-            {"name": "rewards/scorers/texts/tunes.py:text_fit"},
-            {"name": "rewards/scorers/texts/tunes.py:sound_quality"},
+            {"name": "rewards/genrl_rewards/scorers/texts/tunes.py:text_fit"},
+            {"name": "rewards/genrl_rewards/scorers/texts/tunes.py:sound_quality"},
         ],
     },
 }

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from genrl.runtime import checkpoint
+from genrl.runtime.folder import checkpoint
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy
 from tests import opened as opening

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config.files import check_files
+from genrl.diffusion.config.files import check_files
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.rollout import Answers, order, sample
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
-from rewards.scorers.texts.verifiable import answer_in
+from genrl_rewards.scorers.texts.verifiable import answer_in
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.models.checkpoints import transformers
+from genrl_rewards.models.checkpoints import transformers
 
 CODES, RATE, FRAME = 8, 800, 40
 WORDS = ("a", "low", "high", "rising", "falling", "steady", "tune")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 START = '''"""A torchvision for GPUs is imported beside a torch for CPUs, also in the processes that vLLM starts."""
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()
 '''

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from genrl.config import VLMConfig, load
-from genrl.runtime.process import Process
-from genrl.runtime.sharding import whole
+from genrl.runtime.loop.process import Process
+from genrl.runtime.weights.sharding import whole
 from genrl.vlm import train as kind
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.run import AnswersRun

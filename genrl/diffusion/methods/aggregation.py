@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from genrl.config.diffusion_method import FileFinding
 from genrl.config.method import Finding
+from genrl.diffusion.config.method import FileFinding
 from genrl.diffusion.methods.layout import Tree
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
     from genrl.data.prompts import Prompt
+    from genrl.diffusion.config.schema import Config
 
 
 def sum_of_tree(tree: Tree | None, key: str) -> Iterator[Finding]:

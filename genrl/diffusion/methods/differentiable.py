@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.diffusion_method import DiffusionMethod
 from genrl.config.method import Finding
+from genrl.diffusion.config.method import DiffusionMethod
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 
 class Differentiating(DiffusionMethod):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import rewards
+import genrl_rewards
 from genrl.config import Config
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
@@ -17,8 +17,8 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.recorded import Recorded
-from rewards.calls import inner
+from genrl.runtime.loop.recorded import Recorded
+from genrl_rewards.calls import inner
 
 
 class RewardGradient(NamedTuple):
@@ -35,7 +35,7 @@ class RewardGradient(NamedTuple):
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     """Raise ValueError, naming the key, where a reward that is trained on has no gradients.
 
-    Of what is loaded; what the source of a reward declares is checked with the files (`genrl.config.files`).
+    Of what is loaded; what the source of a reward declares is checked with the files (`genrl.diffusion.config.files`).
     """
     fit = [label for label, reward in scorers.rewards.items() if _fits(reward)]
     for index, label in enumerate(config.reward_labels):
@@ -105,13 +105,15 @@ def _total(
     total = torch.zeros(1, device=images.device)
     for label, weight in weights.items():
         reward = inner(run.scorers.rewards[label])
-        scores = rewards.score_with_gradients(reward, images=images, prompts=one.prompts, columns=columns, name=label)
+        scores = genrl_rewards.score_with_gradients(
+            reward, images=images, prompts=one.prompts, columns=columns, name=label
+        )
         total = total + weight * scores.to(total)
     return total
 
 
-def _fits(reward: rewards.Reward) -> bool:
-    needed = rewards.needs(inner(reward))
+def _fits(reward: genrl_rewards.Reward) -> bool:
+    needed = genrl_rewards.needs(inner(reward))
     return needed.gradients and needed.images and needed.kind == "pointwise"
 
 

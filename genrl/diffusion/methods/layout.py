@@ -23,7 +23,7 @@ from genrl.mdp.windows import (
 )
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, Sampling
+    from genrl.diffusion.config.schema import Config, Sampling
 
 RANDOM = ("random", "geometric")  # schedules whose windows are placed at random
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.diffusion_method import AdvantageScale, Calls, Guided, Updating
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Positive
+from genrl.diffusion.config.method import AdvantageScale, Calls, Guided, Updating
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 FORWARD_ERROR = {
     "forward/error": MetricDoc(

@@ -26,7 +26,7 @@ from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.groups import best_and_worst
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.objectives.preferences.preference import diffusion_dpo_loss
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 REFRESHED = "refreshed_reference"
 

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import (
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Flag, NonNegative, Positive
+from genrl.diffusion.config.kernels import Kernel
+from genrl.diffusion.config.method import (
     AdvantageScale,
     Calls,
     GuidanceInTraining,
@@ -19,16 +22,13 @@ from genrl.config.diffusion_method import (
     in_pieces,
     too_few_steps,
 )
-from genrl.config.kernels import Kernel
-from genrl.config.method import Finding, MetricDoc
-from genrl.config.section import Flag, NonNegative, Positive
 from genrl.diffusion.methods.layout import RANDOM, Layout, Round, Window, most_micro_batches, roots_together, rounds_of
 from genrl.diffusion.methods.layout_rules import layout_problems
 from genrl.diffusion.methods.layout_text import rounds_text, window_text
 from genrl.diffusion.methods.stochastic import Stochastic
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.diffusion_method import Calls, GuidanceInTraining, Guided, Updating
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive
+from genrl.diffusion.config.method import Calls, GuidanceInTraining, Guided, Updating
 from genrl.diffusion.methods.matching import FORWARD_ERROR, matching_calls
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 METRICS = {
     "preference/pairs": MetricDoc(

@@ -11,7 +11,7 @@ from torch import Tensor
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Replayed, Trajectory
 from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 Tensors = dict[str, Tensor]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.diffusion_method import Calls, DiffusionMethod, Guided, too_few_steps
-from genrl.config.kernels import Kernel, kernel_problem, noise_problem
 from genrl.config.method import Finding
 from genrl.config.section import NonNegative
+from genrl.diffusion.config.kernels import Kernel, kernel_problem, noise_problem
+from genrl.diffusion.config.method import Calls, DiffusionMethod, Guided, too_few_steps
 from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 
 class Stochastic(DiffusionMethod):

@@ -39,7 +39,7 @@ from genrl.objectives.surrogates.policy_losses import (
     kl_x_prediction,
     staleness_weight,
 )
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 Results = dict[str, Tensor]
 REFERENCE = {"gaussian": "mean", "gaussian_dt": "mean", "mean_square": "mean", "k2": "log_prob"}

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from genrl.config.diffusion_method import Updating
+from genrl.diffusion.config.method import Updating
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.steps import Tensors
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 Loss = Callable[[Any, Policy, Recorded], Tensors]
 """(settings, policy, what was recorded) -> "loss" [B], metrics by name, and the model's output."""

@@ -16,7 +16,7 @@ from diffusers import ContextParallelConfig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from genrl.config.context_rules import DIVIDED, KEY
+from genrl.diffusion.config.context_rules import DIVIDED, KEY
 from genrl.diffusion.policy.adapters import quiet_loading
 
 

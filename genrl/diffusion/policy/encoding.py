@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genrl.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.memory_rules import is_text_encoder
 from genrl.diffusion.policy.encoding_store import Store
-from genrl.runtime.devices import empty_cache
+from genrl.runtime.weights.devices import empty_cache
 
 Fetch = Callable[[], None]
 Encode = Callable[[dict[str, Any]], Any]

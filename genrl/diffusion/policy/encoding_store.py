@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl.config import Config
-from genrl.config.files import model_folder
-from genrl.config.memory_rules import is_text_encoder, quantized
+from genrl.diffusion.config.files import model_folder
+from genrl.diffusion.config.memory_rules import is_text_encoder, quantized
 
 GB = 10**9
 

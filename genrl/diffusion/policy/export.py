@@ -41,11 +41,11 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments
-from genrl.runtime import checkpoint
-from genrl.runtime.cards import THIS_FOLDER, as_code
-from genrl.runtime.cards import table as table_of
-from genrl.runtime.run import Run, read_metrics, write_atomic
-from genrl.runtime.weights import result
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.cards import THIS_FOLDER, as_code
+from genrl.runtime.folder.cards import table as table_of
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.runtime.weights.weights import result
 
 _RELOADED = "genrl_reloaded"
 

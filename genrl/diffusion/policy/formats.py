@@ -26,7 +26,7 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.runtime.devices import default_device
+from genrl.runtime.weights.devices import default_device
 
 Form = Literal["diffusers", "kohya", "comfyui"]
 KNOWN_TO_COMFYUI = (

@@ -15,13 +15,13 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from genrl.config import Model, Sampling
-from genrl.config.combinations import OURS
-from genrl.config.memory_rules import is_text_encoder
-from genrl.config.pipeline_classes import is_flow_scheduler, scheduler_problems
+from genrl.diffusion.config.combinations import OURS
+from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file
-from rewards.given import is_given, take
+from genrl_rewards.given import is_given, take
 
 
 def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from genrl.config.memory_rules import DENOISERS
-from genrl.config.pipeline_classes import source_of
+from genrl.diffusion.config.memory_rules import DENOISERS
+from genrl.diffusion.config.pipeline_classes import source_of
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls
 from genrl.diffusion.policy.encoding import memoise_encode_prompt

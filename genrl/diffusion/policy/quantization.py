@@ -9,8 +9,8 @@ from diffusers import DiffusionPipeline
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 
 from genrl.config import Model
-from genrl.config.memory_rules import missing_components, missing_packages, quantized
-from genrl.runtime.quantization import quantization_config
+from genrl.diffusion.config.memory_rules import missing_components, missing_packages, quantized
+from genrl.runtime.weights.quantization import quantization_config
 
 
 def quantization(model: Model) -> PipelineQuantizationConfig | None:

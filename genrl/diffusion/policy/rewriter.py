@@ -28,12 +28,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from genrl.config.rewriter import Rewriter as RewriterSettings
+from genrl.diffusion.config.rewriter import Rewriter as RewriterSettings
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.prompt_rl import completion_mask
-from genrl.runtime.low_rank import adapted
-from genrl.runtime.run import write_atomic
-from rewards.scorers.judges.vlm import Inputs, LocalVLM, sees
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.weights.low_rank import adapted
+from genrl_rewards.scorers.judges.vlm import Inputs, LocalVLM, sees
 
 SETTINGS = "rewriter.json"
 TAGS = ("<answer>", "</answer>")

@@ -23,7 +23,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from genrl.config.pipeline_classes import CONSISTENCY, NOT_DDIM
+from genrl.diffusion.config.pipeline_classes import CONSISTENCY, NOT_DDIM
 from genrl.mdp.kernels import PredictionType
 
 Parametrisation = Literal["flow", "diffusion"]

@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from genrl.config import Model
 from genrl.config.folders import is_gguf
-from genrl.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.policy.interfaces import Pipeline
 
 

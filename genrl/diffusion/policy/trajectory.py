@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config.kernels import find_kernel
+from genrl.diffusion.config.kernels import find_kernel
 from genrl.diffusion.policy.scheduler import PolicyHead, Step
 from genrl.mdp import kernels
 from genrl.mdp.kernels import Transition
@@ -88,7 +88,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Which Gaussian transition a stochastic step is, by name (`genrl.config.kernels`), and its noise level (a or eta).
+    """Which Gaussian transition a stochastic step is, by name (`genrl.diffusion.config.kernels`), and its noise level
+    (a or eta).
 
     Raises ValueError for a name that is none, and for what a kernel from outside returns if it is no transition.
     """

@@ -15,9 +15,9 @@ from torch import nn
 from genrl.config import LoRA
 from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with, encoders_of
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.runtime.low_rank import in_input_precision
-from genrl.runtime.sharding import Sharding, in_step, shard
-from genrl.runtime.weights import Weights
+from genrl.runtime.weights.low_rank import in_input_precision
+from genrl.runtime.weights.sharding import Sharding, in_step, shard
+from genrl.runtime.weights.weights import Weights
 
 
 def trainable(

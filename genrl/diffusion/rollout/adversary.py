@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.data.preferences import as_tensor
 from genrl.data.references import References
 from genrl.diffusion.rollout.rollout import Rollouts, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, plain, score
 from genrl.mdp.noise import generator
-from genrl.runtime import checkpoint, state
-from genrl.runtime.run import Run
-from rewards.calls import inner
-from rewards.scorers.preference.adversary import Trainable, check_trainable
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
+from genrl.runtime.weights import state
+from genrl_rewards.calls import inner
+from genrl_rewards.scorers.preference.adversary import Trainable, check_trainable
 
 if TYPE_CHECKING:
     from genrl.diffusion.run import DiffusionRun
@@ -38,7 +39,7 @@ class Pairs(NamedTuple):
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
     """Label and object of the one trainable reward. ValueError for none, several, an incomplete or an offloaded one."""
     plain_rewards = {label: inner(reward) for label, reward in scorers.rewards.items()}
-    found = [label for label, reward in plain_rewards.items() if rewards.is_trainable(reward)]
+    found = [label for label, reward in plain_rewards.items() if genrl_rewards.is_trainable(reward)]
     if len(found) != 1:
         which = f"found {', '.join(found)}; keep one" if found else "found none; add {name: dino_adversary, ...}"
         raise ValueError(f"rewards: one reward is trained beside the model (docs/adv_grpo.md), {which}")

@@ -15,7 +15,7 @@ from genrl.config import Config
 from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, Sheet, Worker, drawn_and_scored, gathered
 from genrl.diffusion.rollout.scoring import Scorers, Scoring
-from rewards.compose import Running
+from genrl_rewards.compose import Running
 
 POLL_S = 0.2
 """How long this thread sleeps without looking at signals."""

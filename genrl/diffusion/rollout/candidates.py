@@ -18,8 +18,8 @@ from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import Scoring
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
-from rewards import compose
-from rewards.compose import Running
+from genrl_rewards import compose
+from genrl_rewards.compose import Running
 
 if TYPE_CHECKING:
     from genrl.diffusion.run import DiffusionRun

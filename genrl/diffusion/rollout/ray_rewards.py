@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import set_seed
 
-import rewards
+import genrl_rewards
 from genrl.config import Config
-from genrl.config.schema import Reward
-from genrl.runtime.ray_cluster import START_S, check_versions, connected, versions
-from rewards.contract import Scored, declare, read
-from rewards.failures import Failure, RewardFailed, catch
-from rewards.placing import open_reward
-from rewards.service.remote import Outage, ServerRaised
+from genrl.diffusion.config.schema import Reward
+from genrl.runtime.loop.ray_cluster import START_S, check_versions, connected, versions
+from genrl_rewards.contract import Scored, declare, read
+from genrl_rewards.failures import Failure, RewardFailed, catch
+from genrl_rewards.placing import open_reward
+from genrl_rewards.service.remote import Outage, ServerRaised
 
 FAILURES = 3
 """Actors lost in a row by one call, after which the run ends."""
@@ -33,8 +33,8 @@ POLL_S = 0.2
 """How long a call waits before it looks whether the run is to end."""
 
 
-def opened_for(settings: Reward, device: str, stopped: Callable[[], bool] = lambda: False) -> rewards.Reward:
-    """A reward as its section says, in this process; errors as of `rewards.placing.open_reward`."""
+def opened_for(settings: Reward, device: str, stopped: Callable[[], bool] = lambda: False) -> genrl_rewards.Reward:
+    """A reward as its section says, in this process; errors as of `genrl_rewards.placing.open_reward`."""
     return open_reward(
         settings.name,
         settings.args,
@@ -85,7 +85,7 @@ class RewardActor:
         if isinstance(opened, Failure):
             return Opened(versions(), {}, opened.error)
         self.rewards = opened
-        return Opened(versions(), {label: rewards.needs(reward).names for label, reward in opened.items()})
+        return Opened(versions(), {label: genrl_rewards.needs(reward).names for label, reward in opened.items()})
 
     def score(self, label: str, arguments: Mapping[str, Any]) -> Scored | Failure:
         """What the reward returns; as text what it raises, which may be of no class that the trainer knows."""
@@ -105,7 +105,7 @@ class Seat:
 
 class RewardPool:
     """`count` actors that score for this process. options: Ray's for each (`ray_cluster.room_for`); stopped: as of
-    `rewards.service.remote.Remote`.
+    `genrl_rewards.service.remote.Remote`.
 
     Raises ValueError where one cannot be started, or cannot open a reward.
     """

@@ -24,10 +24,10 @@ from genrl.config import Config
 from genrl.config.method import code_of
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker, finish
-from genrl.runtime.devices import use_tf32, without_cudnn_attention
-from genrl.runtime.frame import kind_of
-from genrl.runtime.ray_cluster import START_S, check_versions, connected, versions
-from genrl.runtime.weights import put_back
+from genrl.runtime.loop.frame import kind_of
+from genrl.runtime.loop.ray_cluster import START_S, check_versions, connected, versions
+from genrl.runtime.weights.devices import use_tf32, without_cudnn_attention
+from genrl.runtime.weights.weights import put_back
 
 FAILURES = 3
 """Actors lost in a row, for each seat, after which the run ends."""

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
@@ -31,9 +31,9 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
 from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
-from genrl.runtime.economy import NOTHING, Known, choose, looked_at
-from rewards import compose
-from rewards.compose import Running
+from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
+from genrl_rewards import compose
+from genrl_rewards.compose import Running
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def batch_inputs(columns: Mapping[str, str], rows: Sequence[Prompt]) -> dict[str
 
 @lru_cache(maxsize=256)
 def _picture(path: str) -> Image.Image:
-    return rewards.open_picture(path)
+    return genrl_rewards.open_picture(path)
 
 
 def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str) -> None:

@@ -21,36 +21,36 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.config import Config
 from genrl.data.prompts import Prompt
 from genrl.diffusion.rollout.ray_rewards import FarReward, RewardPool, opened_for
-from rewards.background import Background
-from rewards.calls import inner
-from rewards.compose import Component, Gate
-from rewards.contract import ChecksRows, Movable
-from rewards.service.isolation import Isolated
-from rewards.service.remote import Remote
+from genrl_rewards.background import Background
+from genrl_rewards.calls import inner
+from genrl_rewards.compose import Component, Gate
+from genrl_rewards.contract import ChecksRows, Movable
+from genrl_rewards.service.isolation import Isolated
+from genrl_rewards.service.remote import Remote
 
-Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
+Found = tuple[str, list[int], genrl_rewards.Scores]  # label, slots, their scores
 Pictures = TypeVar("Pictures")
 
 
-def check_rows(scorers: Mapping[str, rewards.Reward], rows: Sequence[Prompt], source: str) -> None:
+def check_rows(scorers: Mapping[str, genrl_rewards.Reward], rows: Sequence[Prompt], source: str) -> None:
     """Raise ValueError where a reward needs a column that some row lacks, or cannot read its columns in a row."""
     if not rows:
         return
     known = sorted(set().union(*(row.columns for row in rows)))
     for label, reward in scorers.items():
-        rewards.check_columns(reward, known, name=label)
-        asked, itself = set(rewards.needs(reward).columns), inner(reward)
+        genrl_rewards.check_columns(reward, known, name=label)
+        asked, itself = set(genrl_rewards.needs(reward).columns), inner(reward)
         for row in rows:
             if lacking := asked - row.columns.keys():
                 text = f"reward {label!r} asks for the column {min(lacking)!r}, which this row lacks"
                 raise ValueError(f"{source}:{row.line}: {text}")
         if isinstance(itself, ChecksRows):
             for row in rows:
-                rewards.check_row(itself, row.columns, row=f"{source}:{row.line}: reward {label!r}")
+                genrl_rewards.check_row(itself, row.columns, row=f"{source}:{row.line}: reward {label!r}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Scored:
 class Scorers:
     """The rewards of a run, by label."""
 
-    rewards: dict[str, rewards.Reward]
+    rewards: dict[str, genrl_rewards.Reward]
     components: dict[str, Component]
     """How each enters the total."""
     offloaded: dict[str, str] = field(default_factory=dict)
@@ -84,19 +84,19 @@ class Scorers:
         """Context in which every model is on its device."""
         try:
             for label, device in self.offloaded.items():
-                rewards.move(self.rewards[label], device)
+                genrl_rewards.move(self.rewards[label], device)
             yield
         finally:
             for label in self.offloaded:
-                rewards.move(self.rewards[label], "cpu")
+                genrl_rewards.move(self.rewards[label], "cpu")
 
     def close(self) -> None:
         """End the processes that were started for rewards."""
         for reward in self.rewards.values():
-            rewards.close(reward)
+            genrl_rewards.close(reward)
 
 
-def plain(opened: Mapping[str, rewards.Reward]) -> Scorers:
+def plain(opened: Mapping[str, genrl_rewards.Reward]) -> Scorers:
     """Rewards that are added up as they are."""
     return Scorers(dict(opened), {label: Component() for label in opened})
 
@@ -107,9 +107,9 @@ def open_scorers(
     """Load, start or connect to every reward of the configuration; `device` is the run's, `stopped` whether it is to
     end and waits for no server any more. pool: who holds those that no server has; None = this process.
 
-    Raises ValueError as `rewards.placing.open_reward`, and where a model is to be moved that cannot be.
+    Raises ValueError as `genrl_rewards.placing.open_reward`, and where a model is to be moved that cannot be.
     """
-    opened: dict[str, rewards.Reward] = {}
+    opened: dict[str, genrl_rewards.Reward] = {}
     offloaded: dict[str, str] = {}
     alone: dict[str, Lock] = {}
     copies: dict[str, int] = {}
@@ -120,7 +120,7 @@ def open_scorers(
                 opened[label], copies[label] = FarReward(pool, label), len(pool.seats)
                 continue
             reward = opened_for(settings, device, stopped)
-            undo.callback(rewards.close, reward)
+            undo.callback(genrl_rewards.close, reward)
             opened[label] = reward
             server = inner(reward)
             if not isinstance(server, Remote) or isinstance(server, Isolated) or settings.cache:
@@ -134,7 +134,7 @@ def open_scorers(
                         "would be moved; leave offload out"
                     )
                 offloaded[label] = where
-                rewards.move(reward, "cpu")
+                genrl_rewards.move(reward, "cpu")
         undo.pop_all()
     return Scorers(opened, components(config), offloaded, alone, copies, pool)
 
@@ -171,7 +171,7 @@ class Scoring:
     ):
         self.rows, self.group, self.beat = rows, group, beat
         self.scorers = scorers
-        kinds = {label: rewards.needs(reward).kind for label, reward in scorers.rewards.items()}
+        kinds = {label: genrl_rewards.needs(reward).kind for label, reward in scorers.rewards.items()}
         single = {k: reward for k, reward in scorers.rewards.items() if kinds[k] == "pointwise"}
         self._single = {k: reward for k, reward in single.items() if k not in scorers.copies}
         self._spread = {k: reward for k, reward in single.items() if k in scorers.copies}
@@ -276,8 +276,8 @@ class Scoring:
 
     def _queue(
         self,
-        ask: Callable[[Mapping[str, rewards.Reward], list[int], Pictures], list[Found]],
-        scorers: Mapping[str, rewards.Reward],
+        ask: Callable[[Mapping[str, genrl_rewards.Reward], list[int], Pictures], list[Found]],
+        scorers: Mapping[str, genrl_rewards.Reward],
         slots: list[int],
         images: Pictures,
     ) -> None:
@@ -290,12 +290,12 @@ class Scoring:
         queues = self._queues.values()
         return [item for queue in queues for items in queue.results(self.beat, self.beat) for item in items]
 
-    def _ask(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
+    def _ask(self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
         found: list[Found] = []
         for label, reward in scorers.items():
-            columns = {c: [self.rows[s].columns[c] for s in slots] for c in rewards.needs(reward).columns}
+            columns = {c: [self.rows[s].columns[c] for s in slots] for c in genrl_rewards.needs(reward).columns}
             with self.scorers.alone.get(label, nullcontext()):
-                scores = rewards.score(
+                scores = genrl_rewards.score(
                     reward,
                     images=images,
                     prompts=[self.rows[s].text for s in slots],
@@ -307,7 +307,7 @@ class Scoring:
         return found
 
     def _ask_group(
-        self, scorers: Mapping[str, rewards.Reward], slots: list[int], pictures: Mapping[int, Tensor]
+        self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], pictures: Mapping[int, Tensor]
     ) -> list[Found]:
         # Stacked only now: the pictures of all groups would be in memory twice.
         return self._ask(scorers, slots, torch.stack([pictures[slot] for slot in slots]))
@@ -354,7 +354,7 @@ def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection
     """Scores of `count` samples, by label; those of the slots `without` one are NaN."""
     values = {label: torch.full((count,), math.nan, dtype=torch.float64) for label in labels}
     parts: dict[str, Tensor] = {}
-    failures: dict[str, list[rewards.Failure]] = {label: [] for label in labels}
+    failures: dict[str, list[genrl_rewards.Failure]] = {label: [] for label in labels}
     for label, slots, scores in found:
         values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
         values[label][[slot for slot in slots if slot in without]] = math.nan
@@ -364,5 +364,5 @@ def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection
             column[slots] = torch.tensor(numbers, dtype=torch.float64)
     for label, of_label in failures.items():
         failed = sum(failure.samples for failure in of_label)
-        rewards.check_failures(label, failed, count, rewards.first_failure(of_label))
+        genrl_rewards.check_failures(label, failed, count, genrl_rewards.first_failure(of_label))
     return Scored(values, parts)

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.config.plugins import find
-from genrl.config.vla_names import EXPERTS
+from genrl.playground import minitable
+from genrl.playground.minitable import task
+from genrl.playground.minitable.points import cloud
+from genrl.vla.config.names import EXPERTS
 from genrl.vla.data.frames import Shown, episode_frames
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, tokenise
-from genrl.vla.simulators import minitable
-from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.points import cloud
 
 MINITABLE_FPS = 10
 _NAMES = {

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from genrl.runtime.mp4 import Mp4
-from genrl.runtime.pictures import save_png
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.show.mp4 import Mp4
+from genrl.runtime.show.pictures import save_png
 
 Pictures = NDArray[np.uint8]
 

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.playground.minitable import MiniTable, task
+from genrl.playground.minitable import render as draw
+from genrl.playground.minitable.task import Floats
 from genrl.vla.methods.play import seen, table_of
 from genrl.vla.methods.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
 from genrl.vla.simulators.contract import Step
-from genrl.vla.simulators.minitable import MiniTable, task
-from genrl.vla.simulators.minitable import render as draw
-from genrl.vla.simulators.minitable.task import Floats
 
 Shown = dict[str, NDArray[Any]]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.objectives.surrogates import actor_critic
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import Decisions, Scored, actor_loss, decisions, filtered, score, spread_out
 from genrl.vla.rollout.rollout import ChunkRollout

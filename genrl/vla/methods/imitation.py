@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.descent import descend
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows

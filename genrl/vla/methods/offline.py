@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.config.vla import Environment
 from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
-from genrl.runtime.recorded import Recorded
-from genrl.runtime.state import Unchanging
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.weights.state import Unchanging
+from genrl.vla.config.schema import Environment
 from genrl.vla.data.recordings import Steps, split
 from genrl.vla.methods.imitation import observation_of
 from genrl.vla.policies.policy import (

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.task import PUT, Floats, State
+from genrl.playground.minitable import task
+from genrl.playground.minitable.task import PUT, Floats, State
 
 
 class Play(NamedTuple):

@@ -2,8 +2,8 @@
 
 A judge looks at two pictures and a goal and says which is nearer to it. An ensemble of reward networks learns from that
 (Bradley-Terry on single frames), and gives every transition of the data a reward; any offline method takes it from
-there. The judge is a reward of the stack (`rewards.contract`), here or on a server, pointwise or pairwise: a pair is a
-group of two samples, and what counts is which of them scores higher.
+there. The judge is a reward of the stack (`genrl_rewards.contract`), here or on a server, pointwise or pairwise: a pair
+is a group of two samples, and what counts is which of them scores higher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import rewards
+import genrl_rewards
 from genrl.mdp.noise import generator
 from genrl.vla.methods.critics import CriticNet
 from genrl.vla.methods.descent import descend
@@ -114,7 +114,7 @@ def draw_pairs(instructions: Sequence[str], count: int, *, seed: int, round_numb
 
 
 def label_pairs(
-    judge: rewards.Reward,
+    judge: genrl_rewards.Reward,
     look: Callable[[Tensor], Tensor],
     instructions: Sequence[str],
     pairs: Pairs,
@@ -130,7 +130,7 @@ def label_pairs(
     look: numbers of frames, int64 [N] -> their pictures, uint8 [N, S, S, 3]. batch_size: pairs of a call, after which
     their answers are written down and `advance` is told of as many. Pairs that the cache knows are not asked again;
     those of a call that failed will be.
-    Raises `rewards.RewardFailed` as soon as the judge has failed too often.
+    Raises `genrl_rewards.RewardFailed` as soon as the judge has failed too often.
     """
     asked, place = torch.cat([pairs.first, pairs.second]).unique(return_inverse=True)
     images = look(asked)
@@ -147,7 +147,7 @@ def label_pairs(
     for begin in range(0, len(waiting), batch_size):
         part = waiting[begin : begin + batch_size]
         order = torch.tensor([row for _, pair in part for row in pair])
-        scores = rewards.score(
+        scores = genrl_rewards.score(
             judge,
             images=images[order].movedim(-1, 1).float() / 255.0,
             prompts=[line for (_, _, line), _ in part for _ in range(2)],
@@ -156,7 +156,9 @@ def label_pairs(
         cache.asked += len(part)
         if scores.failed:
             failed += scores.failed
-            rewards.check_failures(cache.judge, failed, 2 * len(waiting), rewards.first_failure(scores.failures))
+            genrl_rewards.check_failures(
+                cache.judge, failed, 2 * len(waiting), genrl_rewards.first_failure(scores.failures)
+            )
         else:
             for (key, _), a, b in zip(part, scores.values[::2], scores.values[1::2], strict=True):
                 cache.put(*key, label_of(a, b, margin))

@@ -11,7 +11,7 @@ from torch import Tensor
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods import shared_settings
 from genrl.vla.methods.critics import Critics, train_iql
 from genrl.vla.methods.descent import followed

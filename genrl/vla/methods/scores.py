@@ -12,7 +12,7 @@ from genrl.objectives.advantages.episodes import informative_groups
 from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows

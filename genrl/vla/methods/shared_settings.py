@@ -9,10 +9,10 @@ from pydantic import Field
 
 from genrl.config.method import Finding
 from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Section, Share, Ways
-from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.config.method import Row, VLAMethod
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class Update(VLAMethod):

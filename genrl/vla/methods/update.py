@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.minibatches import Minibatch
 from genrl.vla.methods.scores import Decisions, recorded_decisions
 from genrl.vla.methods.shared_settings import Update

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
+from genrl.playground.minitable import INSTRUCTIONS, MiniTable, expert_chunk, render
+from genrl.playground.minitable.task import MAX_STEPS, task_numbers
 from genrl.vla import setup
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.offline import Reader, Transitions, Words, frames_of, play
 from genrl.vla.methods.play import table_of
 from genrl.vla.methods.shared_settings import Critics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
-from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, expert_chunk, render
-from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 NOISE = 0.3
 """Standard deviation of what is added to the player's moves."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from genrl.config.vla import PolicyLoRA
 from genrl.mdp.noise import seeded
+from genrl.vla.config.schema import PolicyLoRA
 from genrl.vla.policies.lerobot import HEADS
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out")
@@ -21,7 +21,7 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    from genrl.runtime.low_rank import in_input_precision
+    from genrl.runtime.weights.low_rank import in_input_precision
     from genrl.vla.policies.groot import Block
     from genrl.vla.policies.transformer import Layer
 

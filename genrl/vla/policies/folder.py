@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from genrl.config.plugins import find
-from genrl.config.vla_names import POLICIES
+from genrl.vla.config.names import POLICIES
 from genrl.vla.policies.lerobot import Adapt, existing, write
 from genrl.vla.policies.policy import Policy, missing
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rewards.models.checkpoints import find, read_weights
+from genrl_rewards.models.checkpoints import find, read_weights
 
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 WIDTHS = (64, 128, 256, 512)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from genrl.runtime.sharding import Sharding, reshard_layers, shard
+from genrl.runtime.weights.sharding import Sharding, reshard_layers, shard
 from genrl.vla.policies.layers import layers_of
 
 PASSES = ("encode", "velocity", "velocity_and_noise", "value")

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genrl.runtime import ray_cluster
-from genrl.runtime.devices import use_tf32, without_cudnn_attention
-from genrl.runtime.ray_cluster import connected
+from genrl.runtime.loop import ray_cluster
+from genrl.runtime.loop.ray_cluster import connected
+from genrl.runtime.weights.devices import use_tf32, without_cudnn_attention
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, joined
 from genrl.vla.simulators.contract import Description, Fault, Frames, Render, Simulation

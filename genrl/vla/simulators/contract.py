@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.config.vla_names import EXPERTS
+from genrl.vla.config.names import EXPERTS
 
 Observation = dict[str, NDArray[Any]]
 Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.config.plugins import find
-from genrl.config.vla_names import SIMULATORS
 from genrl.mdp.noise import derive_seed
+from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators import ray_workers, simulator
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import Simulators

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from genrl.runtime.ray_cluster import connected
+from genrl.runtime.loop.ray_cluster import connected
 from genrl.vla.simulators.contract import Description, Host, Message
 from genrl.vla.simulators.workers import Work, WorkerLost, messages, report
 

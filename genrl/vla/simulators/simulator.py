@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from genrl.config.plugins import find, names
-from genrl.config.vla_names import SIMULATORS
+from genrl.playground.minitable.task import episode_keys
+from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators import bullet_safety
 from genrl.vla.simulators.contract import (
     Advice,
@@ -37,8 +38,7 @@ from genrl.vla.simulators.contract import (
     Run,
     no_expert,
 )
-from genrl.vla.simulators.minitable.task import episode_keys
-from rewards.given import is_given
+from genrl_rewards.given import is_given
 
 
 @runtime_checkable

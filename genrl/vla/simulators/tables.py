@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.playground.minitable.task import episode_keys
 from genrl.vla.simulators.contract import (
     Advice,
     Ask,
@@ -34,7 +35,6 @@ from genrl.vla.simulators.contract import (
     Step,
 )
 from genrl.vla.simulators.crew import Crew, Link
-from genrl.vla.simulators.minitable.task import episode_keys
 from genrl.vla.simulators.workers import Worker, WorkerLost
 
 FAILURES = 3

@@ -1,5 +1,5 @@
 """What generates answers: transformers or vLLM."""
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()  # before transformers looks for a torchvision that may be broken beside a CPU-only torch

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.process import Process
+from genrl.runtime.loop.process import Process
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.contract import Asked, Drawn, Engine, Reply, Version
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.names import nested

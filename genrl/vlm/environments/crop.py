@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
-from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
-from rewards.scorers.texts import tool_use
-from rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
+from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
+from genrl_rewards.scorers.texts import tool_use
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
 
 Rule = Literal["accuracy", "para_grpo"]
 
@@ -59,7 +59,7 @@ class Thing(NamedTuple):
 
 
 class Crop:
-    """One episode. rule: what it is worth at its end, `rewards.scorers.texts.tool_use.para_grpo` or 1 for a right
+    """One episode. rule: what it is worth at its end, `genrl_rewards.scorers.texts.tool_use.para_grpo` or 1 for a right
     answer. agents: whether sub-agents look at the parts."""
 
     layout: Layout = "conversation"

@@ -14,12 +14,12 @@ from typing import Any, cast
 import gymnasium
 
 from genrl.config.plugins import import_file
-from genrl.config.vlm_agents import Environment as Settings
-from genrl.vlm.environments.cards import GAMES, Cards
+from genrl.playground.cards import GAMES, Cards
+from genrl.playground.grid import Grid
+from genrl.vlm.config.environment import Environment as Settings
 from genrl.vlm.environments.contract import Environment
 from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.discrete import Discrete, Misuse
-from genrl.vlm.environments.grid import Grid
 from genrl.vlm.environments.miniwob import MiniWoB
 from genrl.vlm.environments.search import Search
 from genrl.vlm.environments.texts import Texts, takes_texts

@@ -20,8 +20,8 @@ from PIL import Image
 
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl.vlm.environments.crop import RAW, boxes_in, cut_out, draw, drawn_by, holds, question, shown
-from rewards.scorers.texts import tool_use
-from rewards.scorers.texts.verifiable import exact, ndcg_of
+from genrl_rewards.scorers.texts import tool_use
+from genrl_rewards.scorers.texts.verifiable import exact, ndcg_of
 
 HELP = (
     "search by <search> </search>, look closer at the last page by <bbox>[x1,y1,x2,y2]</bbox> "

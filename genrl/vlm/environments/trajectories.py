@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from genrl.playground.grid import Grid
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl.vlm.environments.discrete import Misuse, named
-from genrl.vlm.environments.grid import Grid
 
 LONGEST = 8  # steps of a planner's walk
 FORMAT, TYPE, RIGHT = 0.1, 0.4, 0.5  # UI-S1's weights of the reward's parts

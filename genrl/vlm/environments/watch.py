@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from genrl.data.world import SIZE, Scene, Thing, draw
+from genrl.playground.shapes import SIZE, Scene, Thing, draw
 from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
-from rewards.scorers.objects.shapes import COLOURS, SHAPES
-from rewards.scorers.texts import tool_use
-from rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
+from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
+from genrl_rewards.scorers.texts import tool_use
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
 
 Rule = Literal["accuracy", "para_grpo", "conan"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from accelerate.utils import gather_object
 from PIL import Image
 
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.intervals import wilson
+from genrl.runtime.show.intervals import wilson
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, play
 from genrl.vlm.policies.policy import Policy

@@ -8,15 +8,15 @@ from typing import Any, cast
 
 from accelerate import Accelerator
 
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_agents import Environment
-from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule
-from genrl.runtime.optimizers import make_optimizer
-from genrl.runtime.process import Process
-from genrl.runtime.sharding import in_step
-from genrl.runtime.versions import Versions
-from genrl.runtime.weights import Weights
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.weights.optimization import Schedule
+from genrl.runtime.weights.optimizers import make_optimizer
+from genrl.runtime.weights.sharding import in_step
+from genrl.runtime.weights.weights import Weights
+from genrl.vlm.config.environment import Environment
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.environments.hosts import open_host
 from genrl.vlm.episodes.critic import ValueHead

@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.loop import Loop
-from genrl.runtime.pictures import save_samples
-from genrl.runtime.process import Process
-from genrl.runtime.versions import Versions
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.versions import Versions
+from genrl.runtime.show.pictures import save_samples
 from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
+from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, answering, weights_changed
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk

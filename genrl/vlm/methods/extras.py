@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed, generator
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
-from rewards.scorers.texts.verifiable import answer_in, number_in
+from genrl_rewards.scorers.texts.verifiable import answer_in, number_in
 
 MASKED, PATCH = 0.5, 14
 """VPPO: share of patches that are black in the masked picture, and the side of one in pixels."""

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.runtime.loop import Loop
+from genrl.runtime.loop.loop import Loop
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
 
 PER_TOKEN = (

@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.runtime.loop import Loop
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.methods.policy_loss import policy_loss
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.recipe.preset import Preset

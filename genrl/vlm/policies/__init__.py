@@ -1,5 +1,5 @@
 """Token policies: vision-language models, code and image tokens, masked text."""
 
-from rewards.models.torchvision_compat import ensure
+from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()  # before transformers looks for a torchvision that may be broken beside a CPU-only torch

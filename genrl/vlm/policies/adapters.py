@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.low_rank import adapted
+from genrl.runtime.weights.low_rank import adapted
+from genrl.vlm.config.schema import VLMConfig
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)

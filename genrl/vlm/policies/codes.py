@@ -26,14 +26,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
-from genrl.config.vlm import ShapeCodec, VLMConfig
+from genrl.vlm.config.schema import ShapeCodec, VLMConfig
 from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
-from rewards.models.checkpoints import pretrained
+from genrl_rewards.models.checkpoints import pretrained
 
 CODEC = "codec.safetensors"
 FADE = 0.6

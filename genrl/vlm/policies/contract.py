@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from genrl.config.vlm import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.processor import Prompt
 
 if TYPE_CHECKING:

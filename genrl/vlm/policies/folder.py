@@ -11,15 +11,15 @@ import torch
 from peft import PeftModel
 
 from genrl.config.plugins import find
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_names import OUTPUTS
-from genrl.runtime import checkpoint
-from genrl.runtime.weights import put_back, result
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.weights.weights import put_back, result
+from genrl.vlm.config.names import OUTPUTS
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.codes import CODEC
 from genrl.vlm.policies.contract import SequencePolicy, members
 from genrl.vlm.policies.loading import loaded
 from genrl.vlm.policies.policy import Policy
-from rewards.given import is_given
+from genrl_rewards.given import is_given
 
 SEE = "see genrl/vlm/policies/contract.py"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")

@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.config.vlm import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
-from rewards.models.checkpoints import pretrained
+from genrl_rewards.models.checkpoints import pretrained
 
 TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
 """Parts of a Janus that make pictures; without a LoRA all of their weights are trained, and no others."""

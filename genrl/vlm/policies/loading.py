@@ -8,9 +8,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from genrl.runtime.quantization import computed_one_way, quantization_config
+from genrl.runtime.weights.quantization import computed_one_way, quantization_config
 from genrl.vlm.policies.processor import load_processor
-from rewards.models.checkpoints import pretrained
+from genrl_rewards.models.checkpoints import pretrained
 
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 """Settings of models whose logits are not just the output layer of the last hidden state."""

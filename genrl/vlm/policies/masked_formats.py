@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from rewards.models.checkpoints import pretrained, transformers
+from genrl_rewards.models.checkpoints import pretrained, transformers
 
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 LLADA_WEIGHTS = {

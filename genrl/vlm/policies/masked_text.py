@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.masked_formats import open_masked
 from genrl.vlm.policies.policy import Encoded, dtype_of

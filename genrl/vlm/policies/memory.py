@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch import nn
 
-from genrl.config.memory_estimate import BITS, LARGEST_COPY
 from genrl.config.optimizers import state_bytes
-from genrl.config.vlm import VLMConfig, VLMLoRA
+from genrl.diffusion.config.memory_estimate import BITS, LARGEST_COPY
+from genrl.vlm.config.schema import VLMConfig, VLMLoRA
 from genrl.vlm.policies.adapters import ATTENTION
 from genrl.vlm.policies.loading import checked
 from genrl.vlm.policies.log_probs import LOGITS

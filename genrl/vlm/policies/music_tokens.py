@@ -1,8 +1,8 @@
 """MusicGen as a policy: texts in, the codes of all books and their log-probabilities out.
 
-The decoder predicts a code of each book at every step, book k being k steps late (`rewards.models.musicgen`). What the
-delay pattern pads is no choice and no token: an answer's tokens are its K F codes, in the order in which they are
-sampled, by step and then by book. With classifier-free guidance of scale s the distribution of a code is
+The decoder predicts a code of each book at every step, book k being k steps late (`genrl_rewards.models.musicgen`).
+What the delay pattern pads is no choice and no token: an answer's tokens are its K F codes, in the order in which they
+are sampled, by step and then by book. With classifier-free guidance of scale s the distribution of a code is
 `softmax((u + s (c - u)) / temperature)`, c its logits after the text and u without one. The same guided logits are
 sampled from and scored. Text encoder and EnCodec stay as they are.
 """
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.config.vlm import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
-from rewards.models.checkpoints import pretrained, transformers
-from rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
+from genrl_rewards.models.checkpoints import pretrained, transformers
+from genrl_rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
 
 LANGUAGE = ("text_encoder", "decoder", "enc_to_dec_proj")
 """Parts of a MusicGen in the run's precision. EnCodec is no language model and stays in float32."""

@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.liger import use_liger
 from genrl.vlm.policies.loading import checked, loaded
@@ -40,7 +40,7 @@ from genrl.vlm.policies.processor import (
 )
 from genrl.vlm.policies.shards import Body
 from genrl.vlm.policies.videos import FAMILIES, gone_on
-from rewards.given import is_given, take
+from genrl_rewards.given import is_given, take
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 """What M-RoPE's positions follow from, beside the ids."""

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from genrl.config.vlm import ShapeCodec
-from rewards.models.checkpoints import fill, find, read_weights
+from genrl.vlm.config.schema import ShapeCodec
+from genrl_rewards.models.checkpoints import fill, find, read_weights
 
 Weights = dict[str, Tensor]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.sharding import Sharding, reshard_layers, shard, unsharded
+from genrl.runtime.weights.sharding import Sharding, reshard_layers, shard, unsharded
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.processor import Prompt
 
 if TYPE_CHECKING:

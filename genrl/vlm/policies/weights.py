@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from genrl.runtime.sharding import whole
+from genrl.runtime.weights.sharding import whole
 from genrl.vlm.policies.policy import Policy
 
 

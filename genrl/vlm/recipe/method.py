@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from genrl.config.method import Finding
 from genrl.config.section import Count
 from genrl.config.unions import AnyOf
-from genrl.config.vlm_method import Row, VLMMethod
-from genrl.config.vlm_names import OUTPUTS
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
+from genrl.vlm.config.method import Row, VLMMethod
+from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,
@@ -45,7 +45,7 @@ from genrl.vlm.recipe.surrogates import (
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 ONE = ("advantage", "surrogate", "group_loss")
 SEVERAL = ("transforms", "weights", "regularisers", "reward_terms")

@@ -11,12 +11,12 @@ from threading import Lock
 
 from torch import Tensor
 
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.ahead import Advance, Ahead
+from genrl.runtime.loop.ahead import Advance, Ahead
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.vllm import Given, Sampler
 from genrl.vlm.rollout.rollout import Answers, Part, drawn, joined, scored
 from genrl.vlm.tasks.rows import Row
-from rewards.contract import Reward
+from genrl_rewards.contract import Reward
 
 
 class Server:

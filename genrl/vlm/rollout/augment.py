@@ -16,13 +16,13 @@ from accelerate.utils import gather_object
 from PIL import Image
 from torch import Tensor
 
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.loop import Loop
+from genrl.runtime.loop.loop import Loop
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.pictures import Change, with_pictures
 from genrl.vlm.rollout.rollout import Answers, joined, totals
 from genrl.vlm.tasks.rows import Row
-from rewards.scorers.texts.verifiable import answer_in
+from genrl_rewards.scorers.texts.verifiable import answer_in
 
 RECENT = "recent_rewards"
 """In the loop's memory: mean rewards of the last iterations."""

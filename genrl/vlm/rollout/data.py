@@ -12,20 +12,20 @@ import torch
 from PIL import Image
 
 from genrl.config.plugins import find
-from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_names import FORMATS, OUTPUTS
 from genrl.data.picture_rows import SUFFIXES
 from genrl.data.prompts import Prompt as Asked
 from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
+from genrl.vlm.config.names import FORMATS, OUTPUTS
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.frames import clip_of
 from genrl.vlm.rollout.rollout import order
 from genrl.vlm.rollout.turns import prompt_of
 from genrl.vlm.tasks import Generated
 from genrl.vlm.tasks.rows import Row, Split
-from rewards.given import given, is_given
+from genrl_rewards.given import given, is_given
 
 Opener = Callable[[str, Any], tuple[Any, ...]]
 """What the model is shown of one picture or clip of a row, whose name comes first."""

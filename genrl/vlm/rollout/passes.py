@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 from accelerate.utils import gather_object
 
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.loop import Loop
-from genrl.runtime.run import write_atomic
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.loop.loop import Loop
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import answering
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import check_failed, draw, failures_of, open_rewards
-from rewards.failures import Failure
+from genrl_rewards.failures import Failure
 
 TOGETHER = 64
 """Answers drawn side by side."""

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from genrl.runtime import state
+from genrl.runtime.weights import state
 from genrl.vlm.policies.policy import Encoded
 from genrl.vlm.policies.processor import Tokens
 from genrl.vlm.recipe.preset import Preset

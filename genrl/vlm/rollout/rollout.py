@@ -12,14 +12,14 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.config.economy import Selection
-from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.pruning import max_variance
 from genrl.objectives.advantages.reward_shaping import over_views
 from genrl.objectives.tokens import group_filters
-from genrl.runtime.economy import values_of
+from genrl.runtime.loop.economy import values_of
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.sharing import padded
 from genrl.vlm.policies.contract import SequencePolicy
@@ -28,9 +28,9 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Unreadable
 from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.tasks.rows import Row
-from rewards.contract import Reward, Scores
-from rewards.failures import Failure
-from rewards.scorers.texts.completions import load_text, score_completions
+from genrl_rewards.contract import Reward, Scores
+from genrl_rewards.failures import Failure
+from genrl_rewards.scorers.texts.completions import load_text, score_completions
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ def check_failed(config: VLMConfig, failures: Mapping[str, Sequence[Failure]], a
     """Raises RewardFailed where a reward raised for more of the answers than its `max_failed`, with the first row."""
     for label, settings in zip(config.reward_labels, config.rewards, strict=True):
         failed = failures.get(label, ())
-        first = rewards.first_failure(failed)
+        first = genrl_rewards.first_failure(failed)
         number = sum(one.samples for one in failed)
-        rewards.check_failures(label, number, answers, first, limit=settings.max_failed)
+        genrl_rewards.check_failures(label, number, answers, first, limit=settings.max_failed)
 
 
 def order(number: int, seed: int, first: int, count: int) -> list[int]:
@@ -137,7 +137,7 @@ def order(number: int, seed: int, first: int, count: int) -> list[int]:
 
 
 def open_rewards(config: VLMConfig) -> dict[str, Reward]:
-    """The rewards by label. Raises ValueError as `rewards.scorers.texts.completions.load_text`."""
+    """The rewards by label. Raises ValueError as `genrl_rewards.scorers.texts.completions.load_text`."""
     return {
         label: load_text(settings.name, settings.args)
         for label, settings in zip(config.reward_labels, config.rewards, strict=True)
@@ -175,7 +175,7 @@ def score(
             )
             found |= {label: fine, f"{label}/coarse": coarse}
         else:
-            found[label] = rewards.score(
+            found[label] = genrl_rewards.score(
                 reward, images=images, prompts=prompts, columns=columns, group=list(group), name=label
             )
         found[label] = replace(found[label], failures=tuple(_named(one, asked) for one in found[label].failures))
@@ -196,7 +196,7 @@ def _of_views(
     def each(values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(images.shape[1])]
 
-    one = rewards.score(
+    one = genrl_rewards.score(
         reward,
         images=images.flatten(0, 1),
         prompts=each(prompts),

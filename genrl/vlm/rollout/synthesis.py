@@ -17,17 +17,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config.vlm import Synthesis as Settings
-from genrl.config.vlm import VLMConfig
-from genrl.runtime.loop import Loop
+from genrl.runtime.loop.loop import Loop
+from genrl.vlm.config.schema import Synthesis as Settings
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.augment import with_text
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.data_server import DataServer
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.tasks.rows import Row
-from rewards.scorers.texts.completions import load_text, score_completions
-from rewards.scorers.texts.verifiable import answer_in, diversity
+from genrl_rewards.scorers.texts.completions import load_text, score_completions
+from genrl_rewards.scorers.texts.verifiable import answer_in, diversity
 
 PARKED = "synthesis"
 """In the loop's memory: groups of descriptions that wait for their pictures, oldest first."""

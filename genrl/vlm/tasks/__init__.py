@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from genrl.config.plugins import find
-from genrl.config.vlm_names import TASKS
 from genrl.mdp.noise import derive_seed
+from genrl.vlm.config.names import TASKS
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.tasks.rows import Question, Row, Split
 

@@ -1,4 +1,4 @@
-"""Runs of methods are not about saving: `tests/runtime/test_replay.py` has each method's adapter loaded again."""
+"""Runs of methods are not about saving: `tests/runtime/loop/test_replay.py` has each method's adapter loaded again."""
 
 from __future__ import annotations
 

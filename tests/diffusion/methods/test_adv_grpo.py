@@ -23,7 +23,7 @@ from genrl.diffusion.rollout.adversary import Pairs, load_trained, trainable_of
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime.loop import Loop
+from genrl.runtime.loop.loop import Loop
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
 
@@ -297,7 +297,7 @@ def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, m
 def test_evaluation_asks_a_method_from_outside_for_its_trained_reward(critics: Path, model: Path) -> None:
     (critics / "own.py").write_text(
         "from typing import ClassVar\n"
-        "from genrl.config.diffusion_method import DiffusionMethod\n"
+        "from genrl.diffusion.config.method import DiffusionMethod\n"
         "class Own(DiffusionMethod):\n"
         '    """Keeps its reward in a way of its own."""\n'
         "    trains_reward: ClassVar[bool] = True\n"

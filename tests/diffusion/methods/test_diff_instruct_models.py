@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files, load
-from genrl.config.estimate import plan
+from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.export import export
@@ -28,7 +28,7 @@ from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
-from genrl.runtime.run import Run
+from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.test_draft import warmth
@@ -215,7 +215,7 @@ def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of a large model cannot take the assistant's step back: the iteration is finished first."""
-    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", 0)
+    monkeypatch.setattr("genrl.runtime.weights.weights.LARGEST_COPY", 0)
     common: dict[str, Any] = {"lora": None, "checkpoint": {"every": 1}, "optimizer": {"lr": 1e-3}}
     train(config(folder, model, output=str(folder / "straight"), iterations=3, **common))
     stopped = config(folder, model, output=str(folder / "stopped"), iterations=3, **common)

@@ -14,7 +14,7 @@ from genrl.diffusion.methods.diffusion_nft.train import levels
 from genrl.diffusion.methods.noising import own_noise
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import EIGHT, QUIET, equal, run
 

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files
-from genrl.config.estimate import plan
+from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.methods import direct
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.policy.policy import Policy

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 from genrl.config import Config
-from genrl.config.estimate import plan, read_components
 from genrl.config.method import built_in, metrics_of
+from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy import inverse
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.runtime.metrics import METRICS, SECTIONS, document
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
+from genrl.runtime.folder.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_editing import editing
@@ -153,7 +153,7 @@ def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kon
 def test_a_dump_is_computed_again(
     folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the branch of its loss that its own files do not take: `tests/runtime/test_replay.py` has those."""
+    """With the branch of its loss that its own files do not take: `tests/runtime/loop/test_replay.py` has those."""
     further: dict[str, Any] = {"flow_grpo": {"kl": "k2"}, "ddpo": {"objective": "score_function"}}
     replayed(brief(name, folder, model, kontext, **further.get(name, {})), monkeypatch)
 

@@ -15,7 +15,7 @@ from genrl.config import Config
 from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import (
     EIGHT,

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from genrl.config import ConfigError, load
-from genrl.config.kernels import find_kernel
+from genrl.diffusion.config.kernels import find_kernel
 from genrl.diffusion.train import train
 from genrl.mdp.kernels import transition_of
 from tests.diffusion import runs

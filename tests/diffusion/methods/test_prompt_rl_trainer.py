@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genrl.config import ConfigError, Model, check_files, load_located
 from genrl.config import load as load_config
-from genrl.config.rewriter import Rewriter as Rewritten
+from genrl.diffusion.config.rewriter import Rewriter as Rewritten
 from genrl.diffusion.methods.plans import SamplingPlan
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
@@ -27,7 +27,7 @@ from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
 from genrl.objectives.advantages.prompt_rl import tagged_rewards
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved

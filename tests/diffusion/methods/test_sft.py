@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from genrl.config import Config, ConfigError, check_files
-from genrl.config.estimate import plan
 from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
 from genrl.data.prompts import PromptError
+from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.methods.sft import train as sft
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.policy.guidance import without_guidance

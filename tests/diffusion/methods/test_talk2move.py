@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genrl.config import Config, ConfigError
-from genrl.config.estimate import plan
+from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move import train as talk2move
 from genrl.diffusion.policy.trajectory import Batch

@@ -16,7 +16,7 @@ from genrl.diffusion.policy.export import save_lora
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
-from genrl.runtime.weights import REFERENCE, Weights
+from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 

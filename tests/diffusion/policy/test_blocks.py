@@ -23,7 +23,7 @@ from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.diffusion.train import use_kernels
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered

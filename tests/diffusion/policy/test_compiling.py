@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.config.schema import Offload
+from genrl.diffusion.config.schema import Offload
 from genrl.diffusion.methods.on_policy import off_policy
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
@@ -23,8 +23,8 @@ from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
-from genrl.runtime.recorded import Recorded
-from genrl.runtime.run import read_metrics
+from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.loop.recorded import Recorded
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered

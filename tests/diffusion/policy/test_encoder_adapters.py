@@ -15,8 +15,8 @@ from genrl.diffusion.policy.export import export, save_lora
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
-from genrl.runtime import checkpoint
-from genrl.runtime.weights import Weights
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.weights.weights import Weights
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import resumed

@@ -28,9 +28,9 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run, write_atomic
-from genrl.runtime.weights import Weights
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run, write_atomic
+from genrl.runtime.weights.weights import Weights
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 

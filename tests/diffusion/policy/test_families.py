@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config import LoRA
-from genrl.config.pipeline_classes import problems
+from genrl.diffusion.config.pipeline_classes import problems
 from genrl.diffusion.policy.adapters import denoiser_that_loads, loads_lora
 from genrl.diffusion.policy.export import save_lora
 from genrl.diffusion.policy.loading import check_call_arguments

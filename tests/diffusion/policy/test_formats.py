@@ -17,8 +17,8 @@ from genrl.diffusion.policy.export import export, probe_of, save_lora
 from genrl.diffusion.policy.formats import ExportError, form_problem
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.weights import trainable
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run, write_atomic
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 

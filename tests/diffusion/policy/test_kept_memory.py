@@ -11,8 +11,8 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Tr
 from torch import Tensor, nn
 
 from genrl.config import LoRA
-from genrl.config.estimate import Component
-from genrl.config.memory_estimate import _kept_by_blocks
+from genrl.diffusion.config.estimate import Component
+from genrl.diffusion.config.memory_estimate import _kept_by_blocks
 from genrl.diffusion.policy.weights import trainable
 
 WIDTH, TEXT = 512, 77

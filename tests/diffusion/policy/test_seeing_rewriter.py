@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from genrl.config import Model, load
-from genrl.config.rewriter import Rewriter as Settings
+from genrl.diffusion.config.rewriter import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, load
-from genrl.config.pipeline_classes import strength_problem
+from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel

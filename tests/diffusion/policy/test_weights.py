@@ -12,7 +12,7 @@ from genrl.config import LoRA
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import snapshot_base, trainable
-from genrl.runtime.weights import Weights
+from genrl.runtime.weights.weights import Weights
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import copied, equal
 

@@ -18,7 +18,7 @@ from genrl.diffusion.rollout import ahead
 from genrl.diffusion.rollout.ray_rollouts import Order
 from genrl.diffusion.rollout.rollout import Finished, Job, Sheet, Source, Worker
 from genrl.diffusion.train import train
-from genrl.runtime import checkpoint
+from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 

@@ -17,7 +17,7 @@ from genrl.diffusion.rollout.candidates import chosen_rows, crawl
 from genrl.mdp.gaussian import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from tests.diffusion.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers

@@ -29,11 +29,11 @@ from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, packed, unp
 from genrl.diffusion.rollout.rollout import Job, Sheet, Worker, jobs_of
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import check_processes, train
-from genrl.runtime import ray_cluster
-from genrl.runtime.ray_cluster import room_for
-from genrl.runtime.run import Run, read_metrics
-from rewards.failures import RewardFailed
-from rewards.service.remote import ServerRaised
+from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop import ray_cluster
+from genrl.runtime.loop.ray_cluster import room_for
+from genrl_rewards.failures import RewardFailed
+from genrl_rewards.service.remote import ServerRaised
 from tests import ray_nodes
 from tests.diffusion import runs
 
@@ -201,7 +201,7 @@ def test_what_is_wrong_with_drawing_is_told(
         with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
             list(source([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
         far.close()
-    monkeypatch.setattr("genrl.runtime.ray_cluster.version", lambda name: "9.9")
+    monkeypatch.setattr("genrl.runtime.loop.ray_cluster.version", lambda name: "9.9")
     with pytest.raises(ValueError, match=r"torch 2\S* there and 9.9 here"), room_for(1, "cpu") as options:
         RayRollouts(settings, 1, options)
 

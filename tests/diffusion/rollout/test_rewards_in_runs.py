@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import rewards
+import genrl_rewards
 from genrl.diffusion.train import train
 from tests import servers
 from tests.diffusion import runs
@@ -54,7 +54,7 @@ def test_a_served_reward_trains_the_same_model_also_when_its_server_goes_and_com
     folder: Path, model: Path
 ) -> None:
     name, port = f"{folder / 'rewards.py'}:brightness", free_port()
-    reward = rewards.load(name)
+    reward = genrl_rewards.load(name)
     here = run(folder, model, "here", rewards=[{"name": name}], iterations=3)
     calls: list[float] = []
 
@@ -89,7 +89,7 @@ def test_a_served_reward_trains_the_same_model_also_when_its_server_goes_and_com
 @pytest.mark.parametrize("policy", ["drop", "stop"])
 def test_a_server_that_is_gone_for_good(folder: Path, model: Path, policy: str) -> None:
     name, port = f"{folder / 'rewards.py'}:brightness", free_port()
-    reward = rewards.load(name)
+    reward = genrl_rewards.load(name)
     calls: list[int] = []
     gone = threading.Event()
 
@@ -105,7 +105,7 @@ def test_a_server_that_is_gone_for_good(folder: Path, model: Path, policy: str) 
         thread.start()
         entries = remote(name, port, policy=policy, deadline_s=0.5, timeout_s=0.5)
         if policy == "stop":
-            with pytest.raises(rewards.RewardFailed, match="'brightness': reward server http.* is not available"):
+            with pytest.raises(genrl_rewards.RewardFailed, match="'brightness': reward server http.* is not available"):
                 run(folder, model, "run", rewards=entries, iterations=50)
         else:
             run(folder, model, "run", rewards=entries, iterations=5, idle_iterations=None)

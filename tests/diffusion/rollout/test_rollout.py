@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.config import Config
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
@@ -33,7 +33,7 @@ from genrl.diffusion.rollout.rollout import (
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
-from rewards.compose import Component
+from genrl_rewards.compose import Component
 from tests.diffusion.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -272,7 +272,9 @@ def test_a_reward_may_fail_now_and_then_and_not_often() -> None:
     found = gather(tiny_config(prompts_per_iteration=5), scorers={"shaky": shaky})  # 2 of 15 samples, in 8 calls
     assert int(found.total.isnan().sum()) == 2
     assert score_metrics(found.scored, found.total)["reward/shaky_failed"] == 2.0
-    with pytest.raises(rewards.RewardFailed, match=r"(?s)'shaky' raised for 4 of 9 samples.*the camera is broken"):
+    with pytest.raises(
+        genrl_rewards.RewardFailed, match=r"(?s)'shaky' raised for 4 of 9 samples.*the camera is broken"
+    ):
         gather(tiny_config(), scorers={"shaky": shaky})
     with pytest.raises(ValueError, match="reward 'short' returned 1 numbers for 2 samples"):
         gather(tiny_config(), scorers={"short": lambda images: [1.0]})

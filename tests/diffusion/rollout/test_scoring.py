@@ -13,11 +13,11 @@ import pytest
 import torch
 from accelerate import PartialState
 
-import rewards
+import genrl_rewards
 from genrl.config import load
 from genrl.data.prompts import Prompt
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring, open_scorers, plain, score
-from rewards.compose import Component, Gate
+from genrl_rewards.compose import Component, Gate
 from tests.run_folders import start_ranks, wait
 
 IMAGES = torch.rand(12, 3, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -213,10 +213,10 @@ def test_a_picture_that_is_not_finite_has_no_score() -> None:
 def test_a_reward_can_stop_the_run_however_few_samples_it_concerns() -> None:
     def gone(images: torch.Tensor) -> list[float]:
         if len(images) == 1:
-            raise rewards.RewardFailed("the server is gone")
+            raise genrl_rewards.RewardFailed("the server is gone")
         return [0.0] * len(images)
 
-    with pytest.raises(rewards.RewardFailed, match="'gone': the server is gone"):
+    with pytest.raises(genrl_rewards.RewardFailed, match="'gone': the server is gone"):
         scored_by({"gone": gone})
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from genrl.mdp import noise
 from genrl.objectives.forward import adversarial
-from rewards.scorers.preference.adversary import top_patches
+from genrl_rewards.scorers.preference.adversary import top_patches
 from tests.golden_cases import Arrays
 from tests.reference.adv_grpo import adversarial_reward
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
-from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
+import genrl_rewards
+from genrl_rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 from tests.rewards import tiny_open_clip
 from tests.rewards.gradients import assert_gradients_agree
 from tests.rewards.tiny_open_clip import NAME, open_clip
@@ -33,7 +33,7 @@ def documented(name: str, weights: str | None, images: torch.Tensor) -> tuple[An
     clip, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=weights)
     clip.eval()
     with torch.no_grad():
-        pictures = clip.encode_image(torch.stack([preprocess(p) for p in rewards.to_pil(images)]), normalize=True)
+        pictures = clip.encode_image(torch.stack([preprocess(p) for p in genrl_rewards.to_pil(images)]), normalize=True)
         texts = clip.encode_text(open_clip.get_tokenizer(name)(PROMPTS), normalize=True)
     return clip, pictures, texts
 
@@ -48,14 +48,14 @@ def test_scores_are_those_of_open_clips_own_example(
     model = f"open_clip:{folder}" if form == "folder" else f"open_clip:{NAME}/{file}"
     for name, scale in (("clipscore", 1.0), ("pickscore", clip.logit_scale.exp().item())):
         args = {"model": model, "scale": "cosine" if name == "clipscore" else "raw"}
-        scores = rewards.score(rewards.load(name, args), images=images, prompts=PROMPTS).values
+        scores = genrl_rewards.score(genrl_rewards.load(name, args), images=images, prompts=PROMPTS).values
         assert scores == pytest.approx((scale * cosines).tolist(), abs=1e-5)
     assert abs(cosines[0] - cosines[1]) > 1e-3
     torch.manual_seed(0)
     head = Head(24).eval()
     torch.save(head.state_dict(), tmp_path / HEAD_FILES[0])
-    aesthetic = rewards.load("aesthetic", {"model": model, "head": str(tmp_path)})
-    scores = rewards.score(aesthetic, images=images, prompts=PROMPTS).values
+    aesthetic = genrl_rewards.load("aesthetic", {"model": model, "head": str(tmp_path)})
+    scores = genrl_rewards.score(aesthetic, images=images, prompts=PROMPTS).values
     assert scores == pytest.approx(head(pictures).tolist(), abs=1e-5)
 
 
@@ -64,14 +64,14 @@ def test_gradients_reach_the_picture_through_the_same_preparation(
     images: torch.Tensor, tmp_path: Path, mode: str
 ) -> None:
     model = tiny_open_clip.save_folder(tmp_path / mode, resize_mode=mode, mean=[0.5] * 3, std=[0.25] * 3)
-    reward = rewards.load("clipscore", {"model": f"open_clip:{model}"})
+    reward = genrl_rewards.load("clipscore", {"model": f"open_clip:{model}"})
     assert_gradients_agree(reward, images, PROMPTS, within=0.005)
 
 
 def test_what_cannot_be_loaded_says_why(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(model: str, **more: str) -> str:
         with pytest.raises(ValueError) as error:
-            rewards.load("pickscore", {"model": f"open_clip:{model}", **more})
+            genrl_rewards.load("pickscore", {"model": f"open_clip:{model}", **more})
         return str(error.value)
 
     assert "'laion2b_s32b_b79q' is neither a file nor a checkpoint of ViT-H-14" in said("ViT-H-14/laion2b_s32b_b79q")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rewards.models.orient_anything import OrientAnything, orientation_of
+from genrl_rewards.models.orient_anything import OrientAnything, orientation_of
 from tests.rewards import tiny_orient
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewards.models.qwen_video import chosen
+from genrl_rewards.models.qwen_video import chosen
 
 
 def test_frames_are_chosen_by_time() -> None:

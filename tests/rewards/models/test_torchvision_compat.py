@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import rewards
+import genrl_rewards
 
-ROOT = str(Path(rewards.__file__).parents[1])
-SHIM = "from rewards.models.torchvision_compat import ensure\nfound = ensure()\nassert ensure() == found\n"
+ROOT = str(Path(genrl_rewards.__file__).parents[1])
+SHIM = "from genrl_rewards.models.torchvision_compat import ensure\nfound = ensure()\nassert ensure() == found\n"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def test_without_torchvision_nothing_is_declared() -> None:
 def test_transformers_imports_beside_whatever_torchvision_is_installed() -> None:
     plain = run("from transformers import CLIPModel")
     mended = run(
-        "import rewards.scorers.preference.clipscore, rewards.scorers.preference.pickscore\n"  # without help
+        "from genrl_rewards.scorers.preference import clipscore, pickscore\n"  # without help
         + SHIM
         + "from transformers import CLIPModel, CLIPImageProcessorPil\n"
         "import torch, torchvision\n"

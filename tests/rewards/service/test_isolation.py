@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
-from rewards.service.isolation import Isolated, python_of
-from rewards.service.remote import Outage
+import genrl_rewards
+from genrl_rewards.service.isolation import Isolated, python_of
+from genrl_rewards.service.remote import Outage
 from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(3, 3, 9, 7, generator=torch.Generator().manual_seed(0))
@@ -23,8 +23,8 @@ FILE = str(Path(plain_rewards.__file__))
 FAST = Outage(timeout_s=5, deadline_s=20)
 
 
-def score(reward: rewards.Reward, first: str = "fine", **more: Any) -> rewards.Scores:
-    return rewards.score(reward, images=IMAGES, prompts=[first, "a", "b"], **more)
+def score(reward: genrl_rewards.Reward, first: str = "fine", **more: Any) -> genrl_rewards.Scores:
+    return genrl_rewards.score(reward, images=IMAGES, prompts=[first, "a", "b"], **more)
 
 
 def is_alive(pid: int) -> bool:
@@ -67,13 +67,13 @@ def test_one_process_from_start_to_end(tmp_path: Path) -> None:
 def test_no_orphan_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
-        "import os, signal, torch, rewards\n"
-        "from rewards.service.isolation import Isolated\n"
+        "import os, signal, torch, genrl_rewards\n"
+        "from genrl_rewards.service.isolation import Isolated\n"
         f"reward = Isolated({FILE + ':Moody'!r}, {{'log': {str(log)!r}}})\n"
-        "rewards.score(reward, images=torch.zeros(1, 3, 4, 4), prompts=['fine'])\n"
+        "genrl_rewards.score(reward, images=torch.zeros(1, 3, 4, 4), prompts=['fine'])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = str(Path(rewards.__file__).parents[1])
+    root = str(Path(genrl_rewards.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert ends(int(log.read_text().split()[0]))

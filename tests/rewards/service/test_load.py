@@ -18,9 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from rewards.service import connections, http_app, wire
-from rewards.service.remote import Outage, Remote
+import genrl_rewards
+from genrl_rewards.service import connections, http_app, wire
+from genrl_rewards.service.remote import Outage, Remote
 from tests import servers
 from tests.ports import free_port
 from tests.rewards import plain_rewards
@@ -44,8 +44,8 @@ def opened(stack: ExitStack, url: str, text: bytes, count: int = 1) -> list[sock
 
 def assert_served(url: str) -> None:
     reward = Remote(url, "mine", token="right", outage=SOON)
-    scores = rewards.score(reward, images=IMAGES, prompts=["a", "b"])
-    assert scores == rewards.score(plain_rewards.mean, images=IMAGES, prompts=["a", "b"])
+    scores = genrl_rewards.score(reward, images=IMAGES, prompts=["a", "b"])
+    assert scores == genrl_rewards.score(plain_rewards.mean, images=IMAGES, prompts=["a", "b"])
 
 
 @pytest.mark.parametrize(("text", "count"), [(b"POST /sco", 70), (b"", 200), (POST + TOKEN + b"\r\n" + b"{", 4)])
@@ -70,7 +70,7 @@ def test_a_header_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
                 time.sleep(0.05)
         assert time.monotonic() - started < 2
         reward = Remote(url, token="right", outage=Outage(timeout_s=5, deadline_s=5))
-        assert rewards.score(reward, images=IMAGES, prompts=["sleep", ""]).unscored == 0
+        assert genrl_rewards.score(reward, images=IMAGES, prompts=["sleep", ""]).unscored == 0
 
 
 def test_a_body_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from rewards.service.remote import Outage, Remote
-from rewards.service.wire import Limits
+import genrl_rewards
+from genrl_rewards.service.remote import Outage, Remote
+from genrl_rewards.service.wire import Limits
 from tests import servers
 from tests.ports import free_port
 from tests.rewards import plain_rewards
@@ -29,8 +29,8 @@ GROUP = [0, 0, 1, 1, 1, 0]
 FAST = Outage(timeout_s=0.5, deadline_s=1.0, policy="stop", pause_s=1.0)
 
 
-def score(reward: rewards.Reward, prompts: list[str] = PROMPTS, **more: Any) -> rewards.Scores:
-    return rewards.score(
+def score(reward: genrl_rewards.Reward, prompts: list[str] = PROMPTS, **more: Any) -> genrl_rewards.Scores:
+    return genrl_rewards.score(
         reward, images=more.pop("images", IMAGES[: len(prompts)]), prompts=prompts, name="mine", **more
     )
 
@@ -39,7 +39,7 @@ def outage(policy: Any, **changes: Any) -> Outage:
     return Outage(**(vars(FAST) | {"policy": policy} | changes))
 
 
-def assert_no_zero(scores: rewards.Scores) -> None:
+def assert_no_zero(scores: genrl_rewards.Scores) -> None:
     assert all(map(math.isnan, scores.values))
 
 
@@ -52,7 +52,7 @@ def test_scores_are_the_local_ones_bit_for_bit(name: str) -> None:
     with servers.live(reward, limits=Limits(images=4 if whole else 100)) as url:
         remote = Remote(url, "mine")
         assert score(remote, columns=columns, group=GROUP) == local and local.unscored == 0
-        needs = rewards.needs(remote)
+        needs = genrl_rewards.needs(remote)
         if whole:
             videos = torch.rand(3, 1, 3, 6, 5).expand(-1, 4, -1, -1, -1)
             assert score(remote, PROMPTS[:3], images=videos) == score(reward, PROMPTS[:3], images=videos)
@@ -255,7 +255,7 @@ def test_several_servers_share_the_calls() -> None:
     with servers.live(counted(1)) as one:
         with servers.live(counted(2)) as two:
             remote = Remote([one, two], "mine", outage=FAST)
-            found: list[rewards.Scores] = []
+            found: list[genrl_rewards.Scores] = []
             threads = [threading.Thread(target=lambda: found.append(score(remote))) for _ in range(2)]
             [thread.start() for thread in threads]
             [thread.join() for thread in threads]
@@ -288,7 +288,7 @@ def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
 
 
 def test_the_reply_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.service.remote.MAX_REPLY", 1000)
+    monkeypatch.setattr("genrl_rewards.service.remote.MAX_REPLY", 1000)
     body = json.dumps({"scores": [0.0] * 1000}).encode()
     with servers.scripted(lambda c, k: c.sendall(servers.http(body))) as url:
         scores = score(Remote(url, outage=FAST), PROMPTS[:2])

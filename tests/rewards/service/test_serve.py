@@ -20,9 +20,9 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from safetensors.torch import save
 
-import rewards
-from rewards.service import http_app, serve, wire
-from rewards.service.wire import Limits
+import genrl_rewards
+from genrl_rewards.service import http_app, serve, wire
+from genrl_rewards.service.wire import Limits
 from tests.rewards import plain_rewards
 from tests.rewards.faults import PNG_BOMB
 
@@ -33,7 +33,7 @@ SMALL = Limits(bytes=200_000, images=8, pixels=20_000)
 
 
 @contextmanager
-def served(reward: rewards.Reward, *, token: str = "", limits: Limits | None = None) -> Iterator[TestClient]:
+def served(reward: genrl_rewards.Reward, *, token: str = "", limits: Limits | None = None) -> Iterator[TestClient]:
     with TestClient(http_app.app(reward, "mine", token=token, limits=limits), raise_server_exceptions=False) as client:
         yield client
 
@@ -54,16 +54,16 @@ def png(picture: Image.Image) -> str:
 
 
 def test_safetensors_requests_score_as_the_reward_itself() -> None:
-    local = rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS)
+    local = genrl_rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS)
     with served(plain_rewards.mean) as client:
         reply = post(client, tensors())
     assert reply.status_code == 200 and reply.json() == {"scores": local.values, "parts": local.parts}
 
 
 def test_json_requests_carry_pictures_as_files() -> None:
-    files = [png(picture) for picture in rewards.to_pil(IMAGES)]
-    eight_bit = torch.from_numpy(rewards.to_uint8(IMAGES)).movedim(-1, -3) / 255
-    local = rewards.score(plain_rewards.mean, images=eight_bit, prompts=PROMPTS)
+    files = [png(picture) for picture in genrl_rewards.to_pil(IMAGES)]
+    eight_bit = torch.from_numpy(genrl_rewards.to_uint8(IMAGES)).movedim(-1, -3) / 255
+    local = genrl_rewards.score(plain_rewards.mean, images=eight_bit, prompts=PROMPTS)
     with served(plain_rewards.mean) as client:
         reply = post(client, json.dumps({"images": files, "prompts": PROMPTS}).encode(), wire.JSON)
     assert reply.json()["scores"] == local.values
@@ -73,7 +73,7 @@ def test_references_columns_and_groups_arrive() -> None:
     reference = torch.full((2, 3, 3), 30, dtype=torch.uint8)
     references = {f"reference_images.{k}": reference.clone() for k in range(4)}
     columns = {"reference_image": [Image.new("RGB", (3, 2), (30, 30, 30))] * 4, "style": PROMPTS}
-    local = rewards.score(plain_rewards.like, images=IMAGES, prompts=PROMPTS, columns=columns)
+    local = genrl_rewards.score(plain_rewards.like, images=IMAGES, prompts=PROMPTS, columns=columns)
     with served(plain_rewards.like) as client:
         assert client.get("/info").json()["takes"] == ["images", "reference_images", "style"]
         fields = {"columns": {"style": PROMPTS}}
@@ -82,7 +82,7 @@ def test_references_columns_and_groups_arrive() -> None:
         assert missing.status_code == 422 and "asks for the column 'reference_image'" in missing.json()["error"]
         named = post(client, tensors(fields={"columns": {"style": PROMPTS, "reference_image": ["/etc/passwd"] * 4}}))
         assert named.status_code == 422 and "must not name files" in named.json()["error"]
-    pairs = rewards.score(plain_rewards.wins, images=IMAGES, prompts=PROMPTS, group=[0, 0, 1, 1])
+    pairs = genrl_rewards.score(plain_rewards.wins, images=IMAGES, prompts=PROMPTS, group=[0, 0, 1, 1])
     with served(plain_rewards.wins) as client:
         assert post(client, tensors()).json()["scores"] == pairs.values
         alone = post(client, tensors(fields={"group": None}))
@@ -249,6 +249,6 @@ def test_a_thousand_malformed_requests() -> None:
             statuses[reply.status_code] += 1
             assert "Traceback" not in reply.text and 'File "' not in reply.text and ".py" not in reply.text
             assert reply.status_code != 500 or "raised" in reply.text, (reply.text, kind, body[:300])
-        own = rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS).values
+        own = genrl_rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS).values
         assert post(client, tensors()).json()["scores"] == own
     assert statuses[422] > 500, statuses

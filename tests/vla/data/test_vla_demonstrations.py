@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk
 from genrl.vla.data.demonstrations import (
     expert_demonstrations,
     minitable_episodes,
@@ -19,7 +20,6 @@ from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_s
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
-from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk
 from tests.vla.tiny_policies import TOLD, WORDS, flow
 
 BOTH = (STATE, TOKENS, ENVIRONMENT, IMAGE)

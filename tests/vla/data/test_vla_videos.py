@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.runtime.mp4 import read_mp4
+from genrl.runtime.show.mp4 import read_mp4
 from genrl.vla.data.videos import Clip, captioned, contact_sheet, write_clips, write_gif, write_mp4
 
 GREEN, RED, WHITE = [22, 140, 62], [205, 38, 38], [255, 255, 255]

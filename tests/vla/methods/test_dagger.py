@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, VLAConfig
+from genrl.playground.minitable import INSTRUCTIONS, State, expert_chunk
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger import train as dagger
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch
 from genrl.vla.setup import frames_of
-from genrl.vla.simulators.minitable import INSTRUCTIONS, State, expert_chunk
 from tests.vla import vla_runs
 
 
@@ -112,7 +112,7 @@ def test_one_of_your_own_is_asked_before_anything_is_evaluated(tmp_path: Path, m
     settings = config(tmp_path, evaluation={"every": 1})
     with vla_runs.opened(settings) as run:
         run.frames = frames_of(settings, run.policy)[0]
-        monkeypatch.delattr("genrl.vla.simulators.minitable.env.TableHost.advise")
+        monkeypatch.delattr("genrl.playground.minitable.env.TableHost.advise")
         monkeypatch.setattr(run, "judged", lambda iteration: pytest.fail("it was evaluated"))
         with pytest.raises(ValueError, match="TableHost has no expert; minitable, metaworld, .* have one"):
             dagger.train(run, settings.trainer)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.runtime.guards import NonFiniteError, read_dump
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.guards import NonFiniteError, read_dump
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods import gae
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.methods.scores import decisions, score

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.mdp import ddpm
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods import gae
 from genrl.vla.methods.scores import (
     Decisions,

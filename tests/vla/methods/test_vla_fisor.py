@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from genrl.mdp.noise import generator
+from genrl.playground.minitable import TOUCH, task
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.methods.fisor.hazard import HAZARD, HazardTable, in_hazard, mixed_quality
@@ -14,7 +15,6 @@ from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.offline import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.rollout.sampling import Acting, Diffusion
-from genrl.vla.simulators.minitable import TOUCH, task
 from tests.vla.tiny_policies import TOLD, WORDS
 
 READS = Words(WORDS)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from genrl.runtime.metrics import METRICS, SECTIONS, document
-from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
+from genrl.runtime.folder.run import Run, read_metrics
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.train import train
 from tests.vla import vla_runs

@@ -9,7 +9,8 @@ import torch
 from genrl.mdp import ddpm, forward
 from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.runtime import state
+from genrl.playground.minitable import MiniTable, expert_chunk
+from genrl.runtime.weights import state
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods import offline, shared_settings
 from genrl.vla.methods.critics import Critics, train_iql
@@ -19,7 +20,6 @@ from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from tests.vla import frail
 from tests.vla.frail import FINE, RAISE
 from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames

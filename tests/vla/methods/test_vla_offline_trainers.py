@@ -11,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
+import genrl_rewards
 from genrl.config import ConfigError, VLAConfig, load
+from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.vla.methods.critics import seen_statistics
 from genrl.vla.methods.offline import Transitions
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import Statistics
 from genrl.vla.setup import load_trained
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from genrl.vla.train import check_processes, open_policy, train
 from tests.rewards import tiny_vlm
 from tests.run_folders import assert_resumes, rows
@@ -114,7 +114,7 @@ def test_a_served_model_labels_pairs(root: Path, tmp_path: Path) -> None:
         shown.append(env.step(expert_chunk(env.state, 1))[0]["pixels"])
     folder = tiny_vlm.save_comparing(tmp_path / "vlm", [Image.fromarray(row) for row in np.concatenate(shown)[::4]])
     short = {"compare": "{prompt}", "answer": "{analysis}"}
-    judge = rewards.load("preference_judge", {"model": str(folder), "dtype": "float32", "max_tokens": 4, **short})
+    judge = genrl_rewards.load("preference_judge", {"model": str(folder), "dtype": "float32", "max_tokens": 4, **short})
     asked = "trainer.labels.judge=preference_judge", f"trainer.labels.cache={tmp_path / 'labels.jsonl'}"
     with live(judge, "preference_judge") as url:
         given = "trainer.labels.pairs=40", "iterations=1", f"trainer.labels.remote={url}"

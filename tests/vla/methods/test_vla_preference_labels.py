@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rewards
+import genrl_rewards
 from genrl.mdp.noise import keyed_noise
+from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.offline import Words, play
 from genrl.vla.methods.preference_labels import (
@@ -30,7 +31,6 @@ from genrl.vla.methods.preference_labels import (
 )
 from genrl.vla.methods.wayward import instructions, pictures
 from genrl.vla.policies.policy import ACTION, STATE
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from tests.vla.tiny_policies import TOLD, WORDS, frames
 
 READS = Words(WORDS)
@@ -143,7 +143,7 @@ def test_a_judge_that_fails_stops_the_run_and_is_asked_again() -> None:
     assert label_pairs(frail, look, lines, pairs, cache, batch_size=1).tolist() == [0] * 10 and len(calls) == 11
     calls.clear()
     fails = (1, 2, 3)
-    with pytest.raises(rewards.RewardFailed, match="no model"):
+    with pytest.raises(genrl_rewards.RewardFailed, match="no model"):
         label_pairs(frail, look, lines, pairs, LabelCache(None, "j"), batch_size=1)
     assert len(calls) == 3  # the first that is one too many, not the last
 

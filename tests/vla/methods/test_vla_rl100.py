@@ -10,6 +10,7 @@ from torch import nn
 
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.gae import chunk_gae
+from genrl.playground.minitable import MiniTable
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.critics import Critics, seen_statistics
 from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
@@ -22,7 +23,6 @@ from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act, chunk_noise, replay, sample
-from genrl.vla.simulators.minitable import MiniTable
 from tests.vla.tiny_policies import FEELS, TOLD, WORDS, flow, frames
 
 SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)

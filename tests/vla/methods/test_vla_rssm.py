@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
 from genrl.mdp.noise import keyed_noise
+from genrl.playground.minitable import task
 from genrl.vla.methods.play import play, seen
 from genrl.vla.methods.rssm import WorldModel, balanced_kl, world_loss, world_step
-from genrl.vla.simulators.minitable import task
 
 
 def gaussians(seed: int) -> tuple[Normal, Normal]:

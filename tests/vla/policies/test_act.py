@@ -17,7 +17,7 @@ from torch import Tensor
 from genrl.config import ConfigError, load
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
-from genrl.runtime.progress import Progress
+from genrl.runtime.loop.progress import Progress
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies import resnet

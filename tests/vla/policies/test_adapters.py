@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from genrl.config import ConfigError
 from genrl.mdp.noise import keyed_noise
-from genrl.runtime.weights import put_back
+from genrl.runtime.weights.weights import put_back
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import TOKENS

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrl.config.vla import PolicyLoRA
 from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import keyed_noise
+from genrl.vla.config.schema import PolicyLoRA
 from genrl.vla.policies import groot
 from genrl.vla.policies.adapters import is_adapter, with_lora
 from genrl.vla.policies.folder import load_policy, save_policy

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from genrl.config import ConfigError
-from genrl.runtime import ahead, checkpoint
-from genrl.runtime.loop import MemoryRanOut
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import ahead
+from genrl.runtime.loop.loop import MemoryRanOut
 from genrl.vla.methods.decoupled import importance_figures, weighed
 from genrl.vla.methods.scores import actor_loss, context_of, decisions, recorded_decisions, score
 from genrl.vla.rollout.collect import RolloutPlan
@@ -148,7 +149,7 @@ def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: 
 
         def weighed_there(*given: Any) -> Any:
             found = weighed(*given)
-            monkeypatch.setattr("genrl.runtime.loop.any_ranks", lambda *_: [True, False])
+            monkeypatch.setattr("genrl.runtime.loop.loop.any_ranks", lambda *_: [True, False])
             return found
 
         monkeypatch.setattr(VLARun, "age", 1)

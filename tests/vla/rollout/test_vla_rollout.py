@@ -8,11 +8,11 @@ import torch
 
 from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.objectives.advantages.gae import chunk_gae
+from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, replay
-from genrl.vla.simulators.minitable import PUT, MiniTable, expert_chunk, task
 from tests.vla.tiny_policies import SEES, TOLD, flow
 
 

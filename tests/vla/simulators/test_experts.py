@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from tests.vla.frail import Frail
 
 ROOT = Path(__file__).parents[3]

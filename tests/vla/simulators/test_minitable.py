@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.config.vla_names import MINITABLE_THINGS
-from genrl.vla.simulators.minitable import (
+from genrl.playground.minitable import (
     INSTRUCTIONS,
     PUT,
     TOUCH,
@@ -19,7 +18,8 @@ from genrl.vla.simulators.minitable import (
     render,
     task,
 )
-from genrl.vla.simulators.minitable.points import cloud
+from genrl.playground.minitable.points import cloud
+from genrl.vla.config.names import MINITABLE_THINGS
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray:

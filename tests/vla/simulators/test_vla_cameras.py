@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genrl.config import VLAConfig
-from genrl.config.vla import Demonstrations
+from genrl.vla.config.schema import Demonstrations
 from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt

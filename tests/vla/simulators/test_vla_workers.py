@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genrl.playground.minitable import MiniTable
 from genrl.vla.policies.policy import STATE
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import evaluation_episodes, open_environment
-from genrl.vla.simulators.minitable import MiniTable
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, LEAK, NAN, RAISE
 from tests.vla.tiny_policies import SEES, flow

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from genrl.config import ConfigError
-from genrl.config.files import check_files
+from genrl.diffusion.config.files import check_files
 from genrl.vlm.engines.contract import Drawn, Reply
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Server

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from genrl.config.vlm_agents import Environment
-from genrl.vlm.environments import cards
-from genrl.vlm.environments.cards import GAMES, Cards, Game
+from genrl.playground import cards
+from genrl.playground.cards import GAMES, Cards, Game
+from genrl.vlm.config.environment import Environment
 from genrl.vlm.environments.opening import open_environment
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.config.vlm_agents import Environment
-from genrl.vlm.environments import grid
-from genrl.vlm.environments.cards import GAMES
+from genrl.playground import grid
+from genrl.playground.cards import GAMES
+from genrl.vlm.config.environment import Environment
 from genrl.vlm.environments.contract import Environment as Contract
 from genrl.vlm.environments.discrete import Misuse, named
 from genrl.vlm.environments.opening import open_environment

@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 from PIL import Image
 
-from genrl.config.vlm_agents import Environment
+from genrl.vlm.config.environment import Environment
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.opening import open_environment
 from genrl.vlm.environments.texts import Texts

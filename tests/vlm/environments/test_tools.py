@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.config.vlm_agents import Environment
+from genrl.vlm.config.environment import Environment
 from genrl.vlm.environments import crop, watch
 from genrl.vlm.environments.contract import Question
 from genrl.vlm.environments.crop import Crop

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from genrl.config.vlm_agents import Environment
+from genrl.playground.grid import Grid
+from genrl.vlm.config.environment import Environment
 from genrl.vlm.environments.discrete import Misuse
-from genrl.vlm.environments.grid import Grid
 from genrl.vlm.environments.opening import open_environment
 
 CLICK = {"action": "click", "box": [10, 20, 30, 60]}

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from genrl.config import load
-from genrl.data.grid_pairs import write_pairs
-from genrl.data.world import held_out
+from genrl.playground.shapes import held_out
+from genrl.playground.tasks.grid_pairs import write_pairs
+from genrl.playground.tasks.pairs import GRIDS, shown
 from genrl.vlm.methods.sft.train import loss, recorded, token_weights
 from genrl.vlm.rollout.targets import tell
-from genrl.vlm.tasks.pairs import GRIDS, shown
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints, vlm_runs

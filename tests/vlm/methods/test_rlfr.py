@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, VLMConfig
-from genrl.config.vlm_files import vlm_files
 from genrl.objectives.advantages.groups import group_advantages
+from genrl.vlm.config.files import vlm_files
 from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, layers_of, noise_of
 from genrl.vlm.methods.rlfr.train import opened, shaped
 from genrl.vlm.rollout.rollout import totals

@@ -18,7 +18,7 @@ from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.processor import load_processor
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
-from rewards.scorers.texts import verifiable
+from genrl_rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, watched
 from tests.vlm.tiers import fast_first

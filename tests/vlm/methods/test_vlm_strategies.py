@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config.vlm import VLMConfig
 from genrl.diffusion import data_server as drawing
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout import augment, synthesis
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.data_server import DataServer

@@ -50,7 +50,7 @@ def test_other_types_and_no_gpu_or_package_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="need a GPU, and there is none here"):
         use_liger(SimpleNamespace(config=SimpleNamespace(model_type="qwen2_5_vl")))
-    monkeypatch.setattr("genrl.config.vlm_files.find_spec", lambda name: None)
+    monkeypatch.setattr("genrl.vlm.config.files.find_spec", lambda name: None)
     vlm_runs.config(tmp_path, vlm={"kernels": "liger"})
     with pytest.raises(ConfigError, match=r"vlm.kernels.*pip install liger-kernel"):
         check_files(*load_located(tmp_path / "tiny.yaml"))

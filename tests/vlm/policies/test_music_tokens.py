@@ -11,8 +11,8 @@ from torch import Tensor
 
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.policies.processor import Prompt
-from rewards.models.checkpoints import transformers
-from rewards.models.musicgen import delayed
+from genrl_rewards.models.checkpoints import transformers
+from genrl_rewards.models.musicgen import delayed
 from tests.vlm import tiny_musicgen
 
 TEXTS = ("a low rising tune", "a high tune")

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import rewards
+import genrl_rewards
+from genrl.playground.tasks import bodies, tunes
 from genrl.vlm.policies import codes
 from genrl.vlm.policies.codes import BEGIN, CODE, DONE, END, WORD, CodePolicy
 from genrl.vlm.policies.image_tokens import TRAINED, ImagePolicy
 from genrl.vlm.policies.masked_text import MaskedPolicy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.tasks import bodies, row, tunes
-from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
-from rewards.scorers.texts.tunes import sound_quality, text_fit
+from genrl.vlm.tasks import row
+from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
+from genrl_rewards.scorers.texts.tunes import sound_quality, text_fit
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 CAPTIONS = ("a red circle", "a blue star and a green square", "a yellow triangle")
@@ -177,13 +178,13 @@ class TestCodes:
     def test_bodies_look_as_they_are_called_from_where_they_do(self) -> None:
         palette = torch.tensor([BACKGROUND, *PALETTE.values()], dtype=torch.uint8)
         blocks = torch.from_numpy(bodies.blocks())
-        sees = rewards.load("shapes")
+        sees = genrl_rewards.load("shapes")
         views = {"circle": range(6), "square": range(6), "triangle": range(4)}
         for body, colour in itertools.product(bodies.BODIES, COLOURS[:2]):
             made = codes.voxels(torch.tensor([bodies.codes(body, colour)]), blocks)
             assert np.array_equal(made[0].numpy() > 0, bodies.solid(body))
             seen = codes.views(made, palette)[0]
-            scores = rewards.score(sees, images=seen, prompts=[f"a {colour} {body}"] * 6).values
+            scores = genrl_rewards.score(sees, images=seen, prompts=[f"a {colour} {body}"] * 6).values
             assert all(scores[view] == 1 for view in views[body]), (body, colour, scores)
 
     def test_the_first_voxel_on_a_line_is_seen(self) -> None:

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from genrl.config import ConfigError, check_files, load, load_located
-from genrl.config.vlm import ShapeCodec
+from genrl.vlm.config.schema import ShapeCodec
 from genrl.vlm.policies.codes import CodePolicy, shape_codec, views
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.shape_decoder import ShapeDecoder
 from genrl.vlm.train import train
-from rewards.models.checkpoints import transformers
+from genrl_rewards.models.checkpoints import transformers
 from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints
 

@@ -15,8 +15,8 @@ from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import greedy_label, totals
 from genrl.vlm.train import train
-from rewards.failures import RewardFailed
-from rewards.scorers.texts.completions import BROKEN, score_completions
+from genrl_rewards.failures import RewardFailed
+from genrl_rewards.scorers.texts.completions import BROKEN, score_completions
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
 from tests.vlm.rollout.test_vlm_data import pixels

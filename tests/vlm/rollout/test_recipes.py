@@ -13,7 +13,7 @@ from genrl.config import VLMConfig, load
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.train import train
-from rewards.scorers.texts.completions import score_completions
+from genrl_rewards.scorers.texts.completions import score_completions
 from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints
 from tests.vlm.rollout.recipe_rows import SAMPLES, written

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.data.world import Scene
+from genrl.playground.shapes import Scene
+from genrl.playground.tasks import shapes
 from genrl.vlm import tasks
 from genrl.vlm.policies.pictures import black, degraded, masked, with_pictures
 from genrl.vlm.policies.processor import open_image
 from genrl.vlm.rollout import data as reading
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
 from tests.vlm import vlm_runs

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from genrl.config import ConfigError, VLMConfig
-from genrl.runtime import checkpoint
-from genrl.runtime.run import Run
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
 from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss

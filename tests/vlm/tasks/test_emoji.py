@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from genrl.playground.tasks import emoji
+from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
-from genrl.vlm.tasks import emoji
-from genrl.vlm.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm.tasks.rows import Split
 
 

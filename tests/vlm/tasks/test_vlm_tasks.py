@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from genrl.config.vlm_files import FURTHER, GENERATED
-from genrl.config.vlm_names import TASKS
-from genrl.data.world import draw
+from genrl.playground.shapes import draw
+from genrl.playground.tasks import clips, jigsaw, quality, scenes, series, sums
 from genrl.vlm import tasks
-from genrl.vlm.tasks import clips, jigsaw, quality, scenes, series, sums
+from genrl.vlm.config.files import FURTHER, GENERATED
+from genrl.vlm.config.names import TASKS
 from genrl.vlm.tasks.rows import Row
-from rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
+from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
 
 
 def pictures(row: Row) -> list[np.ndarray]:

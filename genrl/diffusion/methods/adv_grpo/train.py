@@ -22,7 +22,7 @@ import torch
 from accelerate.utils import broadcast
 from torch import Tensor
 
-import rewards
+import genrl_rewards
 from genrl.config import Config
 from genrl.data import references
 from genrl.data.prompts import Prompt, PromptError
@@ -37,7 +37,7 @@ from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
-from rewards.scorers.preference.adversary import Trainable, checked_logits
+from genrl_rewards.scorers.preference.adversary import Trainable, checked_logits
 
 __all__ = ["loss", "train"]
 
@@ -103,7 +103,9 @@ def judge(run: DiffusionRun, adversary: Trainable, pairs: list[Pairs], num_sampl
         found = adversary_loss(real, fake, kind=adversary.loss, patch_weight=adversary.patch_weight)
         if torch.is_grad_enabled():
             if not found.loss.requires_grad:
-                raise ValueError(f"reward {rewards.name_of(adversary)!r}: its logits have no graph to its parameters()")
+                raise ValueError(
+                    f"reward {genrl_rewards.name_of(adversary)!r}: its logits have no graph to its parameters()"
+                )
             (found.loss * len(one.slots) / num_samples).backward()
         weight = torch.tensor([float(len(one.slots))])
         meter.add("adversary/loss", found.loss[None], weight)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, Guided, first_update
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
+from genrl.diffusion.config.method import Calls, Guided, first_update
 from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls
 from genrl.diffusion.methods.policy_gradient import METRICS as POLICY_METRICS
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 METRICS = (
     {name: POLICY_METRICS[name] for name in ("loss/policy", "ratio/mean", "ratio/std", "ratio/max_abs_dev")}

@@ -32,7 +32,7 @@ from genrl.objectives.advantages.groups import informative
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 EMA, OLD = "ema_reference", "old"
 

@@ -37,7 +37,7 @@ from genrl.objectives.forward.forward_process import (
     reward_adaptive_weight,
 )
 from genrl.objectives.surrogates.policy_losses import kl_velocity
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 OLD, SAMPLING = "old", "sampling"
 

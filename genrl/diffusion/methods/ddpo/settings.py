@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.kernels import Kernel
 from genrl.config.method import Finding
 from genrl.config.section import Count, NonNegative, Section
+from genrl.diffusion.config.kernels import Kernel
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 
 class PromptHistory(Section):

@@ -27,7 +27,7 @@ from genrl.objectives.surrogates.policy_losses import (
     importance_ratio,
     score_function_loss,
 )
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 
 def train(run: DiffusionRun, settings: DDPO) -> None:

@@ -40,8 +40,8 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.gaussian import per_sample
 from genrl.objectives.forward import diff_instruct as objective
 from genrl.objectives.forward.direct_reward import reward_loss
-from genrl.runtime.optimizers import make_optimizer
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.weights.optimizers import make_optimizer
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
 

@@ -29,7 +29,7 @@ from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import informative
 from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
 from genrl.objectives.surrogates.policy_losses import kl_velocity
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 OLD = "old"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, FileFinding, Guided
 from genrl.config.section import Positive
 from genrl.data.preferences import set_problem
+from genrl.diffusion.config.method import Calls, FileFinding, Guided
 from genrl.diffusion.methods.preferences import DiffusionDPO
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
     from genrl.data.prompts import PromptRows
+    from genrl.diffusion.config.schema import Config
 
 
 class OfflineDPO(DiffusionDPO):

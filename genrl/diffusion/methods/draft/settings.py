@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, Guided
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Number
+from genrl.diffusion.config.method import Calls, Guided
 from genrl.diffusion.methods.differentiable import Differentiating
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 METRICS = {
     "draft/steps": MetricDoc(

@@ -34,7 +34,7 @@ from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
 from genrl.objectives.forward.direct_reward import reward_loss
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 __all__ = ["check", "loss", "train"]
 

@@ -11,7 +11,7 @@ from genrl.diffusion.methods.layout import Branching, Layout, Round, Tree
 from genrl.diffusion.methods.policy_gradient import Windowed, mean_of
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 
 class GrowingTree(Branching):

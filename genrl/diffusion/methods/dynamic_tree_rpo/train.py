@@ -37,7 +37,7 @@ from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 Targets = dict[tuple[int, int], Tensor]
 """(step, group) -> velocity on the best path, or (-1, group) -> the best sample itself, [...]."""

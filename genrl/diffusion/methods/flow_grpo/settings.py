@@ -15,7 +15,7 @@ from genrl.diffusion.methods.layout import Layout, Tree
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 _GUARD = "GRPO-Guard is a method of its own: write algorithm: grpo_guard, or remove the key"
 _DDPO = "DDPO is a method of its own: write algorithm: ddpo, or remove the key"

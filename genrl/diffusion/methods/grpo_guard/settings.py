@@ -11,7 +11,7 @@ from genrl.diffusion.methods.layout import Round
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 
 class GRPOGuard(Windowed):

@@ -34,7 +34,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.guard import guard_log_ratio, guard_surrogate
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 
 def train(run: DiffusionRun, settings: GRPOGuard) -> None:

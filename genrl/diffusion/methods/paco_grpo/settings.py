@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import rewards
-from genrl.config.diffusion_method import FileFinding
+import genrl_rewards
 from genrl.config.method import Finding
+from genrl.diffusion.config.method import FileFinding
 from genrl.diffusion.methods.aggregation import plain_scores
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
     from genrl.data.prompts import PromptRows
+    from genrl.diffusion.config.schema import Config
 
 
 class PaCoGRPO(Windowed):
@@ -51,10 +51,10 @@ class PaCoGRPO(Windowed):
         for index in trained if len(trained) > 1 else ():  # one alone is never tamed
             name = config.rewards[index].name
             try:
-                known = rewards.declaration(rewards.resolve(name)).range
+                known = genrl_rewards.declaration(genrl_rewards.resolve(name)).range
             except ValueError:
                 continue  # told in its own place
-            least = rewards.lower_end(known)
+            least = genrl_rewards.lower_end(known)
             if least is not None and least <= -1:
                 text = (
                     f"{self.aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (its range: {known})"

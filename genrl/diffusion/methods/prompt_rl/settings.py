@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import FileFinding
 from genrl.config.method import Finding, MetricDoc
-from genrl.config.rewriter import Rewriter
 from genrl.config.section import NonNegative, Text, Whole
+from genrl.diffusion.config.method import FileFinding
+from genrl.diffusion.config.rewriter import Rewriter
 from genrl.diffusion.methods.aggregation import named_rewards
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
     from genrl.data.prompts import PromptRows
+    from genrl.diffusion.config.schema import Config
 
 METRICS = {
     "rewriter/format": MetricDoc(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, FileFinding, Guided, Updating
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count
 from genrl.data.preferences import TARGET_COLUMNS, set_problem
+from genrl.diffusion.config.method import Calls, FileFinding, Guided, Updating
 from genrl.diffusion.methods.matching import matching_calls
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
     from genrl.data.prompts import PromptRows
+    from genrl.diffusion.config.schema import Config
 
 
 class PipelineSFT(Updating):

@@ -30,7 +30,7 @@ from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.forward_process import matching_error
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:

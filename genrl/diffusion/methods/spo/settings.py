@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Calls, Guided, Updating
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
+from genrl.diffusion.config.method import Calls, Guided, Updating
 from genrl.diffusion.methods.stochastic import Stochastic
 from genrl.mdp.plan import SamplingPlan, caterpillar, describe
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, Sampling
+    from genrl.diffusion.config.schema import Config, Sampling
 
 METRICS = {
     "spo/valid_ratio": MetricDoc(

@@ -35,7 +35,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences.preference import step_winners
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 
 
 class Pairs(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import AdvantageScale
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Ways
+from genrl.diffusion.config.method import AdvantageScale
 from genrl.diffusion.methods.layout import Layout, Round, Window, rounds_of
 from genrl.diffusion.methods.policy_gradient import GroupRelative
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.diffusion.config.schema import Config
 
 
 class StepEvaluation(Section):

@@ -31,7 +31,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance
 from genrl.objectives.advantages.groups import group_advantages
-from rewards import compose
+from genrl_rewards import compose
 
 __all__ = ["loss", "train"]
 

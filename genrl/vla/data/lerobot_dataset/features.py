@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from genrl.runtime import mp4
+from genrl.runtime.show import mp4
 from genrl.vla.data.lerobot_dataset import layout
 from genrl.vla.data.lerobot_dataset.layout import Episode
 

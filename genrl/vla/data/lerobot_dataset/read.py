@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from genrl.runtime.mp4 import read_mp4
+from genrl.runtime.show.mp4 import read_mp4
 from genrl.vla.data.lerobot_dataset import layout
 from genrl.vla.data.lerobot_dataset.layout import Episode
 from genrl.vla.policies.policy import Statistics

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from genrl.runtime import mp4
+from genrl.runtime.show import mp4
 from genrl.vla.data.lerobot_dataset import features, layout
 from genrl.vla.data.lerobot_dataset.layout import Episode, Limits
 from genrl.vla.data.lerobot_dataset.read import Dataset, open_dataset

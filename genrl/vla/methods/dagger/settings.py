@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from genrl.config.method import Finding, MetricDoc
-from genrl.config.vla_method import Row
-from genrl.config.vla_names import EXPERTS, SIMULATORS
+from genrl.vla.config.method import Row
+from genrl.vla.config.names import EXPERTS, SIMULATORS
 from genrl.vla.methods.sft.settings import SFT
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class DAgger(SFT):

@@ -17,8 +17,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.runtime.recorded import Recorded
-from genrl.runtime.sharding import unsharded
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.weights.sharding import unsharded
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger.settings import DAgger
 from genrl.vla.methods.imitation import imitation_loss, imitation_updates

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.objectives.contrastive import supervised_contrastive
+from genrl.playground.minitable import task
+from genrl.playground.minitable.task import INSTRUCTIONS
 from genrl.vla.methods.descent import descend
 from genrl.vla.methods.diwa.settings import Classifier
 from genrl.vla.methods.dreams import as_observation, latent_inputs
@@ -20,8 +22,6 @@ from genrl.vla.methods.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
-from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.task import INSTRUCTIONS
 
 CONTRAST, TEMPERATURE = 0.5, 0.5
 """Weight of the classifier's contrastive loss, and its temperature."""

@@ -11,7 +11,7 @@ from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.shared_settings import on_the_table
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 RIGHT = "share of the paid frames in which the table fulfils the instruction"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed, seeded
-from genrl.runtime.recorded import Recorded
+from genrl.playground.minitable import INSTRUCTIONS, task
+from genrl.playground.minitable.task import task_numbers
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.descent import followed
 from genrl.vla.methods.diwa.calibration import calibration
@@ -39,8 +41,6 @@ from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
-from genrl.vla.simulators.minitable import INSTRUCTIONS, task
-from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

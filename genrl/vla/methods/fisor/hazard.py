@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.playground.minitable import task
+from genrl.playground.minitable.env import MiniTable
+from genrl.playground.minitable.task import PUT, TOUCH, Flags, Floats, State
 from genrl.vla.simulators.contract import Step
-from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.env import MiniTable
-from genrl.vla.simulators.minitable.task import PUT, TOUCH, Flags, Floats, State
 
 HAZARD = 0.2
 """A gripper nearer than this to another disc than the instruction's does damage; discs begin .36 apart or more."""

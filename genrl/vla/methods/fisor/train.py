@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from genrl.config.vla import VLAConfig
 from genrl.mdp import forward
 from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.objectives.surrogates import feasibility, iql
-from genrl.runtime.intervals import wilson
-from genrl.runtime.recorded import Recorded
+from genrl.playground.minitable import INSTRUCTIONS, task
+from genrl.playground.minitable.task import MAX_STEPS, task_numbers
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.show.intervals import wilson
 from genrl.vla import setup
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.descent import descend
@@ -47,8 +49,6 @@ from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion, sample
-from genrl.vla.simulators.minitable import INSTRUCTIONS, task
-from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

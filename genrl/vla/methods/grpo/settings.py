@@ -9,7 +9,7 @@ from genrl.config.method import Finding
 from genrl.vla.methods.shared_settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class GRPO(Update):

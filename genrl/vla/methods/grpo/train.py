@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from genrl.objectives.advantages.episodes import episode_group_advantages
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.grpo.settings import GRPO
 from genrl.vla.methods.scores import actor_loss, decisions, filtered, score
 from genrl.vla.methods.update import Figures, learn

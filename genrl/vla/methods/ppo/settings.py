@@ -12,7 +12,7 @@ from genrl.config.section import Count, Margin, Positive, Share, Whole
 from genrl.vla.methods.shared_settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class PPO(Update):

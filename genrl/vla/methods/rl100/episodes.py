@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
+from genrl.playground.minitable import MiniTable, expert_chunk
+from genrl.playground.minitable.task import MAX_STEPS, task_numbers
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.offline import Transitions, from_rollout, from_steps, merge, play
 from genrl.vla.policies.policy import IMAGE, POINTS, SEEN, TOKENS, Batch, rows
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Sampler
 from genrl.vla.setup import longest_episode, recorded
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
-from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

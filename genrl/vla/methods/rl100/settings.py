@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Margin, Share, Whole
-from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.config.method import Row, VLAMethod
 from genrl.vla.methods.shared_settings import FROM_DATA, Critics, from_demonstrations
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 DECAYED = "it would move the encoder, which rl100 freezes after imitation; write 0"

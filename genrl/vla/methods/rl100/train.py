@@ -22,7 +22,7 @@ from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
 from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
 from genrl.vla.methods.descent import descend, followed
 from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics

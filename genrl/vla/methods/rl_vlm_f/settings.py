@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import rewards
+import genrl_rewards
 from genrl.config.method import Finding, MetricDoc
-from genrl.config.schema import Outage
 from genrl.config.section import Count, NonNegative, Section, Share, Text
-from genrl.config.vla_method import Row, VLAMethod
+from genrl.diffusion.config.schema import Outage
+from genrl.vla.config.method import Row, VLAMethod
 from genrl.vla.methods.shared_settings import FROM_DATA, Critics, on_the_table
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class Labels(Section):
@@ -117,7 +117,7 @@ class RLVLMF(VLAMethod):
                 yield ("trainer.labels.args",), f"{labels.judge} is remote; give them to its server (--arg)"
             return
         try:
-            columns = rewards.declaration(rewards.resolve(labels.judge)).columns
+            columns = genrl_rewards.declaration(genrl_rewards.resolve(labels.judge)).columns
         except ValueError as error:
             yield ("trainer.labels.judge",), str(error)
             return

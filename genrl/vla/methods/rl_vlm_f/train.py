@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import rewards
-from genrl.config.vla import VLAConfig
+import genrl_rewards
 from genrl.mdp.noise import derive_seed, seeded
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods import wayward
 from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.offline import (
@@ -40,8 +40,8 @@ from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import Acting
-from rewards.placing import open_reward
-from rewards.service.remote import Outage
+from genrl_rewards.placing import open_reward
+from genrl_rewards.service.remote import Outage
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -94,7 +94,7 @@ def learn_rewards(
             for row in train_rewards(ensemble, frames, kept, labels, steps=settings.steps, seed=round_seed):
                 figures.add({f"labels/{name}": value for name, value in row.items()})
     finally:
-        rewards.close(judge)
+        genrl_rewards.close(judge)
     shares = {"dropped": labels < 0, "unusable": labels == UNUSABLE}
     found = {f"labels/{name}": float(which.float().mean()) for name, which in shares.items()}
     return figures.means | found | {"labels/pairs": float(len(labels))}

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding
 from genrl.config.section import Count
-from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.config.method import Row, VLAMethod
 from genrl.vla.methods.shared_settings import from_demonstrations
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class SFT(VLAMethod):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Share
-from genrl.config.vla_method import Row, VLAMethod
-from genrl.config.vla_names import EMBEDDED
+from genrl.vla.config.method import Row, VLAMethod
+from genrl.vla.config.names import EMBEDDED
 from genrl.vla.methods.shared_settings import FROM_DATA, Critics, Pretraining
 
 if TYPE_CHECKING:
-    from genrl.config.vla import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
 
 
 class VPTR(VLAMethod):

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed, seeded
-from genrl.runtime.recorded import Recorded
+from genrl.playground.minitable import render
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods import wayward
 from genrl.vla.methods.critics import Critics
@@ -31,7 +32,6 @@ from genrl.vla.methods.v_ptr.settings import VPTR
 from genrl.vla.policies.encoder import LOOKS, Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.simulators.minitable import render
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

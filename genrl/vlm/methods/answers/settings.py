@@ -13,7 +13,7 @@ from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import ValueLoss
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 
 class Answers(RecipeMethod):

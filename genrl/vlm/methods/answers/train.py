@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from genrl.objectives import decay
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.methods.estimate import sampler_figures

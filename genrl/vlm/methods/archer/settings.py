@@ -9,11 +9,11 @@ from pydantic import Field
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Positive, Section, Share, Whole
-from genrl.config.vlm_method import Row, VLMMethod
+from genrl.vlm.config.method import Row, VLMMethod
 from genrl.vlm.episodes.metrics import ACTED
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 
 class UtteranceCritic(Section):

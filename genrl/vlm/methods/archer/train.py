@@ -18,7 +18,7 @@ from torch import Tensor
 
 from genrl.mdp.noise import generator
 from genrl.objectives.tokens.utterance_credit import critic_losses, utterance_advantages, utterance_loss
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.episodes.utterance_critic import Turn, Turns, UtteranceCritic, turns_of_walk

@@ -17,7 +17,7 @@ from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import ValueLoss
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "components", "draw", "greedy", "task"}
 """What only answers to questions have (`Choice.tensors`)."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.episodes.rows import laid

@@ -2,9 +2,9 @@
 
     L = - mean log sigmoid( s(c, preferred) - s(c, other) )
 
-s is the score of a MusicGen with a linear head on the mean of its decoder's states (`rewards.models.musicgen`), which
-starts from the model that plays. The paper says what the loss is, not what the head reads. What is saved is loaded by
-the reward `music_preference`.
+s is the score of a MusicGen with a linear head on the mean of its decoder's states (`genrl_rewards.models.musicgen`),
+which starts from the model that plays. The paper says what the loss is, not what the head reads. What is saved is
+loaded by the reward `music_preference`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from genrl.config.vlm import VLMConfig
 from genrl.objectives.forward.adversarial import preference_loss
-from genrl.runtime.intervals import wilson
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.show.intervals import wilson
 from genrl.vlm.common import share_of
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
 from genrl.vlm.policies.sampling import left_padded
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks.rows import Row, Split
-from rewards.models.musicgen import fewest, read_wav
+from genrl_rewards.models.musicgen import fewest, read_wav
 
 PIECES = ("preferred", "other")
 """Columns with codes, K lists of F numbers; or with `_path` behind them, with .wav files beside the data."""

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Headed, check_gap
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.methods.sharing import updates_of

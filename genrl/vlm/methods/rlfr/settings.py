@@ -9,12 +9,12 @@ from pydantic import Field
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Fraction, Margin, NonNegative, Positive, Section, Share, Text
-from genrl.config.vlm_method import Row
+from genrl.vlm.config.method import Row
 from genrl.vlm.methods.answers.settings import Answers
 from genrl.vlm.recipe.preset import Preset
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 
 class Flow(Section):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Share, Text
-from genrl.config.vlm_method import Row, VLMMethod
+from genrl.vlm.config.method import Row, VLMMethod
 
 if TYPE_CHECKING:
-    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 
 class VLMSFT(VLMMethod):

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.runtime.recorded import Recorded
+from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.methods.sft.settings import VLMSFT
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rewards.scorers.judges.chat import ChatServer, Server, ServerFailed
+from genrl_rewards.scorers.judges.chat import ChatServer, Server, ServerFailed
 from tests.rewards import chat_server
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8))

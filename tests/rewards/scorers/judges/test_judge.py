@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from rewards.contract import mean
-from rewards.scorers.judges import templates
-from rewards.scorers.judges.judge import edit_score, parse_score
-from rewards.scorers.pictures import paco
-from rewards.scorers.preference.unifiedreward import AXES, axis_scores, final_score
+import genrl_rewards
+from genrl_rewards.contract import mean
+from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges.judge import edit_score, parse_score
+from genrl_rewards.scorers.pictures import paco
+from genrl_rewards.scorers.preference.unifiedreward import AXES, axis_scores, final_score
 from tests.rewards import chat_server, tiny_vlm
 from tests.rewards.asking import refused, scored
 
@@ -115,14 +115,14 @@ def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) ->
 
 
 def test_the_judge_scores_alike_alone_and_in_a_batch(local: dict[str, str], images: torch.Tensor) -> None:
-    reward = rewards.load("judge", local)
+    reward = genrl_rewards.load("judge", local)
     prompts = ["a red circle", "two blue stars", "x"]
     scores = scored(reward, images=images, prompts=prompts)
     assert all(0 < value < 1 for value in scores.values) and np.ptp(scores.values) > 1e-4
     assert all(0 < value < 1 for value in scores.parts["mass"])
-    alone = [rewards.score(reward, images=images[i : i + 1], prompts=[prompts[i]]).values[0] for i in range(3)]
+    alone = [genrl_rewards.score(reward, images=images[i : i + 1], prompts=[prompts[i]]).values[0] for i in range(3)]
     assert scores.values == pytest.approx(alone, abs=1e-5)
-    video = rewards.score(reward, images=images[None], prompts=["x"])
+    video = genrl_rewards.score(reward, images=images[None], prompts=["x"])
     assert not video.failures and 0 < video.values[0] < 1
 
 
@@ -135,14 +135,16 @@ def test_the_judge_by_a_server(images: torch.Tensor) -> None:
 
     with chat_server.serve(reply) as (url, requests):
         args = {"model": "m", "mode": "score", "server": {"url": url}}
-        scores = rewards.score(rewards.load("judge", args), images=images, prompts=list("abc"))
+        scores = genrl_rewards.score(genrl_rewards.load("judge", args), images=images, prompts=list("abc"))
     assert scores.values[0] == 0.8 and math.isnan(scores.values[1]) and math.isnan(scores.values[2])
     assert scores.failed == 0 and len(requests) == 3
     with chat_server.serve(lambda body, n: chat_server.next_token(Perhaps=-0.1)) as (url, _):
-        scores = rewards.score(rewards.load("judge", {"server": {"url": url}}), images=images[:1], prompts=["a"])
+        scores = genrl_rewards.score(
+            genrl_rewards.load("judge", {"server": {"url": url}}), images=images[:1], prompts=["a"]
+        )
     assert math.isnan(scores.values[0]) and scores.parts["mass"] == [0.0] and scores.failed == 0
-    gone = rewards.load("judge", {"server": {"url": url, "deadline_s": 0.2}})
-    scores = rewards.score(gone, images=images, prompts=["a"] * 3)
+    gone = genrl_rewards.load("judge", {"server": {"url": url, "deadline_s": 0.2}})
+    scores = genrl_rewards.score(gone, images=images, prompts=["a"] * 3)
     assert scores.failed == 3 and all(map(math.isnan, scores.values))  # no zeros
 
 
@@ -155,8 +157,10 @@ def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None
 
     with chat_server.serve(reply) as (url, requests):
         args = {"model": "m", "question": str(tmp_path / "q.txt"), "server": {"url": url}}
-        final = rewards.score(rewards.load("unifiedreward", args), images=images, prompts=list("abc"))
-        axes = rewards.score(rewards.load("unifiedreward", args | {"scores": "acs"}), images=images[2:], prompts=["c"])
+        final = genrl_rewards.score(genrl_rewards.load("unifiedreward", args), images=images, prompts=list("abc"))
+        axes = genrl_rewards.score(
+            genrl_rewards.load("unifiedreward", args | {"scores": "acs"}), images=images[2:], prompts=["c"]
+        )
     assert final.values[0] == 0.5 and math.isnan(final.values[1]) and math.isnan(final.values[2])
     assert math.isnan(axes.values[0]) and axes.parts["alignment"] == [5.0] and math.isnan(axes.parts["style"][0])
     assert {request["max_tokens"] for request in requests} == {512, 4096}
@@ -164,17 +168,17 @@ def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None
 
 
 def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], images: torch.Tensor) -> None:
-    reward = rewards.load("paco_grid", local)
+    reward = genrl_rewards.load("paco_grid", local)
     scores = scored(reward, images=images, prompts=["dogs"] * 3)
     asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
-    parts = paco.cells(rewards.to_pil(images)[1], 2, 2)
+    parts = paco.cells(genrl_rewards.to_pil(images)[1], 2, 2)
     own = [reward.vlm.yes_no([[a, b, asked]])[0].yes for a, b in itertools.combinations(parts, 2)]
     assert len(own) == 6 and scores.values[1] == pytest.approx(sum(own) / 6, abs=1e-5)
-    by_column = rewards.load("paco_grid", local | {"grid": "layout", "both_orders": True})
-    assert rewards.needs(by_column).columns == ("layout",)
+    by_column = genrl_rewards.load("paco_grid", local | {"grid": "layout", "both_orders": True})
+    assert genrl_rewards.needs(by_column).columns == ("layout",)
     columns = {"layout": ["1x2", "2x1", "2x2"]}
-    found = rewards.score(by_column, images=images, prompts=["dogs"] * 3, columns=columns).values
-    a, b = paco.cells(rewards.to_pil(images)[0], 1, 2)
+    found = genrl_rewards.score(by_column, images=images, prompts=["dogs"] * 3, columns=columns).values
+    a, b = paco.cells(genrl_rewards.to_pil(images)[0], 1, 2)
     both = [reward.vlm.yes_no([[x, y, asked]])[0].yes for x, y in ((a, b), (b, a))]
     assert found[0] == pytest.approx(sum(both) / 2, abs=1e-5)
     for grid in ("1x1", "9x9", "2x"):
@@ -182,22 +186,22 @@ def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], im
 
 
 def test_paco_group_scores_every_ordered_pair(local: dict[str, str], images: torch.Tensor) -> None:
-    reward = rewards.load("paco_group", local)
-    scores = rewards.score(reward, images=images, prompts=["dogs"] * 3, group=[0, 0, 0])
-    assert not scores.failures and rewards.needs(reward).kind == "pairwise"
+    reward = genrl_rewards.load("paco_group", local)
+    scores = genrl_rewards.score(reward, images=images, prompts=["dogs"] * 3, group=[0, 0, 0])
+    assert not scores.failures and genrl_rewards.needs(reward).kind == "pairwise"
     asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
-    pictures = rewards.to_pil(images)
+    pictures = genrl_rewards.to_pil(images)
     own = [reward.vlm.yes_no([[pictures[0], pictures[j], asked]])[0].yes for j in (1, 2)]
     assert scores.values[0] == pytest.approx(sum(own) / 2, abs=1e-5)
 
 
 def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tensor, tmp_path: Path) -> None:
-    source = rewards.to_pil(images)[2]
+    source = genrl_rewards.to_pil(images)[2]
     source.save(tmp_path / "s.png")
     columns = {"source_image": [str(tmp_path / "s.png")] * 2}
-    reward = rewards.load("paco_edit", local)
+    reward = genrl_rewards.load("paco_edit", local)
     scores = scored(reward, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
-    picture = rewards.to_pil(images)[0]
+    picture = genrl_rewards.to_pil(images)[0]
     questions = [[source, picture, templates.put(q, "{prompt}", "add a hat")] for q in (paco.KEPT, paco.FOLLOWED)]
     kept, followed = (answer.yes for answer in reward.vlm.yes_no(questions))
     assert scores.values[0] == pytest.approx(math.sqrt(kept * followed), abs=1e-5)
@@ -208,6 +212,6 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
         return chat_server.text("Following: 9\nKeeping: 4" if pictures == 2 else "Natural: 10\nClean: 9")
 
     with chat_server.serve(reply) as (url, requests):
-        judge = rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
-        found = rewards.score(judge, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
+        judge = genrl_rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
+        found = genrl_rewards.score(judge, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
     assert found.values == pytest.approx([0.6, 0.6]) and found.parts["keeping"] == [4, 4] and len(requests) == 4

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import rewards
-from rewards.scorers.judges import preference_judge
+import genrl_rewards
+from genrl_rewards.scorers.judges import preference_judge
 
 
 def test_what_counts_as_an_answer() -> None:
@@ -43,12 +43,12 @@ class Bright:
 def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Bright()
     monkeypatch.setattr(preference_judge, "open_vlm", lambda *_: model)
-    judge = rewards.load("preference_judge")
-    assert rewards.needs(judge).kind == "pairwise"
+    judge = genrl_rewards.load("preference_judge")
+    assert genrl_rewards.needs(judge).kind == "pairwise"
     images = torch.tensor([0.2, 0.8, 0.5, 0.5])[:, None, None, None].expand(4, 3, 8, 8)
-    scores = rewards.score(judge, images=images, prompts=["a", "a", "b", "b"], group=[0, 0, 1, 1])
+    scores = genrl_rewards.score(judge, images=images, prompts=["a", "a", "b", "b"], group=[0, 0, 1, 1])
     assert not scores.failures and scores.values == [0.0, 1.0, 0.5, 0.5]
     for given in ({"compare": "which?"}, {"answer": "which? {prompt}"}):
         with pytest.raises(ValueError, match="has no placeholder"):
-            rewards.load("preference_judge", given)
+            genrl_rewards.load("preference_judge", given)
     assert len(model.asked) == 8 and sum("\na\n" in question[2] for question in model.asked) == 4

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
-from rewards.scorers.judges.questions import ASKED, combined
-from rewards.scorers.judges.vlm import chance, spellings
+import genrl_rewards
+from genrl_rewards.scorers.judges.questions import ASKED, combined
+from genrl_rewards.scorers.judges.vlm import chance, spellings
 from tests.rewards import chat_server, tiny_vlm
 from tests.rewards.asking import refused, scored
 
@@ -32,12 +32,12 @@ def test_a_word_is_summed_over_its_spellings() -> None:
 
 
 def test_a_local_model_gives_the_chances_of_its_own_forward_pass(tmp_path: Path) -> None:
-    reward = rewards.load("questions", {"model": str(tiny_vlm.save(tmp_path)), "dtype": "float32"})
-    assert rewards.needs(reward).columns == ("vqa_list",)
+    reward = genrl_rewards.load("questions", {"model": str(tiny_vlm.save(tmp_path)), "dtype": "float32"})
+    assert genrl_rewards.needs(reward).columns == ("vqa_list",)
     images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     rows = [[["How many dogs are there?", "two"], ["Are they red?", "Yes"]], ["Is there a cat?"], []]
     scores = scored(reward, images=images, prompts=[""] * 3, columns={"vqa_list": rows})
-    picture = rewards.to_pil(images)[0]
+    picture = genrl_rewards.to_pil(images)[0]
     own = []
     for question, words in (("How many dogs are there?", ["2"]), ("Are they red?", ["Yes", "yes", "ĠYes"])):
         inputs = reward.vlm.inputs([[picture, ASKED.replace("{question}", question)]])
@@ -47,13 +47,13 @@ def test_a_local_model_gives_the_chances_of_its_own_forward_pass(tmp_path: Path)
     assert scores.values[0] == pytest.approx(math.sqrt(own[0] * own[1]), rel=1e-4)
     assert scores.parts["least"][0] == pytest.approx(min(own), rel=1e-4)
     assert 0 < scores.values[1] < 1 and math.isnan(scores.values[2])
-    odd = rewards.score(reward, images=images[:1], prompts=[""], columns={"vqa_list": [[["What?", "giraffe"]]]})
+    odd = genrl_rewards.score(reward, images=images[:1], prompts=[""], columns={"vqa_list": [[["What?", "giraffe"]]]})
     assert "'giraffe' is no single token" in odd.failures[0].error
     where = {"row": "prompts.jsonl:3"}
-    rewards.check_row(reward, {"vqa_list": rows[0]}, **where)
+    genrl_rewards.check_row(reward, {"vqa_list": rows[0]}, **where)
     told = r"prompts.jsonl:3: the answer 'yess' is no single token of the model \(the nearest that is one: 'yes'\)"
     with pytest.raises(ValueError, match=told):
-        rewards.check_row(reward, {"vqa_list": ["Red?", ["What?", "yess"]]}, **where)
+        genrl_rewards.check_row(reward, {"vqa_list": ["Red?", ["What?", "yess"]]}, **where)
 
 
 def test_by_a_server(tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_by_a_server(tmp_path: Path) -> None:
         args = {"server": {"url": url}, "questions": "asked", "combine": "mean"}
         rows = [[["How many?", "three"], ["Red?", "no"], ["Blue?", "yes"]]]
         images = torch.rand(1, 3, 8, 8)
-        scores = rewards.score(rewards.load("questions", args), images=images, prompts=[""], columns={"asked": rows})
+        scores = genrl_rewards.score(
+            genrl_rewards.load("questions", args), images=images, prompts=[""], columns={"asked": rows}
+        )
     assert scores.values[0] == pytest.approx((0.8 + 0.9 + 0) / 3) and scores.parts["least"] == [0.0]
     assert len(requests) == 3
     refused("unknown combine 'meen'. Did you mean 'mean'", "questions", args | {"combine": "meen"})

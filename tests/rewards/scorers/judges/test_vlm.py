@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rewards.scorers.judges.vlm import LocalVLM, QwenInputs, pictures_of, yes_or_no
+from genrl_rewards.scorers.judges.vlm import LocalVLM, QwenInputs, pictures_of, yes_or_no
 from tests.rewards import tiny_vlm
 
 from transformers import Qwen2VLForConditionalGeneration  # isort: skip

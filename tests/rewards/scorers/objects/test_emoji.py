@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from genrl.data import emoji_world as world
-from rewards.scorers.objects import emoji
-from rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, check, find, glyph, parse
+from genrl.playground import emoji as world
+from genrl_rewards.scorers.objects import emoji
+from genrl_rewards.scorers.objects.emoji import BACKGROUND, GLYPH, OBJECTS, Emoji, Group, check, find, glyph, parse
 
 
 def picture(*things: tuple[str, int, int]) -> np.ndarray:

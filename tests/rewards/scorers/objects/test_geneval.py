@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from rewards.scorers.objects.detection import Detector, Thing, merged
-from rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
-from rewards.scorers.objects.geneval_check import COLOURS, Box, check
-from rewards.scorers.texts.verifiable import iou_of
+import genrl_rewards
+from genrl_rewards.scorers.objects.detection import Detector, Thing, merged
+from genrl_rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
+from genrl_rewards.scorers.objects.geneval_check import COLOURS, Box, check
+from genrl_rewards.scorers.texts.verifiable import iou_of
 from tests.rewards import tiny_detectors
 from tests.rewards.asking import refused, scored
 from tests.rewards.tiny_clip import save_tiny_clip
@@ -113,7 +113,7 @@ def test_the_colour_is_the_nearest_of_ten_descriptions(clip: Path, picture: Imag
 
 def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, clip: Path) -> None:
     args = {"detector": str(yolos), "clip": str(clip), "threshold": 0.3, "counting_threshold": 0.35}
-    reward = rewards.load("geneval", args)
+    reward = genrl_rewards.load("geneval", args)
     images = torch.rand(3, 3, 40, 60, generator=torch.Generator().manual_seed(0))
     include = [
         [{"class": "dog", "count": 3}],
@@ -122,21 +122,21 @@ def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, cl
     ]
     columns = {"include": include, "tag": ["two_object", "counting", "color_attr"]}
     scores = scored(reward, images=images, prompts=[""] * 3, columns=columns)
-    pictures = rewards.to_pil(images)
+    pictures = genrl_rewards.to_pil(images)
     for i, threshold in ((0, 0.3), (1, 0.35)):
         seen = {"dog": [t.box for t in reward.detector.find(pictures[i], ["dog"], threshold)["dog"]]}
         own = check({"include": include[i]}, seen, lambda name, boxes: [])
         assert scores.values[i] == pytest.approx(own.partial) and scores.parts["strict"][i] == own.strict
     assert set(scores.parts) == {"relaxed", "strict", "partial", "count", "colour", "position"}
-    exacting = rewards.load("geneval", args | {"credit": "strict"})
-    strict = rewards.score(exacting, images=images, prompts=[""] * 3, columns=columns)
+    exacting = genrl_rewards.load("geneval", args | {"credit": "strict"})
+    strict = genrl_rewards.score(exacting, images=images, prompts=[""] * 3, columns=columns)
     assert strict.values == scores.parts["strict"]
 
 
 def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> None:
     with pytest.raises(ValueError, match="is a 'clip' model, which is not a known detector: owlv2"):
         Detector(str(clip), reward="geneval")
-    reward = rewards.load("geneval", {"detector": str(yolos), "clip": str(clip)})
+    reward = genrl_rewards.load("geneval", {"detector": str(yolos), "clip": str(clip)})
     picture = Image.new("RGB", (40, 40))
     for include in (
         [],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.scorers.objects.geneval_check import Box, check, relations
+from genrl_rewards.scorers.objects.geneval_check import Box, check, relations
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rewards
-from genrl.data import world
-from rewards.scorers.objects.shapes import (
+import genrl_rewards
+from genrl.playground import shapes as world
+from genrl_rewards.scorers.objects.shapes import (
     BACKGROUND,
     PALETTE,
     SHAPES,
@@ -222,5 +222,5 @@ def test_a_picture_is_judged_beside_the_others_of_its_prompt() -> None:
     same, other = world.Thing("red", "circle", 20, 20, 9), world.Thing("blue", "star", 40, 40, 9)
     pictures = [world.draw(world.Scene("single", (thing,))) for thing in (same, replace(same, x=40), other)]
     images = as_tensor(*pictures)
-    found = rewards.score(rewards.load("same_shapes"), images=images, prompts=["p"] * 3, group=[0, 0, 0])
+    found = genrl_rewards.score(genrl_rewards.load("same_shapes"), images=images, prompts=["p"] * 3, group=[0, 0, 0])
     assert found.values == pytest.approx([0.5, 0.5, 0.0], abs=0.01)

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-import rewards
-from genrl.data.world import Scene, draw
-from genrl.data.world import Thing as Drawn
-from rewards.models.orient_anything import Orientation
-from rewards.scorers.objects.detection import Thing
-from rewards.scorers.objects.geneval_check import Box
-from rewards.scorers.objects.geometry import (
+import genrl_rewards
+from genrl.playground.shapes import Scene, draw
+from genrl.playground.shapes import Thing as Drawn
+from genrl_rewards.models.orient_anything import Orientation
+from genrl_rewards.scorers.objects.detection import Thing
+from genrl_rewards.scorers.objects.geneval_check import Box
+from genrl_rewards.scorers.objects.geometry import (
     displacement_score,
     distance,
     position_score,
@@ -32,8 +32,8 @@ from rewards.scorers.objects.geometry import (
     turn_score,
     wrapped,
 )
-from rewards.scorers.objects.shapes import PALETTE, outline
-from rewards.scorers.objects.spatial_edit import ShapeDetector, crop
+from genrl_rewards.scorers.objects.shapes import PALETTE, outline
+from genrl_rewards.scorers.objects.spatial_edit import ShapeDetector, crop
 from tests.rewards import tiny_detectors, tiny_orient
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
@@ -109,7 +109,7 @@ def yolos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def columns_of(folder: Path, images: torch.Tensor, **more: list) -> dict[str, list]:
     files = []
-    for i, picture in enumerate(rewards.to_pil(images)):
+    for i, picture in enumerate(genrl_rewards.to_pil(images)):
         picture.save(folder / f"{i}.png")
         files.append(str(folder / f"{i}.png"))
     return {"source_image": files, "object": ["dog"] * len(files), **more}
@@ -118,48 +118,48 @@ def columns_of(folder: Path, images: torch.Tensor, **more: list) -> dict[str, li
 def test_rewards_measure_what_the_detector_finds(yolos: Path, tmp_path: Path) -> None:
     images = torch.rand(2, 3, 40, 60, generator=torch.Generator().manual_seed(0))
     results = images.flip(0)
-    mover = rewards.load("edit_move", {"detector": str(yolos), "threshold": 0.1})
+    mover = genrl_rewards.load("edit_move", {"detector": str(yolos), "threshold": 0.1})
     held = columns_of(tmp_path, images, direction=["left", "down"], factor=[2.0, 0.5])
-    scores = rewards.score(mover, images=results, prompts=["", ""], columns=held)
+    scores = genrl_rewards.score(mover, images=results, prompts=["", ""], columns=held)
     assert not scores.failures, scores.failures[0].traceback
-    first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in rewards.to_pil(images)]
+    first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in genrl_rewards.to_pil(images)]
     assert scores.values == [displacement_score(*first, "left"), displacement_score(*first[::-1], "down")]
     assert scores.parts["distance"][0] == pytest.approx(distance(*first, 60, 40))
-    scaler = rewards.load("edit_scale", {"detector": str(yolos), "threshold": 0.1})
-    found = rewards.score(scaler, images=results, prompts=["", ""], columns=held).values
+    scaler = genrl_rewards.load("edit_scale", {"detector": str(yolos), "threshold": 0.1})
+    found = genrl_rewards.score(scaler, images=results, prompts=["", ""], columns=held).values
     assert found == [
         max(0, scale_score(*first, 2.0, True)),
         max(0, scale_score(*first[::-1], 2.0, False)),
     ]
-    same = rewards.score(scaler, images=images, prompts=["", ""], columns=held | {"factor": [1, 1]})
+    same = genrl_rewards.score(scaler, images=images, prompts=["", ""], columns=held | {"factor": [1, 1]})
     assert same.values == [1, 1] and same.parts["position"] == [1, 1]
 
 
 def test_a_thing_that_is_gone_scores_nothing_and_one_that_never_was_has_no_score(
     yolos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reward = rewards.load("edit_move", {"detector": str(yolos)})
+    reward = genrl_rewards.load("edit_move", {"detector": str(yolos)})
     images = torch.stack([torch.zeros(3, 40, 60), torch.ones(3, 40, 60)])
     here = [Thing(Box(0, 0, 9, 9, 0.9))]
     monkeypatch.setattr(
         reward.finder.detector, "find", lambda p, names, t: {"dog": here if p.getpixel((0, 0))[0] else []}
     )
     held = columns_of(tmp_path, images, direction=["left", "left"])
-    scores = rewards.score(reward, images=images.flip(0), prompts=["", ""], columns=held)
+    scores = genrl_rewards.score(reward, images=images.flip(0), prompts=["", ""], columns=held)
     assert math.isnan(scores.values[0]) and scores.values[1] == 0.0 and scores.failed == 0
 
 
 def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="edit_rotate: .* is a 'yolos', which gives no masks; use a Mask2Former"):
-        rewards.load("edit_rotate", {"detector": str(yolos)})
+        genrl_rewards.load("edit_rotate", {"detector": str(yolos)})
     pytest.importorskip(
         "scipy", reason="transformers needs scipy for Mask2Former: pip install 'genrl-diffusion[geneval]'"
     )
     folder = tmp_path / "mask2former"
-    reward = rewards.load("edit_rotate", {"detector": str(tiny_detectors.mask2former(folder)), "threshold": 0.05})
+    reward = genrl_rewards.load("edit_rotate", {"detector": str(tiny_detectors.mask2former(folder)), "threshold": 0.05})
     images = torch.rand(1, 3, 40, 60, generator=torch.Generator().manual_seed(0))
     held = columns_of(tmp_path, images, angle=[90])
-    scores = rewards.score(reward, images=images, prompts=[""], columns=held)
+    scores = genrl_rewards.score(reward, images=images, prompts=[""], columns=held)
     assert not scores.failures, scores.failures[0].traceback
     assert scores.values == [0.0] and scores.parts == {"angle": [0.0], "position": [1.0]}
 
@@ -174,8 +174,8 @@ def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
 )
 def test_wrong_columns_are_said(yolos: Path, tmp_path: Path, name: str, more: dict, words: str) -> None:
     images = torch.zeros(1, 3, 8, 8)
-    reward = rewards.load(name, {"detector": str(yolos)})
-    scores = rewards.score(reward, images=images, prompts=[""], columns=columns_of(tmp_path, images, **more))
+    reward = genrl_rewards.load(name, {"detector": str(yolos)})
+    scores = genrl_rewards.score(reward, images=images, prompts=[""], columns=columns_of(tmp_path, images, **more))
     assert scores.failed == 1 and words in scores.failures[0].error
 
 
@@ -183,12 +183,12 @@ def drawn(*things: Drawn) -> Image.Image:
     return Image.fromarray(draw(Scene("two", things)))
 
 
-def scored(name: rewards.Reward, sources: list[Image.Image], results: list[Image.Image], **columns: list) -> Any:
+def scored(name: genrl_rewards.Reward, sources: list[Image.Image], results: list[Image.Image], **columns: list) -> Any:
     """By the rules of the small world, or by a reward that is loaded."""
-    reward = rewards.load(name, {"detector": "shapes"}) if isinstance(name, str) else name
+    reward = genrl_rewards.load(name, {"detector": "shapes"}) if isinstance(name, str) else name
     images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
     asked = {"source_image": sources, "object": ["red circle"] * len(sources), **columns}
-    scores = rewards.score(reward, images=images, prompts=[""] * len(sources), columns=asked)
+    scores = genrl_rewards.score(reward, images=images, prompts=[""] * len(sources), columns=asked)
     assert not scores.failures, scores.failures[0].traceback
     return scores
 
@@ -252,7 +252,7 @@ def test_a_turn_of_the_small_world_is_measured_by_rule(angle: int) -> None:
 def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's formula times 1.5, over the wrap at 360 degrees, and both ways around each axis."""
     file, backbone = tiny_orient.save(tmp_path)
-    reward = rewards.load("edit_orient", {"model": str(file), "backbone": str(backbone), "detector": "shapes"})
+    reward = genrl_rewards.load("edit_orient", {"model": str(file), "backbone": str(backbone), "detector": "shapes"})
     found = scored(reward, [drawn(RED)], [drawn(RED)], axis=["azimuth"], angle=[90])
     assert found.values == [0.0] and found.parts["azimuth"] == [0.0]  # the same crop twice, by the true network
     turns = [  # axis, angle that is asked, orientations before and after, worth
@@ -272,7 +272,7 @@ def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, m
     assert found.parts["azimuth"][0] == 30 and found.parts["confidence"][0] == 0.8
     assert [wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
     columns = {"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
-    wrong = rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
+    wrong = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
     assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
 
 
@@ -306,7 +306,7 @@ def vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change within the source's or the result's mask is exactly none; the same change beside it is one."""
-    reward = rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})
+    reward = genrl_rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})
     inside, beside = np.array(drawn(RED)), np.array(drawn(RED))
     inside[36:44, 16:24] = beside[4:12, 44:52] = (250, 60, 60)  # still red
     gone = drawn()
@@ -320,4 +320,4 @@ def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path, monkeypatch: pytes
     vgg.unlink()
     monkeypatch.setattr("torch.hub.download_url_to_file", Mock(side_effect=OSError("no route")))
     with pytest.raises(ValueError, match=r"edit_keep: the VGG-16 weights for 'lpips' cannot be downloaded.*no route"):
-        rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})
+        genrl_rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import rewards
-from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk, render, task
-from rewards.scorers.objects import tabletop
+import genrl_rewards
+from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk, render, task
+from genrl_rewards.scorers.objects import tabletop
 
 
 def scores(state: State, prompts: list[str], size: int = 32) -> list[float]:
     images = torch.from_numpy(render(state, size)).movedim(-1, 1).float() / 255.0
-    return rewards.score(rewards.load("table_progress"), images=images, prompts=prompts).values
+    return genrl_rewards.score(genrl_rewards.load("table_progress"), images=images, prompts=prompts).values
 
 
 @pytest.mark.parametrize("tasks", [PUT, TOUCH])
@@ -50,7 +50,7 @@ def test_what_it_cannot_judge_has_no_score() -> None:
 
 
 def test_colours_and_zones_are_those_of_the_table() -> None:
-    drawn = importlib.import_module("genrl.vla.simulators.minitable.render")  # the package has a function of that name
+    drawn = importlib.import_module("genrl.playground.minitable.render")  # the package has a function of that name
     assert tuple(tabletop.COLOURS.values()) == drawn._DISC_COLOURS and tabletop.VIEW == drawn.VIEW
     assert (drawn._OPEN, drawn._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)
     assert tuple(tabletop.COLOURS) == task.COLOURS and tuple(tabletop.ZONES) == task.ZONES

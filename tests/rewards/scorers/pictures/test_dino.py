@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import rewards
-from rewards.models.pixels import normalise
-from rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures, patch_similarity
+import genrl_rewards
+from genrl_rewards.models.pixels import normalise
+from genrl_rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures, patch_similarity
 from tests.rewards.asking import refused, scored
 
 from transformers import (  # isort: skip
@@ -72,10 +72,10 @@ def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, 
 def test_features_and_scores_are_differentiable(saved: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = saved
     picture(1).save(tmp_path / "a.png")
-    reward = rewards.load("dino", {"model": str(folder), "size": 32, "tokens": "patches"})
+    reward = genrl_rewards.load("dino", {"model": str(folder), "size": 32, "tokens": "patches"})
     columns = {"reference_image": [str(tmp_path / "a.png")]}
     leaf = torch.rand(1, 3, 40, 40).requires_grad_()
-    rewards.score_with_gradients(reward, images=leaf, prompts=[""], columns=columns).sum().backward()
+    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=[""], columns=columns).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
     assert not any(parameter.requires_grad for parameter in reward.dino.model.parameters())
 
@@ -85,12 +85,12 @@ def test_a_picture_is_most_like_itself(saved: tuple[str, Path], tmp_path: Path) 
     for seed in (1, 2):
         picture(seed).save(tmp_path / f"{seed}.png")
     files, images = [str(tmp_path / f"{seed}.png") for seed in (1, 1, 2)], as_tensor(*map(picture, (1, 2, 2)))
-    reward = rewards.load("dino", {"model": str(folder), "size": 32})
+    reward = genrl_rewards.load("dino", {"model": str(folder), "size": 32})
     scores = scored(reward, images=images, prompts=[""] * 3, columns={"reference_image": files})
     assert [scores.values[0], scores.values[2], scores.parts["patches"][0]] == pytest.approx([1] * 3, abs=1e-5)
     assert scores.values[1] < 0.999 and scores.parts["patches"][1] < 0.999 and scores.parts["class"] == scores.values
     video, columns = torch.stack([images[:2], images[1:]]), {"reference_image": files[::2]}
-    videos = rewards.score(reward, images=video, prompts=[""] * 2, columns=columns).values
+    videos = genrl_rewards.score(reward, images=video, prompts=[""] * 2, columns=columns).values
     assert videos == pytest.approx([(scores.values[0] + scores.values[1]) / 2, 1], abs=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:
     """A picture that could not be decoded has no score, and counts for none of the others."""
     _, folder = saved
     images = as_tensor(picture(0), picture(1), picture(1), picture(2), picture(3), picture(3))
-    reward = rewards.load("diversity", {"model": str(folder), "size": 32})
+    reward = genrl_rewards.load("diversity", {"model": str(folder), "size": 32})
     scores = scored(reward, images=images, prompts=[""] * 6, group=[0, 0, 0, 1, 2, 2])
     tokens = DinoFeatures(str(folder), size=32).features(images).class_token
     cosine = torch.nn.functional.cosine_similarity(tokens[:, None], tokens[None], dim=-1)

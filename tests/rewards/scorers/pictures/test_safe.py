@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import rewards
+import genrl_rewards
 from tests.rewards import tiny_vlm  # first: it makes transformers importable beside any torchvision
 from tests.rewards.asking import refused, scored
 
@@ -27,15 +27,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_it_is_the_probability_of_the_label(folder: str) -> None:
     images = torch.rand(4, 3, 40, 48, generator=torch.Generator().manual_seed(0))
-    reward = rewards.load("safe", {"model": folder})
+    reward = genrl_rewards.load("safe", {"model": folder})
     scores = scored(reward, images=images, prompts=[""] * 4)
-    pixels = ViTImageProcessorPil.from_pretrained(folder)(images=rewards.to_pil(images), return_tensors="pt")
+    pixels = ViTImageProcessorPil.from_pretrained(folder)(images=genrl_rewards.to_pil(images), return_tensors="pt")
     model = ViTForImageClassification.from_pretrained(folder)
     with torch.no_grad():
         wanted = model(**pixels).logits.softmax(-1)
     assert scores.values == pytest.approx(wanted[:, 0].tolist(), abs=1e-6)
-    other = rewards.score(rewards.load("safe", {"model": folder, "label": "nsfw"}), images=images, prompts=[""] * 4)
+    other = genrl_rewards.score(
+        genrl_rewards.load("safe", {"model": folder, "label": "nsfw"}), images=images, prompts=[""] * 4
+    )
     assert other.values == pytest.approx(wanted[:, 1].tolist(), abs=1e-6)
-    video = rewards.score(reward, images=images.view(2, 2, 3, 40, 48), prompts=[""] * 2)
+    video = genrl_rewards.score(reward, images=images.view(2, 2, 3, 40, 48), prompts=[""] * 2)
     refused("has no label 'normall'. Did you mean 'normal'", "safe", {"model": folder, "label": "normall"})
     assert video.values == pytest.approx(wanted[:, 0].view(2, 2).amin(1).tolist(), abs=1e-6)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from rewards.models import torchvision_compat
+import genrl_rewards
+from genrl_rewards.models import torchvision_compat
 from tests.rewards.asking import refused, scored
 
 pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")
@@ -28,7 +28,7 @@ def rewards_picture(small: torch.Tensor) -> torch.Tensor:
 
 def saved(folder: Path, *images: torch.Tensor) -> dict[str, list[str]]:
     for i, picture in enumerate(images):
-        rewards.to_pil(picture[None])[0].save(folder / f"{i}.png")
+        genrl_rewards.to_pil(picture[None])[0].save(folder / f"{i}.png")
     return {"reference_image": [str(folder / f"{i}.png") for i in range(len(images))]}
 
 
@@ -51,26 +51,26 @@ def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def test_ssim_is_its_definition(images: torch.Tensor, tmp_path: Path) -> None:
     noisy = (images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
-    reward = rewards.load("similarity")
+    reward = genrl_rewards.load("similarity")
     scores = scored(reward, images=noisy, prompts=["", ""], columns=saved(tmp_path, *images))
     for i in range(2):
         assert scores.values[i] == pytest.approx(by_definition(noisy[i], images[i]), abs=1e-4)
-    same = rewards.score(reward, images=images, prompts=["", ""], columns=saved(tmp_path, *images)).values
+    same = genrl_rewards.score(reward, images=images, prompts=["", ""], columns=saved(tmp_path, *images)).values
     assert same == pytest.approx([1, 1], abs=1e-5) and max(scores.values) < 0.9
 
 
 def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path) -> None:
-    reward, columns = rewards.load("similarity"), saved(tmp_path, *images)
+    reward, columns = genrl_rewards.load("similarity"), saved(tmp_path, *images)
     Image.open(columns["reference_image"][0]).resize((96, 80), Image.Resampling.BICUBIC).save(tmp_path / "large.png")
 
     def score(shown: torch.Tensor, name: str = "0.png") -> float:
         given = {"reference_image": [str(tmp_path / name)]}
-        return rewards.score(reward, images=shown[None], prompts=[""], columns=given).values[0]
+        return genrl_rewards.score(reward, images=shown[None], prompts=[""], columns=given).values[0]
 
     assert score(images[0], "large.png") > 0.97
     assert score(images) == pytest.approx((score(images[0]) + score(images[1])) / 2, abs=1e-5)
     leaf = images.flip(0).clone().requires_grad_()
-    rewards.score_with_gradients(reward, images=leaf, prompts=["", ""], columns=columns).sum().backward()
+    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=["", ""], columns=columns).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import features
 
-import rewards
-from rewards.scorers.pictures.statistics import jpeg, saturation, sharpness
+import genrl_rewards
+from genrl_rewards.scorers.pictures.statistics import jpeg, saturation, sharpness
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
 
@@ -41,7 +41,7 @@ def test_jpeg_equals_the_golden_sizes(golden: Golden, scale: str, column: str) -
 
 def test_floats_are_rounded_to_8_bit_not_cut(golden: Golden) -> None:
     data = golden("rewards_jpeg")
-    rounded = rewards.to_uint8(torch.from_numpy(data["float_image_NCHW"]))
+    rounded = genrl_rewards.to_uint8(torch.from_numpy(data["float_image_NCHW"]))
     np.testing.assert_array_equal(rounded, data["uint8_round_NHWC"])
     assert (rounded != data["uint8_truncated_NHWC"]).any()
 
@@ -65,16 +65,16 @@ def test_sharpness_of_a_chessboard_and_of_its_blur() -> None:
 
 @pytest.mark.parametrize("name", ["jpeg", "sharpness", "saturation"])
 def test_a_video_scores_the_mean_of_its_frames(name: str) -> None:
-    reward = rewards.load(name)
+    reward = genrl_rewards.load(name)
     video = torch.rand(2, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    scores = rewards.score(reward, images=video, prompts=["", ""]).values
+    scores = genrl_rewards.score(reward, images=video, prompts=["", ""]).values
     for i in range(2):
-        frames = rewards.score(reward, images=video[i], prompts=[""] * 3).values
+        frames = genrl_rewards.score(reward, images=video[i], prompts=[""] * 3).values
         assert scores[i] == pytest.approx(sum(frames) / 3, rel=1e-6)
     if name == "jpeg":
         with pytest.raises(ValueError, match="jpeg: unknown scale 'compressability'. Did you mean 'compressibility'"):
             jpeg(video[0], "compressability")
         return
     leaf = video[0].clone().requires_grad_()
-    rewards.score_with_gradients(reward, images=leaf, prompts=[""] * 3).sum().backward()
+    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=[""] * 3).sum().backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all() and leaf.grad.abs().sum() > 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import rewards
-from rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
+import genrl_rewards
+from genrl_rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
 from tests.rewards.asking import refused, scored
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
@@ -49,18 +49,18 @@ def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
     video = levels[:, :, None, None, None].expand(2, 5, 3, 4, 4)
     columns = {"colour": ["red", "none"]}
     for reduce, value in (("mean", (0.0 + 0.2 + 0.9) / 3), ("min", 0.0)):
-        reward = rewards.load("per_frame", {"reward": first, "frames": 3, "reduce": reduce})
-        assert set(rewards.needs(reward).names) == {"images", "prompts", "colour"}
+        reward = genrl_rewards.load("per_frame", {"reward": first, "frames": 3, "reduce": reduce})
+        assert set(genrl_rewards.needs(reward).names) == {"images", "prompts", "colour"}
         scores = scored(reward, images=video, prompts=["", ""], columns=columns)
         assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
 
 
 def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
     with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
-        rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
+        genrl_rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
     refused("unknown reduce 'max'", "per_frame", {"reward": "sharpness", "reduce": "max"})
     for name in ("motion", "steadiness"):
-        scores = rewards.score(rewards.load(name), images=torch.zeros(1, 3, 8, 8), prompts=[""])
+        scores = genrl_rewards.score(genrl_rewards.load(name), images=torch.zeros(1, 3, 8, 8), prompts=[""])
         assert "needs videos" in scores.failures[0].error
 
 
@@ -76,7 +76,7 @@ def test_smooth_motion_is_foreseen_and_a_jerk_is_not() -> None:
     even = moving(2.0, frames=5)
     jerk = torch.cat([even[:, :1], moving(8.0, frames=5)[:, 1:2], even[:, 2:]], 1)
     assert smoothness(even).item() > 0.97 and smoothness(jerk).item() < smoothness(even).item() - 0.05
-    scores = rewards.score(rewards.load("smoothness"), images=even[:, :2], prompts=[""])
+    scores = genrl_rewards.score(genrl_rewards.load("smoothness"), images=even[:, :2], prompts=[""])
     assert "at least 3 frames" in scores.failures[0].error
 
 
@@ -86,7 +86,7 @@ def test_steadiness_falls_with_flicker_and_is_differentiable() -> None:
     flicker = still + 0.2 * (torch.arange(4) % 2)[None, :, None, None, None]
     assert steadiness(flicker).item() == pytest.approx(0.8, abs=1e-6)
     leaf = moving(1.0).requires_grad_()
-    rewards.score_with_gradients(rewards.load("steadiness"), images=leaf, prompts=[""]).sum().backward()
+    genrl_rewards.score_with_gradients(genrl_rewards.load("steadiness"), images=leaf, prompts=[""]).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 
@@ -100,7 +100,7 @@ def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
     model.save_pretrained(tmp_path)
-    reward = rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
+    reward = genrl_rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
     one, other = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     video = torch.stack([torch.stack([one, one, one]), torch.stack([one, one, other])])
     scores = scored(reward, images=video, prompts=["", ""])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
+import genrl_rewards
 from genrl.objectives.forward.adversarial import adversary_loss
-from rewards.models.pixels import normalise
-from rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures
-from rewards.scorers.preference.adversary import (
+from genrl_rewards.models.pixels import normalise
+from genrl_rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures
+from genrl_rewards.scorers.preference.adversary import (
     DinoAdversary,
     DinoLayersAdversary,
     PickScoreAdversary,
@@ -50,12 +50,12 @@ def pictures(seed: int, count: int = 3) -> torch.Tensor:
 @pytest.fixture(params=["dino_adversary", "dino_layers_adversary", "pickscore_adversary"])
 def build(request: pytest.FixtureRequest, dino: str, clip: str) -> Callable[[], Any]:
     if request.param == "dino_adversary":
-        return lambda: rewards.load("dino_adversary", {"model": dino, "size": 32, "hidden": 8})
+        return lambda: genrl_rewards.load("dino_adversary", {"model": dino, "size": 32, "hidden": 8})
     if request.param == "dino_layers_adversary":
-        return lambda: rewards.load(
+        return lambda: genrl_rewards.load(
             "dino_layers_adversary", {"model": dino, "size": 32, "hidden": 8, "layers": [0, 1], "temperature": 2.0}
         )
-    return lambda: rewards.load("pickscore_adversary", {"model": clip})
+    return lambda: genrl_rewards.load("pickscore_adversary", {"model": clip})
 
 
 def loss_of(reward: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def loss_of(reward: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor
 def test_training_raises_references_above_samples_and_state_restores_it(build: Callable[[], Any]) -> None:
     reward, real, fake = build(), pictures(1) * 0.5, 0.5 + pictures(2) * 0.5
     check_trainable(reward)
-    before = rewards.score(reward, images=real, prompts=PROMPTS).values
+    before = genrl_rewards.score(reward, images=real, prompts=PROMPTS).values
     optimizer = torch.optim.Adam(reward.parameters(), lr=1e-2)
     losses = []
     frozen = reward.scorer.model if isinstance(reward, PickScoreAdversary) else reward.dino.model
@@ -80,12 +80,12 @@ def test_training_raises_references_above_samples_and_state_restores_it(build: C
         optimizer.step()
     assert all(p.grad is None for p in frozen.parameters() if id(p) not in trained)
     assert losses[-1] < 0.5 * losses[0], losses
-    after = [rewards.score(reward, images=x, prompts=PROMPTS).values for x in (real, fake)]
+    after = [genrl_rewards.score(reward, images=x, prompts=PROMPTS).values for x in (real, fake)]
     assert min(after[0]) > max(after[1])
     other = build()
-    assert rewards.score(other, images=real, prompts=PROMPTS).values == before  # a new one begins alike
+    assert genrl_rewards.score(other, images=real, prompts=PROMPTS).values == before  # a new one begins alike
     other.load_state_dict(reward.state_dict())
-    assert rewards.score(other, images=real, prompts=PROMPTS).values == after[0]
+    assert genrl_rewards.score(other, images=real, prompts=PROMPTS).values == after[0]
     with pytest.raises(ValueError, match="lacks"):
         other.load_state_dict({})
 
@@ -98,15 +98,17 @@ def test_scores_and_logits_are_of_the_same_features_in_8_bit(dino: str) -> None:
     reward = DinoAdversary(dino, size=32, hidden=8)
     images = pictures(3)
     rounded = (images * 255).round() / 255
-    assert rewards.score(reward, images=images, prompts=PROMPTS) == rewards.score(
+    assert genrl_rewards.score(reward, images=images, prompts=PROMPTS) == genrl_rewards.score(
         reward, images=rounded, prompts=PROMPTS
     )
     with torch.no_grad():
         whole, patches = reward.logits(rounded, PROMPTS)
     expected = adversarial_reward(whole, patches, patch_weight=0.3)
-    assert rewards.score(reward, images=images, prompts=PROMPTS).values == pytest.approx(expected.tolist(), abs=1e-6)
+    assert genrl_rewards.score(reward, images=images, prompts=PROMPTS).values == pytest.approx(
+        expected.tolist(), abs=1e-6
+    )
     leaf = images.clone().requires_grad_()
-    rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
+    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 
@@ -116,7 +118,7 @@ def test_layers_by_hand(dino: str, layers: list[int]) -> None:
     reward = DinoLayersAdversary(dino, layers=layers, size=32, hidden=8)
     images = pictures(4)
     leaf = images.clone().requires_grad_()
-    rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
+    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
     model = Dinov2Model.from_pretrained(dino).eval()
     found: list[torch.Tensor] = []
@@ -130,7 +132,7 @@ def test_layers_by_hand(dino: str, layers: list[int]) -> None:
             logits = head(4 * torch.nn.functional.normalize(found[layer][:, 1:], dim=-1))[..., 0]  # 4: root of 16
             expected += logits.sort(dim=1, descending=True).values[:, :3].mean(1) / len(layers)
         torch.testing.assert_close(reward.logits(images, PROMPTS), expected, atol=1e-5, rtol=1e-5)
-    scores = rewards.score(reward, images=images, prompts=PROMPTS).values
+    scores = genrl_rewards.score(reward, images=images, prompts=PROMPTS).values
     assert scores == pytest.approx(torch.sigmoid(expected / 0.2).tolist(), abs=1e-4)
 
 
@@ -149,9 +151,12 @@ def test_the_papers_size_unless_told_otherwise(tmp_path: Path, patch: int, size:
 
 
 def test_the_preference_is_of_logit_scale_times_cosine(clip: str) -> None:
-    frozen, reward = rewards.load("pickscore", {"model": clip, "processor": clip}), PickScoreAdversary(clip, layers=2)
-    scores = rewards.score(frozen, images=pictures(1), prompts=PROMPTS).values
-    assert rewards.score(reward, images=pictures(1), prompts=PROMPTS).values == scores
+    frozen, reward = (
+        genrl_rewards.load("pickscore", {"model": clip, "processor": clip}),
+        PickScoreAdversary(clip, layers=2),
+    )
+    scores = genrl_rewards.score(frozen, images=pictures(1), prompts=PROMPTS).values
+    assert genrl_rewards.score(reward, images=pictures(1), prompts=PROMPTS).values == scores
     with torch.no_grad():
         assert (reward.logits(pictures(1), PROMPTS) / 26).tolist() == pytest.approx(scores, rel=1e-5)
     one, two = (sum(p.numel() for p in PickScoreAdversary(clip, layers=n).parameters()) for n in (1, 2))
@@ -215,5 +220,5 @@ def test_a_trainable_reward_is_known_by_its_source(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
     names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]
-    assert all(rewards.declaration(rewards.resolve(name)).trainable for name in names)
-    assert not rewards.declaration(rewards.resolve("pickscore")).trainable
+    assert all(genrl_rewards.declaration(genrl_rewards.resolve(name)).trainable for name in names)
+    assert not genrl_rewards.declaration(genrl_rewards.resolve("pickscore")).trainable

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-import rewards
-from rewards.scorers.preference.aesthetic import HEAD_SHA256, Head, load_head
+import genrl_rewards
+from genrl_rewards.scorers.preference.aesthetic import HEAD_SHA256, Head, load_head
 from tests.rewards.tiny_clip import save_tiny_clip
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
@@ -61,11 +61,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        reward = rewards.load("aesthetic", {"model": str(folder), "head": str(folder)})
+        reward = genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(folder)})
     digest = hashlib.sha256((folder / "sac+logos+ava1-l14-linearMSE.pth").read_bytes()).hexdigest()
     assert f"not the published one (sha256 {digest[:16]}" in caplog.text
     images = torch.rand(3, 3, 20, 30, generator=torch.Generator().manual_seed(0))
-    scores = rewards.score(reward, images=images, prompts=["", "", ""]).values
+    scores = genrl_rewards.score(reward, images=images, prompts=["", "", ""]).values
     with torch.no_grad():
         embeds = reward.scorer.embed_images(images)
         head = load_head(str(folder / "sac+logos+ava1-l14-linearMSE.pth"), 16)
@@ -75,6 +75,6 @@ def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pyte
 def test_a_head_for_another_clip_is_refused(folder: Path, tmp_path: Path) -> None:
     torch.save(Head(768).state_dict(), tmp_path / "aesthetic-model.pth")
     with pytest.raises(ValueError, match="another architecture: it has in another shape 1 weights .layers.0.weight"):
-        rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path)})
+        genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path)})
     with pytest.raises(ValueError, match="has no sac.logos.ava1-l14-linearMSE.pth or aesthetic-model.pth"):
-        rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path.parent)})
+        genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path.parent)})

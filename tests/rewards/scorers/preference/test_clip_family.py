@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import rewards
-from rewards.models.clip_model import ClipScorer, cosine
-from rewards.scorers.preference.clipscore import clipscore
-from rewards.scorers.preference.pickscore import pickscore
+import genrl_rewards
+from genrl_rewards.models.clip_model import ClipScorer, cosine
+from genrl_rewards.scorers.preference.clipscore import clipscore
+from genrl_rewards.scorers.preference.pickscore import pickscore
 from tests.rewards.tiny_clip import SIDE, save_tiny_clip
 
 PROMPTS = ["a red circle", "two blue stars and a square", "a red circle"]
@@ -69,10 +69,10 @@ def test_preprocessing_equals_the_golden_pixels(golden: Golden, checkpoint: Path
 
 def test_scores_agree_with_the_models_own_forward(checkpoint: Path, images: torch.Tensor) -> None:
     """`forward` projects, normalises and multiplies by itself: it knows nothing of our helpers."""
-    reward = rewards.load("pickscore", {"model": str(checkpoint), "processor": str(checkpoint), "scale": "raw"})
-    scores = rewards.score(reward, images=images, prompts=PROMPTS).values
+    reward = genrl_rewards.load("pickscore", {"model": str(checkpoint), "processor": str(checkpoint), "scale": "raw"})
+    scores = genrl_rewards.score(reward, images=images, prompts=PROMPTS).values
     scorer = reward.scorer
-    pixels = scorer.image_processor(images=rewards.to_pil(images), return_tensors="pt")["pixel_values"]
+    pixels = scorer.image_processor(images=genrl_rewards.to_pil(images), return_tensors="pt")["pixel_values"]
     tokens = scorer.tokenizer(PROMPTS, padding="max_length", max_length=77, return_tensors="pt")
     with torch.no_grad():
         own = scorer.model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], pixel_values=pixels)
@@ -83,7 +83,9 @@ def test_scores_agree_with_the_models_own_forward(checkpoint: Path, images: torc
 def test_defaults_and_scales_of_the_two_rewards(checkpoint: Path, images: torch.Tensor) -> None:
     def values(name: str, **args: str) -> np.ndarray:
         paths = {"model": str(checkpoint), "processor": str(checkpoint)}
-        return np.array(rewards.score(rewards.load(name, paths | args), images=images, prompts=PROMPTS).values)
+        return np.array(
+            genrl_rewards.score(genrl_rewards.load(name, paths | args), images=images, prompts=PROMPTS).values
+        )
 
     cos, raw = values("clipscore"), values("pickscore", scale="raw")
     assert np.allclose(values("clipscore", scale="cosine"), cos)
@@ -95,10 +97,10 @@ def test_defaults_and_scales_of_the_two_rewards(checkpoint: Path, images: torch.
 def test_long_prompts_are_cut_and_the_pillow_backend_is_said(
     checkpoint: Path, images: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="rewards.models.clip_model"):
-        reward = rewards.load("clipscore", {"model": str(checkpoint)})
+    with caplog.at_level(logging.INFO, logger="genrl_rewards.models.clip_model"):
+        reward = genrl_rewards.load("clipscore", {"model": str(checkpoint)})
     assert "CLIPImageProcessorPil" in caplog.text and str(checkpoint) in caplog.text
-    assert rewards.score(reward, images=images[:2], prompts=["x" * 75, "x" * 500]).failed == 0
+    assert genrl_rewards.score(reward, images=images[:2], prompts=["x" * 75, "x" * 500]).failed == 0
     texts = reward.scorer.embed_texts(["x" * 75 + "y" * 10, "x" * 500])
     assert torch.equal(texts[0], texts[1])
 
@@ -106,13 +108,13 @@ def test_long_prompts_are_cut_and_the_pillow_backend_is_said(
 @pytest.mark.parametrize("name", ["clipscore", "pickscore"])
 def test_an_unknown_scale_is_refused_before_anything_is_loaded(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: unknown scale 'cosin'. Did you mean 'cosine'"):
-        rewards.load(name, {"model": "no/such-model", "scale": "cosin"})
+        genrl_rewards.load(name, {"model": "no/such-model", "scale": "cosin"})
 
 
 def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     def refused(words: str, model: str = str(tmp_path)) -> None:
         with pytest.raises(ValueError, match=words):
-            rewards.load("clipscore", {"model": model, "processor": str(checkpoint)})
+            genrl_rewards.load("clipscore", {"model": model, "processor": str(checkpoint)})
 
     refused("clipscore: .* has no config.json. It holds nothing: the folder is empty")
     (tmp_path / "config.json").write_text('{"model_type": "siglip"}')

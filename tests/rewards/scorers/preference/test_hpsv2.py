@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-import rewards
-from rewards.models.clip_model import cosine
-from rewards.models.pixels import OPENAI_MEAN, OPENAI_STD, longest_side, normalise, pad_to, shortest_side
+import genrl_rewards
+from genrl_rewards.models.clip_model import cosine
+from genrl_rewards.models.pixels import OPENAI_MEAN, OPENAI_STD, longest_side, normalise, pad_to, shortest_side
 from tests.rewards import tiny_open_clip
 from tests.rewards.tiny_open_clip import open_clip
 
-from rewards.scorers.preference import hpsv2  # isort: skip
+from genrl_rewards.scorers.preference import hpsv2  # isort: skip
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
 PROMPTS = ["a red circle", "two “blue” stars"]
@@ -54,9 +54,11 @@ def test_preparation_equals_the_golden_geometry_and_pixels(golden: Golden) -> No
 
 def test_scores_are_open_clips_own(folder: Path, golden: Golden) -> None:
     images = torch.rand(2, 3, 30, 22, generator=torch.Generator().manual_seed(0))
-    scores = rewards.score(rewards.load("hpsv2", {"model": str(folder)}), images=images, prompts=PROMPTS).values
+    scores = genrl_rewards.score(
+        genrl_rewards.load("hpsv2", {"model": str(folder)}), images=images, prompts=PROMPTS
+    ).values
     clip = open_clip.create_model(tiny_open_clip.NAME, pretrained=str(folder / "HPS_v2.1_compressed.pt")).eval()
-    levels = torch.from_numpy(rewards.to_uint8(images)).permute(0, 3, 1, 2) / 255
+    levels = torch.from_numpy(genrl_rewards.to_uint8(images)).permute(0, 3, 1, 2) / 255
     with torch.no_grad():
         pictures = clip.encode_image(normalise(pad_to(levels, 16), OPENAI_MEAN, OPENAI_STD), normalize=True)
         texts = clip.encode_text(open_clip.get_tokenizer(tiny_open_clip.NAME)(PROMPTS), normalize=True)
@@ -76,7 +78,7 @@ def test_the_published_architecture_is_one_that_open_clip_has(monkeypatch: pytes
 def test_other_checkpoints_are_refused_before_any_work(tmp_path: Path) -> None:
     def refused(words: str, **more: Any) -> None:
         with pytest.raises(ValueError, match=words):
-            rewards.load("hpsv2", {"model": str(tmp_path), **more})
+            genrl_rewards.load("hpsv2", {"model": str(tmp_path), **more})
 
     refused("hpsv2: unknown version '2.2'. Did you mean '2.1'", version=2.2)
     refused("has no HPS_v2.1_compressed.safetensors or .*the folder is empty")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import rewards
-from rewards.models.checkpoints import transformers
-from rewards.scorers.preference.clap import resampled, segments
-from rewards.scorers.texts.tunes import louder
+import genrl_rewards
+from genrl_rewards.models.checkpoints import transformers
+from genrl_rewards.scorers.preference.clap import resampled, segments
+from genrl_rewards.scorers.texts.tunes import louder
 from tests.rewards.tiny_clap import RATE, SECONDS, save_tiny_clap
 
 
@@ -26,7 +26,7 @@ def tone(hertz: float, seconds: float, rate: int) -> torch.Tensor:
 
 class TestClap:
     def test_the_cosine_is_that_of_transformers(self, clap: str) -> None:
-        reward = rewards.load("clap", {"model": clap})
+        reward = genrl_rewards.load("clap", {"model": clap})
         sounds, prompts = [tone(100, SECONDS, RATE), tone(40, 1, RATE)], ["low", "a very high tune"]
         scores = reward(sounds, [RATE] * 2, prompts)
         model, words = transformers.ClapModel.from_pretrained(clap), transformers.ClapProcessor.from_pretrained(clap)
@@ -39,14 +39,14 @@ class TestClap:
         assert torch.allclose(torch.tensor(scores), wanted, atol=1e-5)
 
     def test_a_long_sound_is_heard_in_three_places_and_always_the_same(self, clap: str) -> None:
-        reward = rewards.load("clap", {"model": clap})
+        reward = genrl_rewards.load("clap", {"model": clap})
         long = torch.cat([tone(hertz, SECONDS, RATE) for hertz in (30, 90, 270)])
         parts = reward(list(long.split(SECONDS * RATE)), [RATE] * 3, ["low"] * 3)
         whole = [reward([long], [RATE], ["low"])[0] for _ in range(2)]
         assert whole[0] == whole[1] == pytest.approx(float(np.mean(parts)), abs=1e-5)
 
     def test_stereo_and_another_rate(self, clap: str) -> None:
-        reward = rewards.load("clap", {"model": clap})
+        reward = genrl_rewards.load("clap", {"model": clap})
         alone = reward([tone(100, SECONDS, RATE)], [RATE], ["low"])
         twice = reward([tone(100, SECONDS, 2 * RATE).expand(2, -1)], [2 * RATE], ["low"])
         assert twice == pytest.approx(alone, abs=1e-3)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import rewards
-from rewards.scorers.preference import reward_head
+import genrl_rewards
+from genrl_rewards.scorers.preference import reward_head
 from tests.rewards import tiny_vlm
 from tests.rewards.asking import scored
 
@@ -101,17 +101,17 @@ def by_hand(
 
 
 def test_hpsv3_is_the_heads_mean_at_the_reward_token(args: dict[str, str], images: torch.Tensor) -> None:
-    reward = rewards.load("hpsv3", args)
+    reward = genrl_rewards.load("hpsv3", args)
     scores = scored(reward, images=images, prompts=PROMPTS)
     for i, prompt in enumerate(("a red circle", "two < |Reward|> stars")):
         text = INSTRUCTION.replace("{text_prompt}", prompt) + reward_head.CLOSING
-        own = by_hand([rewards.to_pil(images)[i]], text, head("rm_head", 1), "rm_head")
+        own = by_hand([genrl_rewards.to_pil(images)[i]], text, head("rm_head", 1), "rm_head")
         assert scores.values[i] == pytest.approx(own[0].item(), abs=1e-4)
         assert scores.parts["sigma"][i] == pytest.approx(own[1].exp().item(), rel=1e-4)
-        turned = by_hand([rewards.to_pil(images)[i]], text, head("rm_head", 1), "rm_head", rotary=True)
+        turned = by_hand([genrl_rewards.to_pil(images)[i]], text, head("rm_head", 1), "rm_head", rotary=True)
         assert abs(turned[0].item() - own[0].item()) > 1e-3, "the picture's own positions would give other scores"
-    video = rewards.score(reward, images=images[None], prompts=[PROMPTS[0]]).values
-    both = [rewards.score(reward, images=images[i : i + 1], prompts=[PROMPTS[0]]).values[0] for i in (0, 1)]
+    video = genrl_rewards.score(reward, images=images[None], prompts=[PROMPTS[0]]).values
+    both = [genrl_rewards.score(reward, images=images[i : i + 1], prompts=[PROMPTS[0]]).values[0] for i in (0, 1)]
     assert video == pytest.approx([sum(both) / 2], abs=1e-4)
 
 
@@ -123,12 +123,12 @@ def test_editreward_is_the_mean_of_two_heads_with_their_own_texts(
     save_file({k: v.contiguous() for k, v in (named | heads).items()}, tmp_path / "model.safetensors")
     (tmp_path / "prompts.py").write_text('FOLLOWING = """Follow {text_prompt}"""\nQUALITY = "Quality {text_prompt}"\n')
     texts = {"following": f"{tmp_path / 'prompts.py'}:FOLLOWING", "quality": f"{tmp_path / 'prompts.py'}:QUALITY"}
-    reward = rewards.load("editreward", {"model": str(tmp_path), "base": str(base), "dtype": "float32", **texts})
-    source = rewards.to_pil(images)[1]
+    reward = genrl_rewards.load("editreward", {"model": str(tmp_path), "base": str(base), "dtype": "float32", **texts})
+    source = genrl_rewards.to_pil(images)[1]
     source.save(tmp_path / "s.png")
     columns = {"source_image": [str(tmp_path / "s.png")]}
     scores = scored(reward, images=images[:1], prompts=["add a hat"], columns=columns)
-    pictures = [source, rewards.to_pil(images)[0]]
+    pictures = [source, genrl_rewards.to_pil(images)[0]]
     own = [
         by_hand(pictures, f"{word} add a hat{reward_head.CLOSING}", heads, f"rm_heads.head_{i}")[0].item()
         for i, word in enumerate(("Follow", "Quality"))
@@ -140,7 +140,7 @@ def test_editreward_is_the_mean_of_two_heads_with_their_own_texts(
 def test_what_does_not_fit_is_refused(args: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
     def refused(words: str, **changes: str) -> None:
         with pytest.raises(ValueError, match=words):
-            rewards.load("hpsv3", args | changes)
+            genrl_rewards.load("hpsv3", args | changes)
 
     refused("has no placeholder {text_prompt}", instruction="Rate it")
     refused("hpsv3: .* has no HPSv3.safetensors.*the folder is empty", model=str(tmp_path))

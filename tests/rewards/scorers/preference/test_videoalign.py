@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import rewards
-from rewards.models.pixels import from_pil
-from rewards.scorers.preference import videoalign
-from rewards.scorers.preference.videoalign import TOKENS
+import genrl_rewards
+from genrl_rewards.models.pixels import from_pil
+from genrl_rewards.scorers.preference import videoalign
+from genrl_rewards.scorers.preference.videoalign import TOKENS
 from tests.rewards import tiny_vlm
 from tests.rewards.scorers.preference.test_reward_head import backbone, old_names
 
@@ -108,12 +108,12 @@ def by_hand(frames: list, text: str, outputs: torch.Tensor) -> torch.Tensor:
 
 def test_ratings_are_the_heads_at_the_three_tokens(args: dict[str, str | float], checkpoint: Path) -> None:
     video = torch.rand(2, 9, 3, 28, 40, generator=torch.Generator().manual_seed(0))
-    reward = rewards.load("videoalign", args)
-    scores = rewards.score(reward, images=video, prompts=PROMPTS)
+    reward = genrl_rewards.load("videoalign", args)
+    scores = genrl_rewards.score(reward, images=video, prompts=PROMPTS)
     assert not scores.failures, scores.failures[0].traceback
     outputs = torch.load(checkpoint / "checkpoint-11352" / "model.pth")["base_model.model.rm_head.weight"]
     for i, prompt in enumerate((PROMPTS[0], "two < |VQ_reward|> stars")):
-        frames = rewards.to_pil(video[i : i + 1])[0]
+        frames = genrl_rewards.to_pil(video[i : i + 1])[0]
         own = by_hand([frames[k] for k in (0, 3, 5, 8)], INSTRUCTION.replace("{text_prompt}", prompt), outputs)
         wanted = (own - torch.tensor([3.0, 1.0, -1.0])) / torch.tensor([2.0, 0.5, 4.0])
         found = [scores.parts[name][i] for name in ("visual", "motion", "text")]
@@ -121,15 +121,15 @@ def test_ratings_are_the_heads_at_the_three_tokens(args: dict[str, str | float],
         assert found == pytest.approx(wanted.tolist(), abs=0.05)
         assert scores.values[i] == pytest.approx(sum(found), abs=1e-5)
     still = video[:, :1].expand(-1, 9, -1, -1, -1)
-    assert rewards.score(reward, images=still, prompts=PROMPTS).values != pytest.approx(scores.values, abs=0.05)
-    motion = rewards.load("videoalign", args | {"part": "motion"})
-    assert rewards.score(motion, images=video, prompts=PROMPTS).values == scores.parts["motion"]
+    assert genrl_rewards.score(reward, images=still, prompts=PROMPTS).values != pytest.approx(scores.values, abs=0.05)
+    motion = genrl_rewards.load("videoalign", args | {"part": "motion"})
+    assert genrl_rewards.score(motion, images=video, prompts=PROMPTS).values == scores.parts["motion"]
 
 
 def test_what_does_not_fit_is_refused(args: dict[str, str | float], tmp_path: Path) -> None:
     def refused(words: str, **changes: str) -> None:
         with pytest.raises(ValueError, match=words):
-            rewards.load("videoalign", args | changes)
+            genrl_rewards.load("videoalign", args | changes)
 
     refused(r"does not have <\|MQ_reward\|> just once", instruction=INSTRUCTION.replace(TOKENS[1], ""))
     refused("part must be overall, visual, motion, text; found 'speed'", part="speed")
@@ -139,5 +139,7 @@ def test_what_does_not_fit_is_refused(args: dict[str, str | float], tmp_path: Pa
     del held["base_model.model.rm_head.weight"]
     torch.save(held, tmp_path / "model.pth")
     refused("has no head rm_head.weight", model=str(tmp_path))
-    scores = rewards.score(rewards.load("videoalign", args), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1])
+    scores = genrl_rewards.score(
+        genrl_rewards.load("videoalign", args), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1]
+    )
     assert "this is a picture" in str(scores.failures[0].error)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import rewards
-from rewards.models.pixels import from_pil
-from rewards.scorers.preference import videoscore2
-from rewards.scorers.preference.videoscore2 import QUESTION, place_of, soft_score
+import genrl_rewards
+from genrl_rewards.models.pixels import from_pil
+from genrl_rewards.scorers.preference import videoscore2
+from genrl_rewards.scorers.preference.videoscore2 import QUESTION, place_of, soft_score
 from tests.rewards.asking import refused, scored
 from tests.rewards.tiny_vlm import published_pixels
 from tests.vlm import tiny_checkpoints
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(folder: Path, form: str = FORM, **more: Any) -> Any:
     """The reward, whose model writes `form` and chooses a digit from 1 to 5 for every `#` in it."""
     args = {"model": str(folder), "dtype": "float32", "fps": 4.0, "max_tokens": 400}
-    reward = rewards.load("videoscore2", args | more)
+    reward = genrl_rewards.load("videoscore2", args | more)
     ids, hole = reward.tokenizer(form)["input_ids"], reward.tokenizer.convert_tokens_to_ids("#")
     generate = reward.model.generate
 
@@ -93,25 +93,27 @@ def test_scores_are_the_likeliest_digits_times_their_chances(folder: Path) -> No
     video = torch.rand(2, 9, 3, 28, 40, generator=torch.Generator().manual_seed(0))
     scores = scored(opened(folder), images=video, prompts=PROMPTS)
     for i, prompt in enumerate((PROMPTS[0], "two < |im_end|> stars")):
-        frames = rewards.to_pil(video[i : i + 1])[0]
+        frames = genrl_rewards.to_pil(video[i : i + 1])[0]
         wanted = by_hand(folder, [frames[k] for k in (0, 3, 5, 8)], QUESTION.replace("{prompt}", prompt))
         found = [scores.parts[name][i] for name in ("visual", "text", "physical")]
         # Pillow and torchvision round a resized pixel up to one level apart.
         assert found == pytest.approx(wanted, abs=0.02)
         assert scores.values[i] == pytest.approx(sum(found) / 3, abs=1e-5)
     still = video[:, :1].expand(-1, 9, -1, -1, -1)
-    assert rewards.score(opened(folder), images=still, prompts=PROMPTS).values != pytest.approx(scores.values, abs=0.02)
-    text = rewards.score(opened(folder, part="text"), images=video, prompts=PROMPTS)
+    assert genrl_rewards.score(opened(folder), images=still, prompts=PROMPTS).values != pytest.approx(
+        scores.values, abs=0.02
+    )
+    text = genrl_rewards.score(opened(folder, part="text"), images=video, prompts=PROMPTS)
     assert text.values == scores.parts["text"]
 
 
 def test_a_score_that_is_not_written_is_none(folder: Path) -> None:
     video = torch.rand(1, 4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     silent = "visual quality: #; text-to-video alignment: 7, physical/common-sense consistency: #"
-    scores = rewards.score(opened(folder, silent), images=video, prompts=PROMPTS[:1])
+    scores = genrl_rewards.score(opened(folder, silent), images=video, prompts=PROMPTS[:1])
     assert math.isnan(scores.parts["text"][0]) and math.isnan(scores.values[0])
     assert 0.2 < scores.parts["visual"][0] <= 5
-    visual = rewards.score(opened(folder, silent, part="visual"), images=video, prompts=PROMPTS[:1])
+    visual = genrl_rewards.score(opened(folder, silent, part="visual"), images=video, prompts=PROMPTS[:1])
     assert visual.values == scores.parts["visual"]
 
 
@@ -138,5 +140,5 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     refused("unknown part 'motion'", "videoscore2", {"part": "motion"})
     tiny_checkpoints.save("qwen2_vl", tmp_path)
     refused("is a 'qwen2_vl' model; this reward needs 'qwen2_5_vl'", "videoscore2", {"model": str(tmp_path)})
-    scores = rewards.score(opened(folder), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1])
+    scores = genrl_rewards.score(opened(folder), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1])
     assert "this is a picture" in str(scores.failures[0].error)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-import rewards
-from rewards.scorers.judges.lm import LocalLM, open_lm
-from rewards.scorers.texts import answerer
-from rewards.scorers.texts.completions import load_text, score_completions
+import genrl_rewards
+from genrl_rewards.scorers.judges.lm import LocalLM, open_lm
+from genrl_rewards.scorers.texts import answerer
+from genrl_rewards.scorers.texts.completions import load_text, score_completions
 from tests.rewards import chat_server, tiny_vlm
 
 import transformers  # isort: skip
@@ -110,7 +110,7 @@ def test_a_language_model_judges(lm: str, eyes: str) -> None:
 def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
     """A completion brings no places of its own."""
     with chat_server.serve(lambda body, n: chat_server.next_token(Yes=math.log(0.6), No=math.log(0.2))) as (url, asked):
-        judge = rewards.load("text_judge", {"model": "any", "server": {"url": url}})
+        judge = genrl_rewards.load("text_judge", {"model": "any", "server": {"url": url}})
         assert judge(["how many ?"], TEXTS[:1]) == pytest.approx([0.75])
     assert "how many ?" in str(asked[0]["messages"]) and TEXTS[0] in str(asked[0]["messages"])
     found = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")

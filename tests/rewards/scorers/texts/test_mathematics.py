@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rewards.scorers.texts import mathematics
-from rewards.scorers.texts.completions import load_text, score_completions
+from genrl_rewards.scorers.texts import mathematics
+from genrl_rewards.scorers.texts.completions import load_text, score_completions
 
 rule = mathematics.math
 

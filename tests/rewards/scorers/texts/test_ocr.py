@@ -18,9 +18,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from rapidfuzz.distance import Levenshtein
 
-import rewards
-from genrl.data import world
-from rewards.scorers.texts import ocr
+import genrl_rewards
+from genrl.playground import shapes as world
+from genrl_rewards.scorers.texts import ocr
 
 pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
 
@@ -34,12 +34,12 @@ def golden_text(golden_json: Callable[[str], Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def detecting() -> ocr.Ocr:
-    return rewards.load("ocr")
+    return genrl_rewards.load("ocr")
 
 
 @pytest.fixture(scope="module")
 def quick() -> ocr.Ocr:
-    return rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS})
+    return genrl_rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS})
 
 
 def written(text: str, size: int = 64, y: float = 0.3, width: float = 0.8) -> Image.Image:
@@ -130,31 +130,35 @@ def test_a_video_scores_the_mean_over_all_frames_as_in_the_golden_column(golden_
 def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a wrong word scores little."""
     images, prompts = signs(40)
-    scores = rewards.score(quick, images=images, prompts=prompts)
+    scores = genrl_rewards.score(quick, images=images, prompts=prompts)
     assert np.mean(scores.parts["exact"]) > 0.97 and scores.values == scores.parts["ned_max"]
-    wrong = rewards.score(quick, images=images.roll(1, 0), prompts=prompts)
+    wrong = genrl_rewards.score(quick, images=images.roll(1, 0), prompts=prompts)
     assert np.mean(wrong.values) < 0.25 and np.mean(wrong.parts["ctc"]) < 0.25
-    found = rewards.score(detecting, images=images[:10], prompts=prompts[:10])
+    found = genrl_rewards.score(detecting, images=images[:10], prompts=prompts[:10])
     assert np.mean(found.parts["exact"]) >= 0.9
     for variant in (*ocr.VARIANTS, "ctc"):
         monkeypatch.setattr(quick, "variant", variant)
-        assert rewards.score(quick, images=images[:3], prompts=prompts[:3]).values == pytest.approx([1] * 3, abs=0.05)
+        assert genrl_rewards.score(quick, images=images[:3], prompts=prompts[:3]).values == pytest.approx(
+            [1] * 3, abs=0.05
+        )
 
 
 def test_prompts_columns_and_frames(quick: ocr.Ocr) -> None:
     """A prompt without a text has no score, a column may have the text, a video counts with all its frames."""
     images, prompts = signs(3)
-    scores = rewards.score(quick, images=images, prompts=["two red circles", 'a sign that says ""', 'a sign "OPEN"'])
+    scores = genrl_rewards.score(
+        quick, images=images, prompts=["two red circles", 'a sign that says ""', 'a sign "OPEN"']
+    )
     assert [math.isnan(value) for value in scores.values] == [True, True, False]
     assert [math.isnan(value) for value in scores.parts["ctc"]] == [True, True, False]
     assert scores.unscored == 2 and scores.failed == 0
-    reward = rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS, "target": "text"})
-    assert rewards.needs(reward) == rewards.Needs(("images", "text"))
+    reward = genrl_rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS, "target": "text"})
+    assert genrl_rewards.needs(reward) == genrl_rewards.Needs(("images", "text"))
     texts = [ocr.quoted(prompt) for prompt in prompts]
-    scores = rewards.score(reward, images=images, prompts=["a sign"] * 3, columns={"text": texts})
+    scores = genrl_rewards.score(reward, images=images, prompts=["a sign"] * 3, columns={"text": texts})
     assert scores.parts["exact"] == [1.0] * 3
     video = torch.stack([torch.stack([images[0]] * 2), torch.stack([images[1], torch.full((3, 64, 64), 0.8)])])
-    assert rewards.score(quick, images=video, prompts=prompts[:2]).values == [1.0, 0.5]
+    assert genrl_rewards.score(quick, images=video, prompts=prompts[:2]).values == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(("text", "size"), [("hello", 64), ("Moon", 160), ("OPEN", 64), ("route66", 160)])
@@ -167,7 +171,7 @@ def test_several_lines_are_read_from_top_to_bottom(detecting: ocr.Ocr) -> None:
     picture = Image.new("RGB", (128, 160), (235, 230, 220))
     picture.paste(written("FRESH", 128).crop((0, 20, 128, 90)), (0, 85))
     picture.paste(written("BREAD", 128).crop((0, 20, 128, 90)), (0, 5))
-    scores = rewards.score(detecting, images=tensor(picture), prompts=['"bread fresh"'])
+    scores = genrl_rewards.score(detecting, images=tensor(picture), prompts=['"bread fresh"'])
     assert scores.parts["exact"] == [1.0] and scores.parts["ctc"][0] > 0.8
 
 
@@ -176,7 +180,7 @@ def test_only_the_alphabet_and_the_asked_characters_can_be_read(detecting: ocr.O
     (line,) = detecting.read(image)
     assert line.text.startswith("hey") and set(line.text) <= set(string.ascii_lowercase)
     assert [line.text for line in detecting.read(image, target="wow!")] == ["hey!"]
-    digits = rewards.load("ocr", {"crop": "ink", "alphabet": "0123456789"})
+    digits = genrl_rewards.load("ocr", {"crop": "ink", "alphabet": "0123456789"})
     assert all(set(line.text) <= set("0123456789") for line in digits.read(image))
 
 
@@ -198,7 +202,7 @@ def test_pictures_without_text_score_zero(quick: ocr.Ocr, detecting: ocr.Ocr) ->
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     images = tensor(np.full((64, 64, 3), 200, np.uint8), noise)
     for reward in (quick, detecting):
-        scores = rewards.score(reward, images=images, prompts=['"OPEN"'] * 2)
+        scores = genrl_rewards.score(reward, images=images, prompts=['"OPEN"'] * 2)
         assert scores.values == [0.0, 0.0] and scores.failed == 0
         assert max(scores.parts["ctc"]) < 0.1
 
@@ -232,16 +236,16 @@ def test_wrong_arguments_and_missing_engines_are_refused(
     found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
     with pytest.raises(ValueError, match=words):
-        rewards.load("ocr", args)
+        genrl_rewards.load("ocr", args)
 
 
 def test_case_and_spaces_are_read_where_they_count() -> None:
     picture = tensor(written("Open LATE", 160, y=0.3))
     scores = {}
     for fold in ("case_space", "case", "space", "none"):
-        reward = rewards.load("ocr", {"fold": fold, "variant": "exact"})
+        reward = genrl_rewards.load("ocr", {"fold": fold, "variant": "exact"})
         prompts = ['"Open LATE"', '"open late"', '"OpenLATE"']
-        scores[fold] = rewards.score(reward, images=picture.repeat(3, 1, 1, 1), prompts=prompts).values
+        scores[fold] = genrl_rewards.score(reward, images=picture.repeat(3, 1, 1, 1), prompts=prompts).values
     assert scores["case_space"] == [1, 1, 1] and scores["case"] == [1, 1, 0]
     assert scores["space"] == [1, 0, 1] and scores["none"] == [1, 0, 0]
 
@@ -249,10 +253,10 @@ def test_case_and_spaces_are_read_where_they_count() -> None:
 @pytest.mark.skipif(shutil.which("tesseract") is None, reason="the program tesseract is not installed")
 def test_tesseract_reads_words_and_gives_no_dense_score() -> None:
     pytest.importorskip("pytesseract", reason="the extra is not installed: pip install 'genrl-diffusion[tesseract]'")
-    reward = rewards.load("ocr", {"engine": "tesseract"})
+    reward = genrl_rewards.load("ocr", {"engine": "tesseract"})
     blank = Image.new("RGB", (128, 128), (200, 190, 180))
     images = tensor(written("MOON", 128), written("bread", 128), blank)
-    scores = rewards.score(reward, images=images, prompts=['"moon"', '"light"', '"moon"'])
+    scores = genrl_rewards.score(reward, images=images, prompts=['"moon"', '"light"', '"moon"'])
     assert scores.values[0] == 1.0 and scores.values[1] < 0.5 and scores.values[2] == 0.0
     assert set(scores.parts) == {"exact", "ned_max"}
 
@@ -273,8 +277,8 @@ def test_paddleocr_gets_blue_first_and_its_unsure_lines_are_dropped(monkeypatch:
     module.PaddleOCR = PaddleOCR  # type: ignore[attr-defined]
     module.__spec__ = importlib.machinery.ModuleSpec("paddleocr", None)
     monkeypatch.setitem(sys.modules, "paddleocr", module)
-    reward = rewards.load("ocr", {"engine": "paddleocr", "variant": "exact"})
+    reward = genrl_rewards.load("ocr", {"engine": "paddleocr", "variant": "exact"})
     red = torch.zeros(1, 3, 8, 8)
     red[:, 0] = 1
-    assert rewards.score(reward, images=red, prompts=['"open"']).values == [1.0]
+    assert genrl_rewards.score(reward, images=red, prompts=['"open"']).values == [1.0]
     assert given[0]["device"] == "cpu" and given[1][0, 0].tolist() == [0, 0, 255]

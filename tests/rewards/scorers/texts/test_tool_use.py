@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewards.scorers.texts.tool_use import (
+from genrl_rewards.scorers.texts.tool_use import (
     conan,
     conan_action,
     conan_clue,

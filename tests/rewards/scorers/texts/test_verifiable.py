@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rewards
-from rewards.scorers.texts import verifiable as v
-from rewards.scorers.texts.completions import score_completions
+import genrl_rewards
+from genrl_rewards.scorers.texts import verifiable as v
+from genrl_rewards.scorers.texts.completions import score_completions
 
 
 def tagged(*texts: str) -> list[str]:
@@ -128,9 +128,9 @@ def test_the_majority_of_each_group() -> None:
 
 
 def test_a_text_reward_declares_its_columns() -> None:
-    needed = rewards.needs(v.choice)
+    needed = genrl_rewards.needs(v.choice)
     assert needed.columns == ("completions", "answer") and needed.kind == "pointwise"
-    assert rewards.needs(v.majority).kind == "groupwise"
+    assert genrl_rewards.needs(v.majority).kind == "groupwise"
     scores = score_completions(v.exact, prompts=["q"] * 2, completions=tagged("a", "b"), columns={"answer": ["a", ""]})
     assert scores.values[0] == 1.0 and math.isnan(scores.values[1]) and scores.failed == 0
     voted = score_completions(v.majority, prompts=["q"] * 2, completions=tagged("a", "a"), group=[0, 0])

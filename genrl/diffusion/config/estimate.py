@@ -1,0 +1,274 @@
+"""What a configuration will cost: model calls by closed form, memory from the headers of weight files. No torch.
+
+A model call is one denoiser evaluation of one sample, as the metrics `model_calls/*` count it; a guided step is two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from genrl.config.folders import read_json
+from genrl.config.sections import LoRA
+from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.schema import ATTENTION_LAYERS, ENCODER_LAYERS, Config
+
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+                "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class HeaderError(ValueError):
+    """A file that is not safetensors."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """One network of a pipeline folder."""
+
+    name: str
+    kind: str
+    """Class named in model_index.json."""
+    num_parameters: int
+    num_file_bytes: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Weight name -> shape."""
+    settings: Mapping[str, Any]
+    """Its config.json."""
+    note: str = ""
+    """Why nothing could be read, if so."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One iteration (the mean over all), and the whole run."""
+
+    images: int
+    micro_batches: int
+    trained_steps: float
+    """Denoising steps, or noise levels, trained per sample."""
+    guidance: int
+    """Model calls per guided step: 1 or 2."""
+    sample_calls: float
+    train_calls: float
+    """Forward calls in training, those without gradient included."""
+    backward_calls: float
+    optimizer_steps: int
+    evaluations: int
+    evaluation_calls: int
+    """Of one evaluation."""
+
+    def total_calls(self, iterations: int) -> int:
+        """Forward model calls of the run."""
+        return round(iterations * (self.sample_calls + self.train_calls)) + self.evaluations * self.evaluation_calls
+
+
+def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
+    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call."""
+    sampling, trainer, evaluation = config.sampling, config.trainer, config.evaluation
+
+    def guided(scale: float | None) -> int:
+        return _guidance(scale, sampling.pipeline_args, components)
+
+    calls = trainer.calls(config, guided)
+    trains_model, keep = config.model_iterations / config.iterations, config.economy.keep
+    if keep is not None:
+        trains_model *= keep / sampling.group_size
+    scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
+    pictures = evaluation.num_prompts * evaluation.group_size * trainer.pictures_per_prompt
+    steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every
+    return Plan(
+        images=sampling.images_per_iteration,
+        micro_batches=sum(map(len, trainer.cut(config, 1))),
+        trained_steps=calls.trained,
+        guidance=guided(sampling.guidance_scale),
+        sample_calls=calls.sample,
+        train_calls=calls.train * trains_model,
+        backward_calls=calls.backward * trains_model,
+        optimizer_steps=config.optimizer_steps,
+        evaluations=1 + math.ceil(config.iterations / every) if every else 0,
+        evaluation_calls=pictures * steps * guided(scale),
+    )
+
+
+def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components: tuple[Component, ...]) -> int:
+    """2 where the pipeline evaluates the model twice per step. Unknown (null, the pipeline's default) counts as 2."""
+    true_cfg = pipeline_args.get("true_cfg_scale")
+    if isinstance(true_cfg, int | float):
+        return 2 if true_cfg > 1 and pipeline_args.get("negative_prompt") is not None else 1
+    if any(component.settings.get("guidance_embeds") is True for component in components):
+        return 1
+    return 1 if scale is not None and scale <= 1 else 2
+
+
+def read_components(folder: Path, variant: str | None = None) -> tuple[Component, ...]:
+    """The networks of a pipeline folder, from model_index.json and the headers of their safetensors files."""
+    index = read_json(folder / "model_index.json")
+    found = []
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 2 and entry[1] and (folder / name / "config.json").is_file():
+            found.append(_component(folder / name, name, str(entry[1]), variant))
+    return tuple(found)
+
+
+def _component(folder: Path, name: str, kind: str, variant: str | None) -> Component:
+    settings = read_json(folder / "config.json")
+    files = _weight_files(folder, variant)
+    shapes: dict[str, tuple[int, ...]] = {}
+    num_bytes = 0
+    note = "" if files else "no safetensors file"
+    for file in files:
+        try:
+            for key, shape, dtype in read_header(file):
+                shapes[key] = shape
+                num_bytes += math.prod(shape) * _DTYPE_BYTES.get(dtype, 0)
+        except (HeaderError, OSError) as error:
+            note = f"{file.name}: {error}"
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    return Component(name, kind, num_parameters, num_bytes, shapes, settings, note)
+
+
+def _weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The safetensors files that diffusers and transformers would load: those of the variant, else the plain ones."""
+    files = sorted(folder.glob("*.safetensors"))
+    of_variant = [file for file in files if variant and variant in file.name.split(".")]
+    plain = [file for file in files if file.name.count(".") == 1]
+    return of_variant or plain
+
+
+def read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor of a safetensors file. Reads the JSON header only, no weights."""
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= _MAX_HEADER_BYTES:
+            raise HeaderError("not a safetensors file")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise HeaderError("its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise HeaderError("its header is not a JSON object")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            yield name, tuple(int(size) for size in entry["shape"]), str(entry["dtype"])
+        except (KeyError, TypeError, ValueError):
+            raise HeaderError(f"its entry {name[:60]!r} is not a tensor") from None
+
+
+def trained_parameters(config: Config, components: tuple[Component, ...]) -> int:
+    """Number of weights that are trained: those of the adapters, or all of the denoisers."""
+    denoisers = [component for component in components if component.name in DENOISERS]
+    lora = config.model.lora
+    if lora is None:
+        return sum(component.num_parameters for component in denoisers)
+    if lora.begin is not None:
+        files = [file for file in Path(lora.begin).expanduser().rglob("*.safetensors") if file.is_file()]
+        return sum(math.prod(shape) for file in files for _, shape, _ in read_header(file))
+    adapted = [(component, lora.targets or ATTENTION_LAYERS) for component in denoisers]
+    if lora.text_encoders:  # which of them diffusers loads adapters of, its classes tell: those of CLIP
+        clip = [c for c in components if is_text_encoder(c.name) and c.kind.startswith("CLIP")]
+        adapted += [(component, ENCODER_LAYERS) for component in clip]
+    return sum(
+        _adapter_size(lora, rank_of(lora, component.name, module), shape)
+        for component, targets in adapted
+        for module, shape in _adapted(component, targets)
+    )
+
+
+def adapted_ranks(component: Component, lora: LoRA) -> int:
+    """The ranks of a network's adapters, summed over its layers."""
+    targets = lora.targets or ATTENTION_LAYERS
+    return sum(rank_of(lora, component.name, module) for module, _ in _adapted(component, targets))
+
+
+def _adapted(component: Component, targets: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in component.shapes.items():
+        module = name.removesuffix(".weight")
+        if len(shape) == 2 and name.endswith(".weight") and matches(module, targets):
+            yield module, shape
+
+
+def rank_of(lora: LoRA, component: str, module: str) -> int:
+    """Of one layer, as peft reads `ranks`."""
+    named = (rank for pattern, rank in lora.ranks.items() if fits(pattern, module))
+    return next(named, lora.ranks.get(component, lora.rank))
+
+
+def fits(pattern: str, module: str) -> bool:
+    """As peft matches `rank_pattern`."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def _adapter_size(lora: LoRA, rank: int, shape: tuple[int, ...]) -> int:
+    """Numbers of the adapter of a matrix."""
+    if lora.type != "lokr":
+        return rank * sum(shape) + (shape[0] if lora.type == "dora" else 0)
+    (out_small, out_large), (in_small, in_large) = (_near_square(side) for side in shape)
+    low = rank * (out_large + in_large) if rank < max(out_large, in_large) / 2 else out_large * in_large
+    return out_small * in_small + low
+
+
+def _near_square(number: int) -> tuple[int, int]:
+    """The factors that lie closest to each other, the smaller first: how peft's LoKr splits a side."""
+    small = next(n for n in range(math.isqrt(number), 0, -1) if number % n == 0)
+    return small, number // small
+
+
+def matches(module: str, targets: tuple[str, ...]) -> bool:
+    """As peft matches `target_modules`."""
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None:
+    """Of what the sides of pictures must be multiples, in pixels; None where these configurations do not tell."""
+    if not isinstance(channels := vae.get("block_out_channels"), list):
+        return None
+    return int(2 ** (len(channels) - 1) * _patch(denoiser))
+
+
+def tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
+    """Latent tokens of one sample, the largest of them; text tokens are left out."""
+    return max(token_counts(config, settings, vae))
+
+
+def token_counts(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> list[int]:
+    """Latent tokens of a sample of each size that the configuration names."""
+    channels = vae.get("block_out_channels")
+    scale = 2 ** (len(channels) - 1) if isinstance(channels, list) else 8
+    patch = _patch(settings)
+    packed = 2 if patch == 1 and settings.get("in_channels") in (64, 128) else patch  # FLUX packs 2 x 2 beforehand
+    sampling = config.sampling
+    plain = (*sides(config, settings, scale), sampling.num_frames or 1)
+    listed = () if sampling.buckets == "rows" else sampling.buckets
+    sizes = [(*bucket, *plain[len(bucket) :]) for bucket in listed] or [plain]
+    unit: int = scale * packed
+    return [
+        max(1, int((1 + (frames - 1) // 4) * (height // unit) * (width // unit))) for height, width, frames in sizes
+    ]
+
+
+def sides(config: Config, denoiser: Mapping[str, Any], scale: int) -> tuple[int, int]:
+    """Height and width of the samples, in pixels; null = the model's own. scale: pixels to a latent."""
+    side = scale * (number(denoiser.get("sample_size")) or 128)
+    return config.sampling.height or side, config.sampling.width or side
+
+
+def _patch(denoiser: Mapping[str, Any]) -> int:
+    """Side of a token's patch, in latents."""
+    size = denoiser.get("patch_size")
+    return int(size[-1]) if isinstance(size, list) else max(number(size), 1)
+
+
+def number(value: object) -> int:
+    """A setting that is a whole number; 0 for any other."""
+    return value if isinstance(value, int) else 0

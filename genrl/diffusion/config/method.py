@@ -1,0 +1,224 @@
+"""What a method for diffusion pipelines declares of itself beside its keys: the facts that shared code asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from genrl.config.method import Finding, Kind, Method
+from genrl.config.section import Count, Flag
+from genrl.config.yaml_source import KeyPath
+from genrl.mdp.plan import describe, make_plan
+
+if TYPE_CHECKING:
+    from genrl.data.prompts import PromptRows
+    from genrl.diffusion.config.schema import Config
+
+AdvantageScale = Literal["group", "global", "none"]
+GuidanceInTraining = Flag | Literal["detached"]
+
+FileFinding = tuple[KeyPath, str]
+"""A key, and what is wrong with the file that it names."""
+Guided = Callable[[float | None], int]
+"""Model calls of a step under a guidance scale, 1 or 2; None is the pipeline's default."""
+
+
+class Calls(NamedTuple):
+    """Model calls of one iteration, the mean over all; a guided step counts two."""
+
+    sample: float
+    train: float
+    """Forward calls in training, those without gradient included."""
+    backward: float
+    """Calls that a gradient runs through."""
+    trained: float
+    """Denoising steps, or noise levels, trained per sample."""
+
+
+class DiffusionMethod(Method):
+    """Base of the settings of methods that train a diffusion pipeline."""
+
+    kind: ClassVar[Kind] = "diffusion"
+
+    deterministic: ClassVar[bool] = False
+    """Whether samples are drawn without noise: then a group from one initial noise would be one picture many times."""
+    whole_groups: ClassVar[bool] = False
+    """Whether the loss compares the samples of a group, which are then in one micro-batch."""
+    samples_per_group: ClassVar[int | None] = None
+    """How many samples a group has to have; None = any number."""
+    needs_flow: ClassVar[bool] = False
+    """Whether the model has to predict a velocity."""
+    refers_to_base: ClassVar[bool] = False
+    """Whether its reference is the model without adapters, also where training goes on with one (`model.lora.from`)."""
+    needs_reward: ClassVar[bool] = True
+    """Whether one reward at least must have a weight."""
+    differentiates_rewards: ClassVar[bool] = False
+    """Whether gradients come through the rewards and the decoder."""
+    trains_reward: ClassVar[bool] = False
+    """Whether one of the rewards is trained beside the model. `genrl eval RUN` loads it from what the run saved as
+    `adversary`; a module that saves it otherwise defines `load_trained(scorers, folder)`."""
+    reads_pictures: ClassVar[bool] = False
+    """Whether it reads the pictures of a data set by itself, row by row."""
+    checks_data: ClassVar[bool] = False
+    """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
+    not_in_float16: ClassVar[str] = ""
+    """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
+    not_fitted: ClassVar[str] = ""
+    """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
+    not_divided: ClassVar[str] = ""
+    """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
+    takes_older_samples: ClassVar[bool] = False
+    """Whether samples may have been drawn by the weights of earlier iterations (`sampling.staleness`)."""
+    takes_part_of_groups: ClassVar[bool] = False
+    """Whether it can be trained on some of the samples of each group, as on all (`economy.keep`)."""
+    one_size: ClassVar[str] = ""
+    """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
+    one_call_at_a_time: ClassVar[bool] = False
+    """Whether each backward pass follows its model call at once, so that recorded CUDA graphs serve."""
+    pictures_per_prompt: ClassVar[int] = 1
+    """Pictures that an evaluation draws of each prompt."""
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps in one pass over the samples of an iteration."""
+        return 1
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the samples of an iteration."""
+        return 1
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.refers_to_base
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a sample has a use without others of its prompt."""
+        return False
+
+    @property
+    def transition(self) -> str | None:
+        """The kernel of its stochastic steps; None where it draws deterministically."""
+        return None
+
+    @property
+    def reduction(self) -> Literal["mean", "sum"]:
+        """Log-probabilities over the numbers of a latent."""
+        return "mean"
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether the graphs of sampling are kept for training."""
+        return False
+
+    @property
+    def varies(self) -> bool:
+        """Whether iterations train different steps."""
+        return False
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether samples share prefixes, so that updates and processes share out trees."""
+        return False
+
+    @property
+    def branches(self) -> bool:
+        """Whether a state goes on in several ways."""
+        return self.grows_trees
+
+    @property
+    def detaches_unconditional(self) -> bool:
+        """Whether training has no gradient through guidance's unconditional prediction."""
+        return getattr(self, "guidance_in_training", None) == "detached"
+
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        """Scales of guidance, beside that of sampling, under which training evaluates the model."""
+        return ()
+
+    def model_iterations(self, iterations: int) -> int:
+        """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
+        return iterations
+
+    def cut(self, config: Config, num_processes: int) -> list[list[int]]:
+        """Of each optimiser step of an iteration the sizes of its micro-batches, over all processes, the last of which
+        may be smaller: in samples, or trees where these are shared out."""
+        sizes = in_pieces(config.sampling.images_per_iteration, config.sampling.batch_size)
+        bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
+        return [sizes[first:last] for first, last in pairwise(bounds)]
+
+    def most_micro_batches(self, config: Config) -> int:
+        """What processes and updates can share: micro-batches, or what these can be cut into."""
+        return config.sampling.micro_batches
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """Model calls of an iteration in closed form. As it is here: every sample is drawn in all steps and trained at
+        one noise level."""
+        images, guidance = config.sampling.images_per_iteration, guided(config.sampling.guidance_scale)
+        train = float(images * self.epochs * guidance)
+        return Calls(float(images * config.sampling.num_inference_steps * guidance), train, train, 1.0)
+
+    def independent_calls(self, config: Config) -> float:
+        """Model calls of sampling as many ends independently, guidance aside."""
+        return float(config.sampling.images_per_iteration * config.sampling.num_inference_steps)
+
+    def kept_graphs(self, config: Config) -> float:
+        """Micro-batches whose graphs are held at once, at most."""
+        return 1.0
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep, by what they are for; the reference aside."""
+        return []
+
+    def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
+        """What is wrong with files that it alone reads. train: the training prompts, None where they could not be read;
+        notes: remarks that stop nothing are put here."""
+        return iter(())
+
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """How the samples of a group come about, for `genrl plan`. guidance: model calls per step."""
+        if self.reads_pictures:
+            yield f"{self.algorithm} samples nothing: its pictures are given"
+            return
+        chains = make_plan(config.sampling.num_inference_steps, noise={}, roots=config.sampling.group_size)
+        yield describe(chains, (), calls_per_state=guidance).rsplit("\n", 1)[0]
+        yield f"{self.algorithm} trains on finished samples at noise levels, not on transitions"
+
+
+class Updating(DiffusionMethod):
+    """A method that may update the model several times from the samples of an iteration."""
+
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch; at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration."""
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps in one pass over the samples of an iteration."""
+        return self.updates_per_iteration
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the samples of an iteration."""
+        return self.inner_epochs
+
+
+def too_few_steps(config: Config, text: str) -> Iterator[Finding]:
+    """Refuse a sampler of one step."""
+    if config.sampling.num_inference_steps < 2:
+        yield ("sampling.num_inference_steps", "trainer.algorithm"), text
+
+
+def first_update(config: Config, updates: int) -> int:
+    """Samples of the first of an iteration's updates, after which the policy is no longer the one that drew them."""
+    sampling = config.sampling
+    return min(sampling.images_per_iteration, sampling.batch_size * (sampling.micro_batches // updates))
+
+
+def in_pieces(count: int, size: int) -> list[int]:
+    """`count` in pieces of `size`, and the rest."""
+    return [min(size, count - first) for first in range(0, count, size)]

@@ -1,0 +1,260 @@
+"""What a pipeline's class in diffusers says of itself, read from its source: no torch is imported for a check."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from genrl.diffusion.config.schema import Model, Sampling
+
+CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler")
+"""Schedulers of consistency models."""
+NOT_DDIM = (
+    "a consistency model jumps to the clean picture in each step and adds new noise, which no kernel does; train the "
+    "model that it was distilled from, or a few-step model of another scheduler"
+)
+
+
+FAILS = {
+    "ChromaInpaintPipeline": "fails in diffusers itself (it reads `guidance_embeds`, which no Chroma has)",
+}
+"""Pipelines that plain diffusers cannot run either -> why."""
+OWN = "self.scheduler"
+SINGLY = ("AutoencoderKLAllegro", "AutoencoderKLHunyuanVideo15")
+"""VAEs that cannot decode several videos together."""
+TILES = {"height": 120, "width": 80, "num_frames": 8}
+"""By how much the tiles of an AutoencoderKLAllegro overlap, which decodes in no other way."""
+
+
+class Loop(NamedTuple):
+    """How the class that has `__call__` uses schedulers."""
+
+    stepped: frozenset[str]
+    """Whose `step` is called, as it is written there: self.scheduler."""
+    in_part: bool
+    """Whether each step is given a part of the latents alone."""
+    reads: frozenset[str]
+    """Members of the pipeline's own scheduler: sigmas, config.sigma_max."""
+    writes: bool
+    """Whether it writes the next state into its latents, in place."""
+
+
+class Source(NamedTuple):
+    """Of a class and the classes it derives from, as far as they are diffusers' own."""
+
+    methods: frozenset[str]
+    arguments: frozenset[str]
+    """Of `__call__`."""
+    bases: frozenset[str]
+    strength: float | None
+    """By default, of a pipeline that cuts its schedule by it; None where it does not."""
+    undecorated: bool
+    """Whether `__call__` is without a decorator, such as `torch.no_grad()`."""
+    loop: Loop | None
+    """None of a class without `__call__`."""
+
+
+@cache
+def source_of(name: str) -> Source | None:
+    """None for a class that is not diffusers'."""
+    if name not in _files():
+        return None
+    found = _class(name)
+    methods, arguments, bases = set[str](), set[str](), set[str]()
+    strength: float | None = None
+    decorated: bool | None = None
+    loop: Loop | None = None
+    for node in found.body:
+        if isinstance(node, ast.FunctionDef):
+            if node.name == "get_timesteps" and any(one.arg == "sigmas" for one in node.args.args):
+                continue  # cuts the noise levels before the scheduler is asked, by another strength (LTX conditions)
+            methods.add(node.name)
+            if node.name == "__call__":
+                arguments = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+                decorated, loop = bool(node.decorator_list), _loop(found)
+                strength = _default(node.args, "strength")
+    for base in found.bases:
+        own = base.id if isinstance(base, ast.Name) else ""
+        bases.add(own)
+        if inherited := source_of(own) if own else None:
+            methods |= inherited.methods
+            bases |= inherited.bases
+            if decorated is None:
+                arguments, decorated = set(inherited.arguments), not inherited.undecorated
+                strength, loop = inherited.strength, inherited.loop
+    strength = strength if "get_timesteps" in methods else None
+    return Source(frozenset(methods), frozenset(arguments), frozenset(bases), strength, not decorated, loop)
+
+
+def _class(name: str) -> ast.ClassDef:
+    """Read alone: the files of loaders and models hold dozens of others."""
+    text = _files()[name].read_text(encoding="utf-8")
+    found = re.search(rf"^class {name}\b.*?(?=^(?:class |def |@|if |\w+ = )|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    node = ast.parse(found[0]).body[0]
+    assert isinstance(node, ast.ClassDef)
+    return node
+
+
+@cache
+def settings_of(scheduler: str) -> frozenset[str]:
+    """What a scheduler of this class can be set to; empty for a class that is not diffusers'."""
+    members = _class(scheduler).body if scheduler in _files() else []
+    made = [node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return frozenset(one.arg for node in made for one in node.args.args) - {"self"}
+
+
+def is_flow_scheduler(settings: Mapping[str, object]) -> bool:
+    """Whether a scheduler of this configuration keeps its class in training."""
+    return "FlowMatch" in str(settings.get("_class_name")) or settings.get("prediction_type") == "flow_prediction"
+
+
+def scheduler_problems(kind: str, settings: Mapping[str, object], *, is_flow: bool) -> Iterator[tuple[str, str]]:
+    """(setting, text) of those that a scheduler of this class has not, or DDIM, which takes its place."""
+    known, ddim = settings_of(kind), settings_of("DDIMScheduler")
+    for name in settings if known else ():
+        near = get_close_matches(name, known, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        if name not in known:
+            yield name, f"a {kind} has no such setting; {meant}it has {', '.join(sorted(known))}"
+        elif not is_flow and name not in ddim:
+            yield name, f"DDIM, which takes the place of {kind} in training, has no such setting; remove it"
+
+
+def _loop(pipeline: ast.ClassDef) -> Loop:
+    nodes = list(ast.walk(pipeline))
+    members = (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
+    cut = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript)
+        if any(isinstance(index, ast.Slice) for index in ast.walk(node.value.slice))
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id != ast.unparse(node.value.value)
+    }
+    stepped, in_part = set[str](), set[bool]()
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+            whose = ast.unparse(node.func.value)
+            stepped |= {whose} if "scheduler" in whose else set()
+            sample = node.args[2] if whose == OWN and len(node.args) > 2 else None
+            later = isinstance(sample, ast.Subscript) and any(
+                isinstance(index, ast.Slice) and index.lower is not None for index in ast.walk(sample.slice)
+            )
+            in_part.add(later or (isinstance(sample, ast.Name) and sample.id in cut))
+    reads = frozenset(name.removeprefix(f"{OWN}.") for name in members if name.startswith(f"{OWN}."))
+    writes = any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Subscript)
+        and f"{OWN}.step(" in ast.unparse(node.value)
+        for node in nodes
+    )
+    return Loop(frozenset(stepped), in_part == {True}, reads, writes)
+
+
+def _default(arguments: ast.arguments, name: str) -> float | None:
+    """Of an argument that may be given by position, where it is a number."""
+    named = [one.arg for one in arguments.args]
+    found = dict(zip(reversed(named), reversed(arguments.defaults), strict=False)).get(name)
+    return float(found.value) if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) else None
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Class -> file, of pipelines and their parts; not of what stands in for them without torch."""
+    package = importlib.util.find_spec("diffusers")
+    if package is None or package.origin is None:
+        return {}
+    folders = [Path(package.origin).parent / name for name in ("loaders", "models", "pipelines", "schedulers")]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    found: dict[str, Path] = {}
+    for file in files:
+        _, *classes = f"\n{file.read_text(encoding='utf-8')}".split("\nclass ")
+        found |= {re.split(r"\W", text, maxsplit=1)[0]: file for text in classes}
+    return found
+
+
+def problems(pipeline: str, denoisers: dict[str, str], *, lora: bool) -> Iterator[tuple[str, str]]:
+    """(key, text) of what keeps a pipeline of this class from training. denoisers: classes by component."""
+    found = source_of(pipeline)
+    if found is None:  # a class of its own, which only loading shows
+        return
+    if "prompt" not in found.arguments:
+        yield "model.path", f"{pipeline} draws without a prompt; give a pipeline that takes one"
+        return
+    for method in ("prepare_latents", "encode_prompt"):
+        if method not in found.methods:
+            yield "model.path", f"{pipeline} has no `{method}`: its loop cannot be resumed from a recorded state"
+    if found.undecorated:
+        yield "model.path", f"{pipeline}.__call__ is not decorated by torch.no_grad(): nothing to replay with"
+    if not lora:
+        return
+    for network in denoisers.values():
+        own = source_of(network)
+        if own is not None and "PeftAdapterMixin" not in own.bases:
+            yield "model.lora", f"diffusers has no adapters for a {network}; write lora: null to train all weights"
+
+
+def loop_problems(pipeline: str, *, is_flow: bool, branches: bool) -> Iterator[tuple[str, str]]:
+    """(key, text) of what keeps the loop of this class from being run step by step. is_flow: whether its scheduler
+    keeps its class, or DDIM takes its place; branches: whether a state goes on in several ways."""
+    found = source_of(pipeline)
+    if pipeline in FAILS:
+        yield "model.path", f"{pipeline} {FAILS[pipeline]}"
+    if found is None or found.loop is None:
+        return
+    loop = found.loop
+    if others := sorted(loop.stepped - {OWN}):
+        yield "model.path", f"{pipeline} steps {', '.join(others)} too or instead, and only {OWN} is the policy"
+    if loop.in_part:
+        yield "model.path", f"{pipeline} denoises only part of its latents, so that no state can be resumed"
+    if "config.sigma_max" in loop.reads:
+        text = "adds noise of any size to its latents, where a flow goes from one to the other: no kernel does"
+        yield "model.path", f"{pipeline} {text}"
+    elif "sigmas" in loop.reads and not is_flow:
+        yield "model.path", f"{pipeline} reads `sigmas` of its scheduler, which DDIM, taking its place, has not"
+    if branches and "mask_image" in found.arguments:
+        text = f"samples of a {pipeline} cannot branch: it blends the picture into its states between steps, of which"
+        yield "trainer", f"{text} it knows one per prompt; draw independent samples"
+
+
+def vae_problems(vae: str, settings: Mapping[str, Any], model: Model, sampling: Sampling) -> Iterator[tuple[str, str]]:
+    """(key, text) of what a VAE of this class and configuration cannot decode."""
+    if vae in SINGLY and not model.slice_vae:
+        yield "model.slice_vae", f"{vae} decodes one video at a time only; write true"
+    if vae != "AutoencoderKLAllegro":
+        return
+    if not model.tile_vae:
+        yield "model.tile_vae", f"{vae} decodes in tiles only; write true"
+    for name, overlap in TILES.items():
+        side, tile = getattr(sampling, name), 24 if name == "num_frames" else int(settings.get("sample_size", 320))
+        step = lcm(tile - overlap, 16)  # sides are multiples of 16
+        fits = tile + max(0, round(((side or tile) - tile) / step)) * step
+        if side not in (None, fits):
+            text = f"its VAE decodes tiles of {tile} that overlap by {overlap}, and leaves the rest black"
+            yield f"sampling.{name}", f"{text}; write {fits} for {side}"
+
+
+def strength_problem(pipeline: str, arguments: Mapping[str, object]) -> str | None:
+    """What is wrong with the `strength` among a call's arguments: that it has a meaning of its own here, or that the
+    pipeline cuts its schedule although none is given."""
+    found = source_of(pipeline)
+    if found is None:
+        return None
+    given = arguments.get("strength")
+    if given is None and found.strength is not None and found.strength < 1.0:
+        return (
+            f"a {pipeline} leaves out part of its schedule (strength {found.strength:g}) unless told; write 1, or "
+            f"{found.strength:g} to have sampling.num_inference_steps left of a longer one"
+        )
+    if given not in (None, 1, 1.0) and "strength" in found.arguments and found.strength is None:
+        return f"a {pipeline} does not cut its schedule by it, so steps would be counted wrongly; write 1"
+    return None

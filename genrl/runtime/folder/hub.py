@@ -1,0 +1,187 @@
+"""The hub, by huggingface_hub: an exported model goes there with its card, a configuration comes from there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from genrl.config import AnyConfig, Config, VLAConfig
+from genrl.config.folders import looks_local
+from genrl.runtime.folder import cards
+from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.show import pictures
+from genrl_rewards.given import is_given
+
+PREFIX = "hub:"
+FORM = f"{PREFIX}org/name/path/to/config.yaml, or {PREFIX}org/name@revision/config.yaml"
+
+
+def check_repo(repo: str) -> None:
+    """Raises ValueError for what is no name of a repository, org/name, and where nobody is logged in."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not re-exported
+
+    try:
+        validate_repo_id(repo)
+        wrong = "" if repo.count("/") == 1 else "write org/name"
+    except HFValidationError as error:
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"push {repo!r}: this is no name of a repository on the hub: {wrong}")
+    if get_token() is None:
+        raise ValueError(f"push {repo!r}: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
+
+
+def push(run: Path, folder: Path, repo: str, *, private: bool = False) -> str:
+    """Upload an exported model, with the run's configuration and pictures, to the hub's repository org/name.
+
+    folder: as `export` wrote it; config.yaml, samples.png and what the card says of them are added to it. private: of a
+    repository that does not exist yet. Returns its address. Raises RuntimeError where the hub does not take it; the
+    folder is then complete, and the message says how to upload it.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    _accompany(run, folder, repo)
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repo, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model trained with genrl")
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        hidden = " --private" if private else ""
+        raise RuntimeError(
+            f"{folder} is written, but was not uploaded to {repo}: {error}. Log in by `hf auth login` with a token "
+            f"that may write there, then upload it by `hf upload {repo} {folder} .{hidden}`"
+        ) from error
+    return str(address)
+
+
+def _accompany(run: Path, folder: Path, repo: str) -> None:
+    """What is beside the weights on the hub."""
+    from genrl.config import load
+
+    config = load(run / "config.yaml")
+    shutil.copyfile(run / "config.yaml", folder / "config.yaml")
+    readme = folder / "README.md"
+    if not readme.exists():
+        rows = [row for row in read_metrics(Run(run).metrics) if "eval/total_mean" in row or _evaluates(row)]
+        cards.write_plain(folder, config, base_of(config), rows)
+    picture = pictures.before_after(Run(run).samples) or _last_grid(run)
+    text = f"\nThe run's settings are in `config.yaml`: `genrl train {PREFIX}{repo}/config.yaml`.\n"
+    if picture is not None:
+        pictures.save_png(picture, folder / "samples.png")
+        text += "\n## Samples\n\n![held-out prompts, at the first and the last evaluation](samples.png)\n"
+    card = readme.read_text(encoding="utf-8").replace(cards.THIS_FOLDER, repo)
+    if text not in card:  # of a push before, which failed
+        readme.write_text(card + text, encoding="utf-8")
+    _complete_front_matter(readme, base_of(config))
+
+
+def _evaluates(row: dict[str, Any]) -> bool:
+    return any(key.startswith("eval/") for key in row)
+
+
+def _last_grid(run: Path) -> Any:
+    from PIL import Image
+
+    grids = sorted(path for path in Run(run).samples.glob("step-*.png") if "best-worst" not in path.name)
+    return Image.open(grids[-1]) if grids else None
+
+
+def base_of(config: AnyConfig) -> str | None:
+    """Hub id or folder of the model that a run trained; None for one made anew or handed over by a script."""
+    if isinstance(config, Config):
+        name: str | None = config.model.config or config.model.path
+    else:
+        name = config.policy.path if isinstance(config, VLAConfig) else config.vlm.path
+    return None if name is None or is_given(name) else name
+
+
+def _complete_front_matter(readme: Path, base: str | None) -> None:
+    """The licence of the base model, where it is known; no `base_model` that the hub would take for one of its own."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(readme)
+    if base is None or looks_local(base) or Path(base).exists():
+        card.data.base_model = None
+    if base is not None and (licence := licence_of(base)):
+        card.data.license = licence
+    card.save(readme)
+
+
+def licence_of(base: str) -> str | None:
+    """As the card of a model says, in its folder or on the hub; None where there is no card or it cannot be had."""
+    import httpx
+    from huggingface_hub import ModelCard
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    local = Path(base).expanduser() / "README.md"
+    if not local.is_file() and looks_local(base):
+        return None
+    try:
+        found = ModelCard.load(local if local.is_file() else base, ignore_metadata_errors=True).data.license
+    except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a configuration is named by its place on the hub."""
+    return name.startswith(PREFIX)
+
+
+def fetch(name: str) -> tuple[Path, list[str]]:
+    """A configuration from the hub, by `hub:org/name/config.yaml`: its file here, and the overrides that it needs.
+
+    Files that it names and that lie in the repository are fetched too; other relative paths are of the folder that the
+    command runs in, as always. Its `output` becomes runs/NAME: a stranger's folder is not written to. Code is not
+    fetched. Raises ValueError for another form, and where the hub does not give it.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repo, revision, inside = _parts(name)
+    hub = HfApi()
+    try:
+        file = Path(hub.hf_hub_download(repo, inside, revision=revision))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        beside = set(hub.list_repo_files(repo, revision=revision))
+        overrides = [f"output=runs/{repo.partition('/')[2]}"]
+        for keys, text in _texts(content if isinstance(content, dict) else {}):
+            there = str(PurePosixPath(inside).parent / text)
+            if there in beside and keys != "output" and not text.endswith(".py"):
+                here = hub.hf_hub_download(repo, there, revision=revision)
+                overrides += [] if keys == "include" else [f"{keys}={here}"]
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{name}: the hub does not give it: {why}. Is it written {FORM}? A private one needs `hf auth login`"
+        ) from error
+    return file, overrides
+
+
+def _parts(name: str) -> tuple[str, str | None, str]:
+    """Repository, revision and file."""
+    organisation, _, rest = name.removeprefix(PREFIX).partition("/")
+    repo, _, inside = rest.partition("/")
+    title, _, revision = repo.partition("@")
+    parts = PurePosixPath(inside).parts
+    if not organisation or not title or not inside.endswith((".yaml", ".yml")) or ".." in parts:
+        raise ValueError(f"{name}: a configuration on the hub is written {FORM}")
+    return f"{organisation}/{title}", revision or None, inside
+
+
+def _texts(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Every text of a configuration that may be a path, with its dotted key."""
+    if isinstance(node, str):
+        yield ".".join(keys), node
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, below in items:
+        yield from _texts(below, (*keys, str(key)))

@@ -1,0 +1,391 @@
+"""What a run measures: the catalogue of metrics, and the logger that writes them.
+
+Every logged key has an entry in `METRICS`, with its formula and how to read it; `docs/metrics.md` is made from it.
+What all runs and those of pipelines share is here, what those of the other kinds share in `genrl.config`, and what a
+method logs beside it in its settings (`Method.metrics`).
+`<name>` stands for the name of a reward (`shapes`) or of a part of it (`shapes/count`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings
+from genrl.runtime.folder import trackers
+from genrl.runtime.folder.run import Run, json_line
+from genrl.vla.config import metrics as vla_metrics
+from genrl.vlm.config import metrics as vlm_metrics
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_REWARDS = {
+    "reward/<name>_mean": MetricDoc(
+        "mean of reward `<name>` over the iteration's samples that got a score",
+        "The curve to watch. It is noisy, because prompts differ from one iteration to the next; "
+        "`eval/<name>_mean` is the fair comparison.",
+        "the reward's own",
+    ),
+    "reward/<name>_std": MetricDoc(
+        "standard deviation of reward `<name>` over the iteration's samples that got a score",
+        "Falls as the policy becomes surer. Near zero early in a run: the reward hardly distinguishes the samples.",
+        "the reward's own",
+    ),
+    "reward/<name>_failed": MetricDoc(
+        "number of the iteration's samples without a score (NaN or None) from reward `<name>`",
+        "0, unless the reward answers None where it does not apply. They take no part in statistics or updates, and "
+        "never count as zero; where the reward raises, the log says why.",
+        "samples",
+    ),
+    "reward/total_mean": MetricDoc(
+        "mean over samples of sum_i weight_i * reward_i; rewards of weight 0 are left out",
+        "What training raises. If it rises while a reward of weight 0 falls, the policy is exploiting the reward.",
+        "weighted sum",
+    ),
+    "reward/total_std": MetricDoc(
+        "standard deviation of the weighted sum over the iteration's samples",
+        "Spread between prompts and within groups together; `group_std_mean` has the second part alone.",
+        "weighted sum",
+    ),
+}
+
+_USED = {
+    "used/<name>_mean": MetricDoc(
+        "mean of weight * normalised(gated(reward `<name>`)); only for rewards that are not simply added",
+        "What the reward put into the total. 0 by definition where it is normalised in groups.",
+        "weighted",
+    ),
+    "used/<name>_std": MetricDoc(
+        "standard deviation of weight * normalised(gated(reward `<name>`)); only for rewards that are not simply added",
+        "Which reward decides: the one with the largest spread, whatever its weight.",
+        "weighted",
+    ),
+    "used/<name>_weight": MetricDoc(
+        "weight * schedule(iteration); only for rewards with a schedule",
+        "Where the schedule is.",
+    ),
+    "used/<name>_gated": MetricDoc(
+        "samples whose gate was closed / samples; only for rewards with a gate",
+        "Near 1: the gate leaves nothing of the reward, lower `at_least`. Near 0: it does nothing.",
+        "share",
+    ),
+}
+
+_ADVANTAGES = {
+    "zero_std_ratio": MetricDoc(
+        "groups whose scored samples all have the same total reward / all groups",
+        "Such groups give no update. Near 1: prompts too easy or too hard, groups too small, or too little "
+        "sampling noise.",
+        "share 0..1",
+    ),
+    "group_std_mean": MetricDoc(
+        "mean over groups of the standard deviation of the total reward inside the group",
+        "The learning signal. If it shrinks to 0 while the reward is low, raise the noise level or the group size.",
+        "weighted sum",
+    ),
+    "advantage/abs_mean": MetricDoc(
+        "mean of |advantage| over the samples that are trained on, after clipping",
+        "About 0.8 for normalised, unclipped advantages. Far lower: many groups without spread.",
+    ),
+    "advantage/clipped": MetricDoc(
+        "share of samples whose advantage was cut at +-advantage_clip",
+        "Should stay small; a large share means a few outliers dominate the standard deviation.",
+        "share 0..1",
+    ),
+}
+
+_SELECTION = {
+    "selection/known": MetricDoc(
+        "prompts of the iteration that were asked before / prompts; with several rounds of sampling: of the last. "
+        "Only with `economy.selection`",
+        "0 in the first pass over the data, where nothing can be foreseen and selection is no better than chance.",
+        "share 0..1",
+    ),
+    "selection/error": MetricDoc(
+        "mean over these of |expected - observed| success rate; by spread: of |root of the expected variance - "
+        "standard deviation| of the total reward in the group",
+        "What the posteriors are worth. 8 samples at a rate of .5 that is known exactly give .14. Larger: the model "
+        "changes faster than prompts come round; lower `discount`.",
+        "share 0..1, or weighted sum",
+    ),
+}
+
+_UPDATE = {
+    "loss": MetricDoc(
+        "mean over samples and trained steps (DiffusionNFT: noise levels) of the training loss, penalties included",
+        "In policy-gradient training its level says little: it starts near 0 and need not fall.",
+    ),
+    "kl": MetricDoc(
+        "mean of the configured KL estimate between the policy and the reference (adapter off), before its weight",
+        "Distance from the starting model. Slow growth is normal; a sudden jump comes before broken images: lower "
+        "the learning rate or raise kl_weight.",
+        "nats, or as `trainer.kl` says",
+    ),
+    "grad_norm": MetricDoc(
+        "L2 norm of the averaged gradient over all trainable parameters, before clipping to max_grad_norm; "
+        "mean over the iteration's updates",
+        "Spikes come before divergence. Constantly above max_grad_norm: every step has the same, clipped length.",
+    ),
+    "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
+    "rounding/applied": MetricDoc(
+        "of weights in half precision, in the last step: share of the difference to their float32 copies that reached "
+        "them; the rest waits in the copies",
+        "Noisy, and small at small learning rates. Nothing is lost: it is made up for as the copies move on.",
+        "share",
+    ),
+    "updates": MetricDoc("optimiser steps of this iteration that moved weights", "0: no group had spread.", "steps"),
+}
+
+_EVALUATION = {
+    "eval/<name>_mean": MetricDoc(
+        "mean of reward `<name>` over the held-out prompts: fixed prompts, fixed noise, deterministic sampler",
+        "The figure to report. The row of step 0 is the model before training.",
+        "the reward's own",
+    ),
+    "eval/<name>_std": MetricDoc(
+        "standard deviation of reward `<name>` over the held-out prompts",
+        "Divide by the square root of the number of prompts for the standard error of the mean.",
+        "the reward's own",
+    ),
+    "eval/<name>_failed": MetricDoc(
+        "number of held-out samples without a score", "As `reward/<name>_failed`.", "samples"
+    ),
+    "eval/total_mean": MetricDoc("mean of the weighted sum over the held-out prompts", "As `eval/<name>_mean`."),
+    "eval/monitor_drop": MetricDoc(
+        "best evaluation of the watched reward so far - this one; only with `evaluation.monitor`",
+        "Above the tolerance in `patience` evaluations in a row: training ends.",
+        "the reward's own",
+    ),
+}
+
+_TIMING_READING = "Where an iteration's time goes. Measured on the main process; phases do not overlap."
+_COST = {
+    "timing/sample_s": MetricDoc("wall time of the rollouts, without decoding", _TIMING_READING, "s", False),
+    "timing/decode_s": MetricDoc("wall time of decoding latents to pixels", _TIMING_READING, "s", False),
+    "timing/score_s": MetricDoc("wall time of all rewards", _TIMING_READING, "s", False),
+    "timing/train_s": MetricDoc("wall time of replay, backward passes and updates", _TIMING_READING, "s", False),
+    "timing/eval_s": MetricDoc("wall time of the evaluation", _TIMING_READING, "s", False),
+    "timing/iteration_s": MetricDoc(
+        "wall time of the iteration; evaluation and saving come on top", _TIMING_READING, "s", False
+    ),
+    "images_per_s": MetricDoc(
+        "samples of the iteration, all processes / timing/iteration_s",
+        "Training throughput. Divide by the number of processes to compare machines.",
+        "images/s",
+        False,
+    ),
+    "model_calls/sample": MetricDoc(
+        "denoiser forward passes while sampling, summed over samples; a guided step counts 2",
+        "The cost which does not depend on the machine: compare algorithms by it.",
+        "calls x samples",
+    ),
+    "model_calls/train": MetricDoc(
+        "denoiser forward passes while training, those of the reference and the old policy included, summed over "
+        "samples; a guided step counts 2",
+        "As `model_calls/sample`; one with a backward pass costs about three of those.",
+        "calls x samples",
+    ),
+    "memory/peak_mb": MetricDoc(
+        "peak memory of the process so far: torch's allocated peak on the accelerator, the resident peak "
+        "on CPU; maximum over processes",
+        "Grows on after the first few iterations: a leak.",
+        "MiB",
+        False,
+    ),
+}
+
+
+def _of_methods(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
+    """What the built-in methods for a kind of run log beside what all its runs do, by heading."""
+    found: dict[str, dict[str, MetricDoc]] = {}
+    for method in built_in(kind).values():
+        for title, entries in headings(method).items():
+            found.setdefault(title, {}).update(entries)
+    return found
+
+
+_WORKERS = {
+    "timing/push_s": MetricDoc(
+        "wall time of handing the trained weights to rollout workers",
+        "With LoRA next to nothing. `timing/sample_s` is then the time waited until all samples were there, decoded.",
+        "s",
+        False,
+    ),
+    "workers/idle": MetricDoc(
+        "1 - seconds that rollout workers drew / (workers * seconds of the iteration, from the end of the one before); "
+        "of the main process's workers",
+        "Without `sampling.staleness` they wait while the model is trained. Else large: more workers than are needed.",
+        "share",
+        False,
+    ),
+    "workers/lost": MetricDoc(
+        "rollout and reward workers that died or hung and were replaced, since the run was started or resumed; of the "
+        "main process's workers",
+        "Samples and scores are the same; it only took longer.",
+        "workers",
+        False,
+    ),
+}
+
+_OLDER = {
+    "staleness": MetricDoc(
+        "iterations by which the weights that drew this one were behind",
+        "`sampling.staleness` (`generation.staleness`, `environment.staleness`), but for the first iterations.",
+        "iterations",
+    ),
+    "importance/mean": MetricDoc(
+        "mean of w = exp(log-prob before the first update - log-prob when sampled) over samples and trained steps, "
+        "tokens of the answers, or ratios of the rollout; 0 where it is above 5, and min(w, 1) of policies in "
+        "simulation. Policy gradients only. Of answers with the level and limits of `engine_mismatch`, also where the "
+        "engine has the present weights",
+        "About 1. Far from it, samples are too old for the learning rate. Of log-probabilities that are means over D "
+        "numbers (or tokens: GSPO) it is a D-th root, so small deviations say much.",
+    ),
+    "importance/left_out": MetricDoc(
+        "share of these whose w was above 5, or outside of the limits of `engine_mismatch`: 0, not learned from. Not "
+        "of policies in simulation",
+        "Above 0: samples are too old, or the engine computes too differently.",
+        "share 0..1",
+    ),
+    "importance/max_abs_dev": MetricDoc("max of |w - 1| over these", "As `importance/mean`."),
+}
+
+SECTIONS: dict[str, dict[str, MetricDoc]] = {
+    "Rewards": _REWARDS,
+    "Rewards as used": _USED,
+    "Evaluation": _EVALUATION,
+    "Groups and advantages": _ADVANTAGES,
+    "Chosen prompts": _SELECTION,
+    "Update": _UPDATE,
+    **_of_methods("diffusion"),
+    "Policies in simulation": vla_metrics.SIMULATION,
+    "Policies from data": vla_metrics.OFFLINE,
+    **_of_methods("vla"),
+    "Vision-language models": vlm_metrics.LANGUAGE,
+    **_of_methods("vlm"),
+    "Time, memory and cost": _COST,
+    "Rollout workers": _WORKERS,
+    "Samples of earlier weights": _OLDER,
+}
+METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
+
+_NAME = r"[\w.-]+(/[\w.-]+( [\w.-]+)*)?"  # reward, or reward/part; as `genrl_rewards.contract` allows part names
+_PATTERNS = {key: re.compile(_NAME.join(map(re.escape, key.split("<name>")))) for key in METRICS if "<name>" in key}
+
+
+def document(key: str, own: Mapping[str, MetricDoc] | None = None) -> MetricDoc:
+    """The entry of a logged key in the catalogue, or in the method's `own`. Raises ValueError where there is none."""
+    if key in METRICS:
+        return METRICS[key]
+    if own and key in own:
+        return own[key]
+    for entry, pattern in _PATTERNS.items():
+        if pattern.fullmatch(key):
+            return METRICS[entry]
+    raise ValueError(
+        f"metric {key!r} has no entry in genrl.runtime.folder.metrics.METRICS, nor in the method's `metrics`: "
+        "add its formula and how to read it"
+    )
+
+
+class MetricLogger:
+    """Writes one row per iteration to metrics.jsonl and to accelerate's trackers. Only where `enabled`."""
+
+    def __init__(
+        self,
+        run: Run,
+        names: Sequence[str] = (),
+        *,
+        config: Mapping[str, object] | None = None,
+        resumed_from: int = 0,
+        enabled: bool = True,
+        own: Mapping[str, MetricDoc] | None = None,
+    ) -> None:
+        """names: of trackers known to accelerate. config: shown by trackers that show one. enabled: main process. own:
+        what the run's method logs beside the catalogue."""
+        trackers.check_trackers(names)
+        self.own = own
+        self.run = run
+        self.enabled = enabled
+        self.trackers = [trackers.start(name, run, config, resumed_from) for name in names] if enabled else []
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """The row of `step` finished iterations (0: before training). NaN, infinity and None are written as null.
+
+        Raises ValueError for a key without documentation.
+        """
+        row: dict[str, float | None] = {"step": step}
+        for key, value in values.items():
+            document(key, self.own)
+            row[key] = value if value is not None and math.isfinite(value) else None
+        if not self.enabled:
+            return
+        self.run.folder.mkdir(parents=True, exist_ok=True)
+        with self.run.metrics.open("a", encoding="utf-8") as file:
+            file.write(json_line(row))
+            file.flush()
+            os.fsync(file.fileno())
+        numbers = {key: value for key, value in row.items() if value is not None and key != "step"}
+        for tracker in self.trackers:
+            tracker.log(numbers, step=step)
+
+    def log_picture(self, step: int, name: str, picture: Image) -> None:
+        """To the trackers that take pictures; the files in samples/ are written by `pictures`."""
+        for tracker in self.trackers:
+            trackers.log_picture(tracker, step, name, picture)
+
+    def log_video(self, step: int, name: str, file: Path) -> None:
+        """A film in a file (gif), to the trackers that take films."""
+        for tracker in self.trackers:
+            trackers.log_video(tracker, step, name, file)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[trackers.Row]) -> None:
+        """Rows of texts and numbers (NaN is empty), to the trackers that take tables."""
+        clean = [[None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows]
+        for tracker in self.trackers:
+            trackers.log_table(tracker, step, name, columns, clean)
+
+    def finish(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
+
+
+def markdown() -> str:
+    """The page docs/metrics.md. Write it by `python -m genrl.runtime.folder.metrics > docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "This page explains every key of `metrics.jsonl` and of the trackers, and is made from",
+        "`genrl/runtime/folder/metrics.py`. One row is written per iteration; `step` is the number of finished",
+        "iterations; the row of step 0 is the model before training.",
+        "`<name>` is the name of a reward, or `reward/part` for a part of one. A value that is not finite is `null`.",
+        "Metrics marked * differ from run to run; all others are equal, byte for byte, in two runs with one seed",
+        "on one machine.",
+    ]
+    lines += ["", "| `trainer.algorithm` | logs, beside what all runs of its kind do |", "| --- | --- |"]
+    for name, method in chain.from_iterable(built_in(kind).items() for kind in KINDS):
+        titles = ", ".join(f"[{title}](#{_anchor(title)})" for title in headings(method)) or "-"
+        lines.append(f"| `{name}` | {titles} |")
+    for title, section in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| key | formula | unit | how to read it |", "| --- | --- | --- | --- |"]
+        for key, doc in section.items():
+            cells = [f"`{key}`" + ("" if doc.reproducible else " *"), doc.formula, doc.unit or "-", doc.reading]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    """The link to a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,209 @@
+"""The one frame of all runs: claim the folder, open, restore, train, finish; and again in smaller pieces where memory
+runs out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from genrl.config import AnyConfig
+from genrl.config.method import code_of, methods_of
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run, Script
+from genrl.runtime.folder.trackers import check_trackers
+from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
+from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
+from genrl.runtime.loop.signals import killed_ranks
+from genrl.runtime.show.report import write_report
+from genrl.runtime.weights.devices import empty_cache, tf32
+from genrl.runtime.weights.optimizers import check_optimizer
+
+logger = logging.getLogger(__name__)
+
+
+class Kind(NamedTuple):
+    """What differs between runs of pipelines, token models and robot policies.
+
+    An opened run has `loop`, `settings`, `begin(found)`, called after the checkpoint `found` was restored, and
+    `conclude()`, called by the main process at the end, and `hand_over()`, what it trained, last of all; the rest of it
+    is its methods' business.
+    """
+
+    unit: str
+    """Of progress."""
+    check_processes: Callable[[Any, int], None]
+    """(configuration, number of processes): ValueError where they do not fit together."""
+    prepare: Callable[[Any, Accelerator], Any]
+    """What is loaded, and may raise ValueError, before anything is written."""
+    open: Callable[[Any, Process, Any, ExitStack], Any]
+    """(configuration, process, what was prepared, stack that closes it) -> the run."""
+    reopen: Callable[[Any, str, int], Any]
+    """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
+    memory_hint: str
+    """Which keys to lower where memory runs out."""
+
+
+def kind_of(config: AnyConfig) -> Kind:
+    """The kind of run that a configuration describes: `KIND` of `genrl.<kind>.train`."""
+    kind: Kind = import_module(f"genrl.{config.kind}.train").KIND
+    return kind
+
+
+class Ended(NamedTuple):
+    """What came of a run, complete or not."""
+
+    folder: Path
+    trained: Any
+    """What was trained, for use without the run: a pipeline, a model of transformers, a policy."""
+    is_complete: bool
+    exit_code: int
+    """130 or 143 where the process was asked to end, else 0."""
+
+
+def train(config: AnyConfig, resume: Path | None = None) -> Path:
+    """`run`; returns the folder. Raises SystemExit (130, 143) where the process was asked to end and has saved."""
+    ended = run(config, resume)
+    if ended.exit_code:
+        raise SystemExit(ended.exit_code)
+    return ended.folder
+
+
+def run(config: AnyConfig, resume: Path | None = None, script: Script | None = None) -> Ended:
+    """Train as `config` says, into its run folder, or go on in the folder `resume`. script: that which calls, if it is
+    not the command line.
+
+    Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
+    starts.
+    """
+    check_trackers(config.trackers)
+    check_optimizer(config.optimizer)
+    kind = kind_of(config)
+    for method in methods_of(config):
+        code_of(method)  # told here where one is incomplete
+    accelerator = make_accelerator(config.distributed.timeout_s)
+    kind.check_processes(config, accelerator.num_processes)
+    set_seed(config.seed)  # the global generators too: loading may draw from them
+    with ExitStack() as stack:
+        stack.enter_context(tf32(config.tf32))
+        claimed = claim(stack, config.output, resume, accelerator)
+        stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
+        prepared = kind.prepare(config, accelerator)
+        process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
+        run = kind.open(config, process, prepared, stack)
+        if claimed.found:
+            run.loop.restore(claimed.found)
+        if script is not None:
+            run.loop.on_iteration = script.on_iteration
+        stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
+        run.begin(claimed.found)
+        _train(run, kind.memory_hint)
+        run.loop.save()
+        if process.is_main:
+            run.conclude()
+        return Ended(claimed.run.folder, run.hand_over(), run.loop.is_complete, process.stop.exit_code)
+
+
+@contextmanager
+def _naming_killed(run: Run, processes: int) -> Iterator[None]:
+    """Where processes can no longer speak to each other because one was killed, say which, and how to go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        speechless = processes > 1 and any(word in str(error) for word in ("onnection", "NCCL", "gloo"))
+        killed = killed_ranks(run, processes, patience_s=2.0) if speechless else []
+        if not killed:
+            raise
+        found = checkpoint.latest(run.checkpoints)
+        how = "No checkpoint was saved."
+        if found is not None:
+            how = f"Go on from {found.name}: genrl resume {run.folder} --nproc {processes}"
+        raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
+
+
+def _train(run: Any, memory_hint: str) -> None:
+    """The run's method, and in a run in stages the next ones'."""
+    loop: Loop = run.loop
+    while True:
+        first = loop.iteration
+        try:
+            settings = run.settings
+            code_of(settings).train(run, settings)
+            if loop.iteration == first or loop.iteration not in loop.ends or loop.is_complete:
+                return
+            continue
+        except Interrupted:
+            loop.undo()
+            logger.info("the running iteration is done again on resume")
+            return
+        except torch.OutOfMemoryError as error:
+            size = loop.trained.micro_batch_sizes()[0]
+            error.add_note(f"micro-batches of {size} samples do not fit: {memory_hint}")
+            raise
+        except MemoryRanOut:
+            pass  # until here the error holds what did not fit
+        loop.undo()
+        shrink(loop, memory_hint)
+
+
+def shrink(loop: Loop, memory_hint: str) -> None:
+    """Smaller micro-batches, in all processes, after memory ran out in an iteration that was undone. It is sampled and
+    trained anew: replayed in pieces of what sampling did as one, ratios would be off 1.
+
+    Raises RuntimeError where there is no smaller one.
+    """
+    gc.collect()
+    loop.optimizer.zero_grad(set_to_none=True)
+    empty_cache(loop.process.accelerator.device)
+    was, *smaller = loop.trained.micro_batch_sizes()
+    if not smaller:
+        raise too_large(was, memory_hint)
+    loop.memory["batch_size"] = smaller[0]
+    loop.trained.resize(smaller[0])
+    loop.process.progress.say(
+        f"memory ran out in iteration {loop.iteration + 1} with {was} samples in a micro-batch: it is done again, "
+        f"with {smaller[0]} from here on"
+    )
+
+
+def halvings(most: int, multiple: int = 1) -> list[int]:
+    """most and, each half of the one before in whole multiples, the smaller ones: 12, 6, 3, 1."""
+    sizes = [most]
+    while sizes[-1] >= 2 * multiple:
+        sizes.append(sizes[-1] // multiple // 2 * multiple)
+    return sizes
+
+
+def too_large(size: int, memory_hint: str) -> RuntimeError:
+    """The error where not even the smallest micro-batch fits."""
+    return RuntimeError(f"a micro-batch of {size} samples does not fit into the device's memory: {memory_hint}")
+
+
+def say_result(
+    loop: Loop, rows: Sequence[Mapping[str, float]], metric: str, *, label: str, pictures: str, result: str
+) -> None:
+    """What the evaluations of `eval/<metric>_mean` came to (`rows` of metrics), where the report is, and the result, or
+    how to go on."""
+    run, say = loop.process.run, loop.process.progress.say
+    known = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
+    if len(known) > 1:
+        first, last = known[0], known[-1]
+        before, after = first[f"eval/{metric}_mean"], last[f"eval/{metric}_mean"]
+        interval = ""
+        if last.get(f"eval/{metric}_low") is not None:
+            interval = f" ({last[f'eval/{metric}_low']:.3f} to {last[f'eval/{metric}_high']:.3f})"
+        say(f"{label}: {before:.3f} before, {after:.3f}{interval} after {last['step']} iterations")
+    say(f"{pictures}: {write_report(run.folder)}")
+    if loop.is_complete:
+        say(result)
+    else:
+        how = f"genrl.resume({str(run.folder)!r}, ...)" if loop.process.in_script else f"genrl resume {run.folder}"
+        say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: {how}")

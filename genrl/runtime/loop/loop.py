@@ -1,0 +1,403 @@
+"""The one loop of all runs: iterations, phases, stopping, undoing, evaluations, checkpoints.
+
+A `Loop` is one process of one run. It knows what is trained as one object (`Trained`) and no algorithm: a method takes
+`loop.iterations()`, gives micro-batches to `loop.backward` and `loop.step`, and ends each iteration by `loop.finish`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor
+
+from genrl.config.method import Method
+from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
+from genrl.mdp.noise import derive_seed
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import truncate_metrics
+from genrl.runtime.loop import idle, monitor
+from genrl.runtime.loop.guards import any_rank, any_ranks
+from genrl.runtime.loop.process import Process, peak_memory_mb
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.undo import Undo
+from genrl.runtime.weights import state
+from genrl.runtime.weights.kept import Kept, Stateful
+from genrl.runtime.weights.optimization import Optimization, Schedule
+from genrl.runtime.weights.sharding import load_optimizer_state
+from genrl.runtime.weights.weights import AVERAGE, Weights
+
+
+class Evaluation(Protocol):
+    """What the section `evaluation` of every configuration has."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def monitor(self) -> Monitor | None: ...
+
+
+class Settings(Protocol):
+    """What every configuration has."""
+
+    @property
+    def iterations(self) -> int: ...
+    @property
+    def idle_iterations(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def ema(self) -> EMA | None: ...
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def evaluation(self) -> Evaluation: ...
+
+
+class Trained(Protocol):
+    """What is trained: a pipeline, a token model, a robot policy."""
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Metrics of the model after so many iterations, the same in all processes; writes its pictures. Empty where
+        there is nothing to evaluate on."""
+
+    def export(self, folder: Path | None) -> None:
+        """Write it in its users' format into the folder of a checkpoint, where such a copy is kept. folder: None in
+        processes that write nothing, and only make those passes with the main one that all make together."""
+
+    def micro_batch_sizes(self) -> list[int]:
+        """The present size of micro-batches and the smaller ones that can be taken; one where it cannot shrink."""
+
+    def resize(self, size: int) -> None:
+        """From here on micro-batches have this size."""
+
+    def forget(self) -> None:
+        """Let go of the samples of the running iteration, which is undone."""
+
+
+class Interrupted(Exception):
+    """The process is to end, and what is running can be left without loss: an evaluation, or an iteration that has
+    changed nothing or can be undone."""
+
+
+class MemoryRanOut(Exception):
+    """Memory ran out in one of the processes: all of them left the iteration, to do it again in smaller batches."""
+
+
+@dataclass
+class Loop:
+    """One process of one training run. retries: whether an iteration in which memory runs out is done again."""
+
+    config: Any
+    process: Process
+    weights: Weights
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    trained: Trained
+    retries: bool = False
+    after_backward: Callable[[], None] | None = None
+    before_iteration: Callable[[], None] | None = None
+    """Called before each iteration, which it is no part of: a run in stages takes over the next one's settings."""
+    ends: Collection[int] = ()
+    """Numbers of finished iterations after which another method goes on (`iterations`)."""
+    on_iteration: Callable[[Loop, Mapping[str, float]], None] | None = None
+    """A script's, called after each iteration with what was logged of it."""
+    iteration: int = 0
+    """Finished iterations."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase of the running iteration."""
+    unfinished_row: dict[str, float] | None = None
+    """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What a method keeps from one iteration to the next, as JSON; in the checkpoint."""
+    kept: Kept = field(default_factory=Kept)
+    """Beside the model (`keep`)."""
+    started: float = 0.0
+    """When the running iteration began."""
+    _undo: Undo | None = None
+    _outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
+    _saved: int | None = None  # the iteration of the newest checkpoint
+    _evaluated: bool = False
+
+    def __post_init__(self) -> None:
+        settings: Settings = self.config
+        self.optimization = Optimization(
+            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, settings.ema
+        )
+        if settings.ema is not None and AVERAGE not in self.weights.snapshots:
+            self.weights.snapshot(AVERAGE)
+
+    @property
+    def is_main(self) -> bool:
+        return self.process.is_main
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps of the running iteration that moved the weights."""
+        return self.optimization.updates
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the run so far."""
+        return self.optimization.steps
+
+    @property
+    def lr(self) -> float:
+        """Of the last step of the first group of parameters."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no iteration is left to do, or the monitor has ended the run."""
+        return self.iteration >= self.config.iterations or monitor.ended_at(self) is not None
+
+    def iterations(self) -> Iterator[int]:
+        """The iterations still to do of this method, 0-based; fewer where the process is asked to end, or the monitor
+        ends the run."""
+        monitor.prepare(self)
+        if self.iteration == 0 and not self._evaluated:
+            found = self._evaluate()
+            if found:
+                self.process.log.log(0, found)
+            self._evaluated = True
+        if self.unfinished_row is not None:
+            row = self.unfinished_row | self._evaluate()
+            if self.is_main:  # a run that was stopped again since has written this row before
+                truncate_metrics(self.process.run.metrics, self.iteration - 1)
+            self.process.log.log(self.iteration, row)
+            self.unfinished_row = None
+            self._outdated = True
+        while not self.is_complete and not any_rank(self.process.stop.requested, self.process.accelerator):
+            if self.before_iteration is not None:
+                self.before_iteration()
+            self.timings.clear()
+            self.started = time.perf_counter()
+            self.optimization.iteration = self.iteration
+            self.optimization.updates = self.optimization.other_updates = 0
+            self._seed_globals("iteration")
+            self._undo = Undo.of(self)
+            yield self.iteration
+            if self.iteration in self.ends:
+                return
+
+    def reschedule(self, settings: Optimizer, first: int, iterations: int) -> None:
+        """From here on the learning rate is that of a run of its own, which begins after `first` iterations and has so
+        many. Where it is just beginning, the optimiser forgets what it has averaged; so does a copy in float32 what is
+        too small to show in half precision."""
+        rates = {group["name"]: settings.lr for group in self.optimizer.param_groups}
+        self.schedule = Schedule(settings, rates, iterations, first=first)
+        self.optimization.schedule = self.schedule
+        if self.iteration == first:
+            self.optimizer.state.clear()
+            for group in self.optimizer.param_groups:
+                group["steps"] = 0
+
+    def _seed_globals(self, phase: str) -> None:
+        """Nothing here draws from the global generators, but a user's reward, simulator or pipeline may: they start
+        from the same numbers whether the run was stopped before or not."""
+        set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """A phase begins, with so much to do."""
+        self.process.progress.phase(name, total)
+        self.process.watchdog.beat(name, self.iteration)
+
+    def advance(self, count: float) -> None:
+        """So much of the running phase is done."""
+        self.process.progress.advance(count)
+        self.alive()
+
+    def alive(self) -> None:
+        """Tell the watchdog that something was done."""
+        self.process.watchdog.beat(self.process.progress.name, self.iteration)
+
+    def advance_or_leave(self, count: float) -> None:
+        """`advance`; a process that is alone then leaves if it is asked to. Several must leave together, which costs a
+        word to each other: they do so where all call `check_stop`."""
+        self.advance(count)
+        if self.process.accelerator.num_processes == 1:
+            self.check_stop()
+
+    def check_stop(self, *, out_of_memory: bool = False) -> None:
+        """Where the iteration can be left: raise MemoryRanOut in all processes where memory ran out in one, Interrupted
+        where one was asked to end. All processes call it at the same place."""
+        changed = self.optimization.updates or self.optimization.other_updates
+        if changed and (self._undo is None or not self._undo.complete):
+            return
+        short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
+        if short:
+            raise MemoryRanOut
+        if asked:
+            raise Interrupted
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Where memory runs out within the block, the iteration is left for smaller micro-batches, if the run retries
+        and it can be left. The other processes hear of it where they next ask (`check_stop`), which must be the next
+        thing they ask each other."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if self.retries:
+                self.check_stop(out_of_memory=True)
+            raise
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - started
+
+    def backward(
+        self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float = 1.0
+    ) -> None:
+        """Add one micro-batch's share of the update (`Optimization.backward`)."""
+        if self.process.accelerator.num_processes == 1:
+            self.check_stop()
+        self.optimization.backward(settings, results, recorded, divisor)
+        if self.after_backward is not None:
+            self.after_backward()
+
+    def step(self, groups: Sequence[str] | None = None) -> dict[str, float]:
+        """One optimiser step of these parameter groups; returns their gradients' norms (`Optimization.step`)."""
+        self.check_stop()
+        return self.optimization.step(groups)
+
+    def step_other(self, optimizer: torch.optim.Optimizer) -> float:
+        """One step of an optimiser beside the model's (`Optimization.step_other`); returns the gradient's norm."""
+        return self.optimization.step_other(optimizer)
+
+    def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
+        """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved, and where
+        the method is begun again in this process, that of the one kept under this name before. changes: whether
+        iterations change it, so that undoing one puts it back; False for data that is made once.
+        """
+        self.kept.keep(name, thing, changes=changes)
+
+    def undo(self) -> None:
+        """Put back what the running iteration, which was left, has changed."""
+        if self._undo is not None:
+            self._undo.apply(self)
+            self._undo = None
+        self.trained.forget()
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """End of an iteration: log, and, where due, evaluate and save."""
+        self.iteration += 1
+        self._undo = None
+        elapsed, last = time.perf_counter() - self.started, self.iteration == self.config.iterations
+        row = dict(metrics) | {
+            **self.optimization.figures(),
+            "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
+        }
+        idle.note(self, row)
+        self.optimization.updates = self.optimization.other_updates = 0
+        if self.evaluates_at(self.iteration):
+            self.unfinished_row = row | _timing_row(self, elapsed)
+            try:
+                row |= self._evaluate()
+            except Interrupted:  # saving comes first, the row is written with its evaluation on resume
+                return self.save()
+            self.unfinished_row = None
+        self.process.log.log(self.iteration, row | _timing_row(self, elapsed))
+        self.process.progress.finish_iteration(self.iteration, row)
+        idle.check(self, row)
+        if self.on_iteration is not None:
+            self._tell(row | _timing_row(self, elapsed))
+        if self.iteration % self.config.checkpoint.every == 0 or last:
+            self.save()
+
+    def evaluates_at(self, iteration: int) -> bool:
+        """Whether an evaluation follows so many iterations."""
+        every = self.config.evaluation.every
+        return bool(every and (iteration % every == 0 or iteration == self.config.iterations))
+
+    def _tell(self, row: Mapping[str, float]) -> None:
+        """Call the script's function; an interruption that it raises, or that meets it, ends training."""
+        assert self.on_iteration is not None
+        try:
+            self.on_iteration(self, row)
+        except KeyboardInterrupt:
+            self.process.stop.signal = signal.SIGINT
+
+    def _evaluate(self) -> dict[str, float]:
+        if not self.config.evaluation.every:
+            return {}
+        self._seed_globals("evaluation")
+        with self.timed("eval"), self.averaged():
+            found = self.trained.evaluate(self.iteration)
+        return found | monitor.watch(self, found) if found else found
+
+    def keep_average(self) -> None:
+        """From here on the model holds the averaged weights, where the run keeps an average: it is trained no more."""
+        if self.config.ema is not None:
+            self.weights.take(AVERAGE)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context in which the model holds the averaged weights, where the run keeps an average."""
+        return self.weights.use(AVERAGE) if self.config.ema is not None else nullcontext()
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
+        if self._saved == self.iteration and not self._outdated:
+            return
+        self.process.watchdog.beat("saving", self.iteration)
+        optimizer, packed = state.pack(self.optimizer.state_dict())
+        kept, kept_trees = self.kept.pack()
+        tensors = self.weights.state() | {"optimizer": optimizer} | kept
+        if self.is_main:
+            checkpoint.save(
+                self.process.run.checkpoints,
+                self.iteration,
+                tensors=tensors,
+                state={
+                    "optimizer_steps": self.optimizer_steps,
+                    "optimizer": packed,
+                    "unfinished_row": self.unfinished_row,
+                    "memory": self.memory,
+                    "kept": kept_trees,
+                },
+                keep=self.config.checkpoint.keep,
+                extra=partial(_write_beside, self),
+                replace=self._outdated,
+            )
+        else:
+            checkpoint.save_shares(tensors)
+            self.trained.export(None)
+        self._saved, self._outdated = self.iteration, False
+        self.process.accelerator.wait_for_everyone()
+        self.process.watchdog.beat("saving", self.iteration)
+
+    def restore(self, path: Path) -> None:
+        """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
+        loaded = checkpoint.load(path, in_shares=True, hashes=False)
+        self.weights.restore(loaded.tensors)
+        load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
+        self.optimization.steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
+        self._saved = loaded.step
+        self.unfinished_row, self.memory = loaded.state["unfinished_row"], loaded.state["memory"]
+        self.kept.restore(loaded.tensors, loaded.state["kept"])
+        if self.retries and "batch_size" in self.memory:
+            self.trained.resize(self.memory["batch_size"])
+
+
+def _timing_row(loop: Loop, elapsed: float) -> dict[str, float]:
+    return {f"timing/{phase}_s": s for phase, s in loop.timings.items()} | {"timing/iteration_s": elapsed}
+
+
+def _write_beside(loop: Loop, folder: Path) -> None:
+    """What a checkpoint has beside its tensors: the configuration, by which a resume is judged, and the model."""
+    if loop.process.run.config.is_file():
+        shutil.copy(loop.process.run.config, folder / "config.yaml")
+    loop.trained.export(folder)

@@ -1,0 +1,158 @@
+"""One process of one run: its accelerator, its folder, its log, what it shows, and what stops it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
+
+from genrl.config import AnyConfig, dump
+from genrl.config.method import methods_of, metrics_of
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder import run as run_folder
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run, Script
+from genrl.runtime.loop.progress import Progress
+from genrl.runtime.loop.signals import PATIENCE, Stop, Watchdog, catch_stop
+from genrl.runtime.weights.devices import default_device, peak_bytes, resident_peak_bytes, without_cudnn_attention
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The folder of a run that this process has begun or goes on with: from its checkpoint `found`, if it has one."""
+
+    run: Run
+    found: Path | None
+    resumes: bool
+
+    @property
+    def start(self) -> int:
+        """Iterations that are finished."""
+        return int(self.found.name.removeprefix("step-")) if self.found else 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """What every part of a run may use."""
+
+    accelerator: Accelerator
+    run: Run
+    log: MetricLogger
+    progress: Progress
+    watchdog: Watchdog
+    stop: Stop
+    context: int = 1
+    """Processes, one after the other, that compute each sample together."""
+    in_script: bool = False
+    """Whether a script trains, not the command line."""
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def replica(self) -> int:
+        """Which of the processes, or groups that compute together, among which samples are shared out."""
+        return self.rank // self.context
+
+    @property
+    def replicas(self) -> int:
+        """How many of them there are."""
+        return int(self.accelerator.num_processes) // self.context
+
+    @property
+    def member(self) -> int:
+        """Which one of its group this process is."""
+        return self.rank % self.context
+
+
+def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
+    """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays.
+
+    Raises ValueError, in all processes, where the run has checkpoints and cannot go on from them.
+    """
+    run = Run(resume or Path(output))
+    if accelerator.is_main_process:
+        stack.callback(run_folder.lock(run.folder).release)
+    return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
+
+
+def _to_resume(run: Run, accelerator: Accelerator) -> Path | None:
+    """`checkpoint.to_resume`, read by the main process alone: the files may be large, and one is enough to judge."""
+    found, problem = None, ""
+    if accelerator.is_main_process:
+        try:
+            found = checkpoint.to_resume(run.checkpoints)
+        except ValueError as error:
+            problem = str(error)
+    if accelerator.num_processes > 1:
+        found, problem = broadcast_object_list([found, problem])
+    if problem:
+        raise ValueError(problem)
+    return found
+
+
+def begin(
+    stack: ExitStack,
+    claimed: Claim,
+    config: AnyConfig,
+    accelerator: Accelerator,
+    *,
+    unit: str,
+    script: Script | None = None,
+) -> Process:
+    """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
+    yet: loading has no progress to tell it. unit: of progress. script: that which trains, if it is not the command
+    line."""
+    if accelerator.is_main_process:
+        for old in (claimed.run.folder / "heartbeat").glob("*"):  # of processes that were killed
+            old.unlink()
+        run_folder.prepare(
+            claimed.run.folder,
+            dump(config),
+            seed=config.seed,
+            processes=accelerator.num_processes,
+            resumed_from=claimed.start if claimed.resumes else None,
+            found=claimed.found,
+            script=script,
+        )
+    accelerator.wait_for_everyone()
+    stop = stack.enter_context(catch_stop(ends_process=script is None))
+    spins = accelerator.num_processes > 1 and accelerator.device.type != "cpu"
+    watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index, spins=spins)
+    shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
+    stack.enter_context(shown)
+    log = MetricLogger(
+        claimed.run,
+        config.trackers,
+        config=config.model_dump(mode="json"),
+        resumed_from=claimed.start,
+        enabled=accelerator.is_main_process,
+        own={name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()},
+    )
+    stack.callback(log.finish)
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context, script is not None)
+
+
+def make_accelerator(timeout_s: float) -> Accelerator:
+    """accelerate's process group and device; nothing is wrapped by it, so models keep their own modules."""
+    without_cudnn_attention()
+    return Accelerator(
+        cpu=default_device() == "cpu",
+        # the watchdog ends what hangs; the group's own clock goes on while processes are stopped
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=PATIENCE * timeout_s))],
+    )
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Of this process since its start, in MiB: on the device, or resident where that is the CPU."""
+    return (resident_peak_bytes() if device.type == "cpu" else peak_bytes(device)) / 2**20

@@ -1,0 +1,204 @@
+"""What the templates show of one run, or of several side by side: figures, tables, facts. No HTML is made here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from genrl.config.json_schemas import method_of
+from genrl.config.method import MetricDoc, headings
+from genrl.config.yaml_source import plain
+from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
+from genrl.runtime.folder.run import leaves
+from genrl.runtime.loop.progress import duration
+from genrl.runtime.show.curves import Point, chart
+from genrl.runtime.show.pages.followed import Column, Followed
+from genrl.runtime.show.pages.state import spent
+
+Table = list[list[str]]
+"""Rows of cells, the head first; nothing but a head is an empty table."""
+Documented = Mapping[str, Mapping[str, MetricDoc]]
+
+
+class Headline(NamedTuple):
+    """A large chart at the top."""
+
+    caption: str
+    lines: tuple[tuple[str, str], ...]
+    """(key, what it is)"""
+
+
+class Section(NamedTuple):
+    """A heading of the catalogue of metrics."""
+
+    title: str
+    keys: list[str]
+    """With a curve each."""
+    constants: list[str]
+    """`key = value` of those that never change."""
+
+
+REWARD = Headline(
+    "total reward, mean", (("reward/total_mean", "training prompts"), ("eval/total_mean", "held-out prompts"))
+)
+SUCCESS = Headline("success rate", (("rollout/success", "with exploration"), ("eval/success_mean", "evaluation")))
+COLOURS = 8
+"""Of lines, in base.css."""
+
+
+def acts(run: Followed) -> bool:
+    """Whether it trains a policy in an environment, whose figure is success."""
+    return any(key in run.columns for key, _ in SUCCESS.lines)
+
+
+def headlines(runs: Sequence[Followed]) -> list[Headline]:
+    """Of one run a chart with all lines; of several, one chart per line, with all runs."""
+    kinds = [SUCCESS] * any(acts(run) for run in runs) + [REWARD] * any(not acts(run) for run in runs)
+    found = []
+    for kind in kinds:
+        lines = [line for line in kind.lines if any(_known(run.columns, line[0]) for run in runs)]
+        if len(runs) == 1:
+            found += [Headline(kind.caption, tuple(lines))] if lines else []
+        else:
+            found += [Headline(f"{kind.caption}, {line[1]}", (line,)) for line in lines]
+    return found
+
+
+def headline_figure(runs: Sequence[Followed], headline: Headline) -> dict[str, Any]:
+    """`caption`, `names` (the legend, where there is one of its own) and `svg`."""
+    if len(runs) == 1:
+        series = [(label, _points(runs[0], key)) for key, label in headline.lines]
+    else:
+        series = [(run.name, _points(run, headline.lines[0][0])) for run in runs]
+    names = [name for name, _ in series] if len(runs) == 1 else []
+    svg = chart(series, width=1080 if len(runs) == 1 else 540, height=300)
+    return {"caption": headline.caption, "names": names, "svg": svg}
+
+
+def gains(runs: Sequence[Followed]) -> Table:
+    """The held-out rewards, or success, before and now."""
+    many = ["run"] * (len(runs) > 1)
+    what = "evaluation" if any(acts(run) for run in runs) else "held-out reward"
+    table = [[what, *many, "before", "now", "change", "best"]]
+    keys = {key for run in runs for key in run.columns if key.startswith("eval/")}
+    keys = {key for key in keys if key.endswith("_mean") or "/success/" in key} - {"eval/length_mean"}  # least is best
+    for key in sorted(keys, key=lambda key: (key not in ("eval/total_mean", "eval/success_mean"), _reward(key))):
+        for run in runs:
+            if not _known(run.columns, key):
+                continue
+            points = run.columns[key].known()
+            (first_step, first), (last_step, last) = points[0], points[-1]
+            best_step, best = max(points, key=lambda point: point[1])
+            table.append(
+                [_reward(key), *([run.name] if many else []), f"{first:.3f} (step {first_step})",
+                 f"{last:.3f} (step {last_step})", f"{last - first:+.3f}", f"{best:.3f} (step {best_step})"]
+            )  # fmt: skip
+    return table
+
+
+@lru_cache(maxsize=64)
+def documented(configs: tuple[str, ...]) -> Documented:
+    """The catalogue of metrics, and what methods from outside document, where they are still there."""
+    found: dict[str, Mapping[str, MetricDoc]] = {}
+    for config in configs:
+        method = method_of(plain(config)) if config else None
+        found |= {} if method is None else headings(method)
+    return {**found, **SECTIONS}
+
+
+def sections(runs: Sequence[Followed]) -> list[Section]:
+    """All keys by the headings of the catalogue; without those that have none to show."""
+    known = documented(tuple(run.config for run in runs))
+    titles = {id(doc): title for title, entries in known.items() for doc in entries.values()}
+    found = {title: Section(title, [], []) for title in [*known, "Other"]}
+    for key in sorted({key for run in runs for key in run.columns}):
+        section = found[titles.get(id(_document(key, known)), "Other")]
+        columns = [run.columns[key] for run in runs if key in run.columns]
+        if all(column.is_constant for column in columns):
+            section.constants.append(f"{key} = {', '.join(dict.fromkeys(f'{column.low:g}' for column in columns))}")
+        else:
+            section.keys.append(key)
+    return [section for section in found.values() if section.keys or section.constants]
+
+
+def figure(runs: Sequence[Followed], key: str) -> dict[str, Any]:
+    """One metric: `key`, `hint` (formula and reading), `missing` rows without a value, `alarm` (there are no others),
+    `last` value of each run, empty where it has none, and `svg`."""
+    doc = _document(key, documented(tuple(run.config for run in runs)))
+    columns = [run.columns.get(key, Column()) for run in runs]
+    missing = sum(column.missing for column in columns)
+    return {
+        "key": key,
+        "hint": f"{doc.formula}. {doc.reading}" if doc else "of another version, or of a method that is gone",
+        "missing": missing,
+        "alarm": missing == sum(len(column.steps) for column in columns),  # some are without by design
+        "last": ["" if column.last is None else f"{column.last:.4g}" for column in columns],
+        "svg": chart([(run.name, column.points()) for run, column in zip(runs, columns, strict=True)]),
+    }
+
+
+def timings(runs: Sequence[Followed]) -> Table:
+    """Where the time went."""
+    many = len(runs) > 1
+    table = [["phase", *(["run"] * many), "times", "mean", "total", "share"]]
+    for key in (key for key in METRICS if key.startswith("timing/")):
+        for run in runs:
+            if key not in run.columns:
+                continue
+            values, whole = [value for _, value in run.columns[key].known()], spent(run.columns)
+            total = math.fsum(values)
+            mean = f"{total / len(values):.3g} s" if values else "-"
+            phase = key.removeprefix("timing/").removesuffix("_s")
+            share = f"{total / whole:.0%}" if whole else "-"
+            table.append([phase, *([run.name] * many), str(len(values)), mean, duration(total), share])
+    return table
+
+
+def differences(runs: Sequence[Followed]) -> Table:
+    """The settings in which runs differ, but for where they write."""
+    found = [leaves(run.settings) for run in runs]
+    table = [["setting", *(run.name for run in runs)]]
+    for key in dict.fromkeys(key for values in found for key in values):
+        cells = [str(values.get(key, "-")) for values in found]
+        if len(set(cells)) > 1 and key != "output":
+            table.append([key, *cells])
+    return table
+
+
+def facts(run: Followed) -> list[str]:
+    """When, with what seed and from which commit it was started, and how long it has computed."""
+    info, found = run.info, []
+    if seconds := spent(run.columns):
+        found.append(duration(seconds))
+    if "started" in info:
+        found.append(f"started {info['started'][:16].replace('T', ' ')} UTC")
+    if "seed" in info:
+        found.append(f"seed {info['seed']}, {info['processes']} process{'es' if info['processes'] != 1 else ''}")
+    if info.get("git_commit"):
+        found.append(f"commit {info['git_commit'][:10]}{'+' if info['git_commit'].endswith('+') else ''}")
+    if info.get("resumed"):
+        found.append("resumed at step " + ", ".join(str(entry["step"]) for entry in info["resumed"]))
+    return found
+
+
+def _known(columns: Mapping[str, Column], key: str) -> bool:
+    return key in columns and columns[key].missing < len(columns[key].steps)
+
+
+def _points(run: Followed, key: str) -> list[Point]:
+    return run.columns[key].points() if key in run.columns else []
+
+
+def _reward(key: str) -> str:
+    return key.removeprefix("eval/").removesuffix("_mean")
+
+
+def _document(key: str, known: Documented) -> MetricDoc | None:
+    """None for a key of another version of genrl, or of a method that is gone."""
+    own = next((entries for entries in known.values() if key in entries), None)
+    try:
+        return document(key, own)
+    except ValueError:
+        return None

@@ -1,0 +1,82 @@
+"""Low-rank adapters that compute in the precision of what they adapt; their weights stay float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from genrl_rewards.models.torchvision_compat import ensure
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+
+class _Linear(nn.Linear):
+    """A matrix of an adapter, rounded to the precision of its input wherever it is used."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., out_features], in its precision."""
+        found: Tensor = functional.linear(input, self.weight.to(input.dtype), _as(self.bias, input))
+        return found
+
+
+class _Conv2d(nn.Conv2d):
+    """The same of a convolution."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [B, C, H, W] -> [B, out_channels, H', W'], in its precision."""
+        found: Tensor = self._conv_forward(input, self.weight.to(input.dtype), _as(self.bias, input))
+        return found
+
+
+def _as(bias: Tensor | None, input: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(input.dtype)
+
+
+_ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _Linear, nn.Conv2d: _Conv2d}
+
+
+def adapted(model: Any, config: LoraConfig, seed: int) -> PeftModel:
+    """`model` with adapters inside it, in float32 and in the input's precision; their values follow from `seed` alone.
+
+    Raises ValueError where no layer is meant by the configuration.
+    """
+    ensure()  # peft looks for a torchvision that may be broken
+    from peft import get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        made: PeftModel = get_peft_model(model, config)
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    in_input_precision(made)
+    return made
+
+
+def in_input_precision(model: nn.Module) -> None:
+    """Have the LoRA layers of `model` compute in the precision of their inputs, in place.
+
+    Left to itself, peft casts what enters an adapter to that of the adapter's weights: in a bfloat16 model every
+    adapted layer would keep a float32 copy of its input for the backward pass, and multiply it in float32 without
+    tensor cores. Rounding the two small matrices instead is what autocast does, and what diffusers computes with a LoRA
+    that it loads into such a model. Gradients arrive in float32. Where the model is float32 nothing changes. DoRA's
+    layers, whose norms need it, and those of float16 models stay as peft has them.
+    """
+    ensure()  # peft looks for a torchvision that may be broken
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer) or layer.lora_variant:
+            continue
+        if layer.get_base_layer().weight.dtype == torch.float16:  # whose range a gradient may leave
+            continue
+        parts = [*layer.lora_A.values(), *layer.lora_B.values()]
+        if any(type(part) not in (*_ROUNDED, *_ROUNDED.values()) for part in parts):
+            continue
+        layer.cast_input_dtype_enabled = False
+        for part in parts:
+            part.__class__ = _ROUNDED.get(type(part), type(part))

@@ -1,0 +1,171 @@
+"""Making the optimiser that a configuration names, and seeing first that it can be made."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from genrl.config.optimizers import OPTIMIZERS, missing_package, unknown_argument
+from genrl.config.plugins import Group, find
+from genrl.config.sections import Optimizer
+from genrl.runtime.weights import state
+
+
+class Masters(torch.optim.Optimizer):
+    """An optimiser whose small steps are not lost in rounding: of a parameter in half precision it keeps a float32
+    copy, `master` in its state, steps that, and rounds it into the parameter. The rest of the state is float32, too."""
+
+    applied: float | None = None
+    """Of the last step: `<rounded, due> / <due, due>`, where due is what was to be added to the parameters, with what
+    earlier steps left to the copies, and rounded what was. None without parameters in half precision."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """As the class that is beside this one, but for what this one says."""
+        half = [p for p in self._parameters() if p.grad is not None and p.dtype in (torch.bfloat16, torch.float16)]
+        before = {p: p.data for p in half}
+        for p, values in before.items():
+            gradient, master = p.grad.float(), self.state[p].get("master")  # type: ignore[union-attr]
+            if master is None or not torch.equal(master.to(values.dtype), values):  # or somebody else changed it
+                master = values.float()
+            p.grad, p.data = None, master
+            p.grad = gradient
+        super().step(closure)
+        rounded, due = [], []
+        for p, values in before.items():
+            self.state[p]["master"] = master = p.data
+            wanted, made = master - values, master.to(values.dtype).sub_(values)
+            rounded.append(torch.vdot(made.flatten().float(), wanted.flatten()))
+            due.append(wanted.square().sum())
+            p.grad, p.data = None, values.copy_(master)
+        whole = float(torch.stack(due).sum()) if half else 0.0
+        self.applied = (float(torch.stack(rounded).sum()) / whole if whole else 1.0) if half else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer`, which would round what belongs to a parameter in half precision."""
+        super().load_state_dict(state_dict)
+        for index, p in enumerate(self._parameters()):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and value.dtype != p.dtype and name != "step":
+                    self.state[p][name] = value.to(p.device, copy=True)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+
+class AdamW(Masters, torch.optim.AdamW):
+    """AdamW with float32 copies of parameters in half precision."""
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """The learning rate of a parameter group, which torchao's optimisers keep as a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def make_optimizer(groups: list[dict[str, Any]], settings: Optimizer, *, lr: float | None = None) -> Masters:
+    """The optimiser of a configuration for groups of parameters, {"params", "name"}. lr: in place of the settings'.
+
+    Raises ValueError where it cannot train them.
+    """
+    if settings.name == "prodigy" and len(groups) > 1:
+        names = ", ".join(str(group.get("name")) for group in groups)
+        raise ValueError(
+            f"optimizer.name: prodigy finds one step size for all parameters, and {names} have rates of their own; "
+            "write another optimiser"
+        )
+    given: dict[str, Any] = {"lr": settings.lr if lr is None else lr, **settings.args}
+    kind = _class(settings.name)
+    if _takes(kind, "weight_decay"):
+        given["weight_decay"] = settings.weight_decay
+    if settings.betas is not None:
+        given["betas"] = settings.betas
+    if (
+        settings.name == "adamw"
+        and "foreach" not in settings.args
+        and all(p.is_cuda for group in groups for p in group["params"])
+    ):
+        given = {"fused": True, **given}
+    with contextlib.redirect_stdout(io.StringIO()):  # prodigy says that its decay is decoupled
+        made: Masters = kind(groups, **given)
+    return made
+
+
+def check_optimizer(settings: Optimizer) -> None:
+    """Raise ValueError, naming the key, where the optimiser cannot be imported, does not take what it is given, or
+    keeps a state that cannot be saved: seen by a step on a small matrix."""
+    if why := missing_package(settings):
+        raise ValueError(f"optimizer.name: {why}")
+    kind = _class(settings.name)
+    for key in settings.args:
+        if not _takes(kind, key):
+            known = tuple(name for name in _parameters(kind) if name not in ("params", "lr", "betas", "weight_decay"))
+            raise ValueError(f"optimizer.args.{key}: {unknown_argument(settings.name, key, known)}")
+    if settings.betas is not None and not _takes(kind, "betas"):
+        raise ValueError(f"optimizer.betas: {settings.name} has no betas; leave them out")
+    if settings.weight_decay != 0 and not _takes(kind, "weight_decay"):
+        raise ValueError(f"optimizer.weight_decay: {settings.name} has none; write 0")
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.ones(4, 4)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            made = make_optimizer([{"params": [parameter], "name": "policy"}], settings)
+            made.step()
+        json.dumps(state.pack(made.state_dict())[1])
+    except Exception as error:  # noqa: BLE001  another package's code, with values that it may not expect
+        raise ValueError(
+            f"optimizer.args: {settings.name} fails with {settings.args or 'its defaults'}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+@cache
+def _class(name: str) -> Any:
+    """The class that is named, with `Masters` before it."""
+    if name == "adamw":
+        return AdamW
+    if name == "adamw_8bit":
+        return type("AdamW8bit", (Masters, _eager_on_cpu()), {})
+    built_in = {known: found.source for known, found in OPTIMIZERS.items()}
+    if ":" in name and not name.rpartition(":")[0].endswith(".py"):
+        built_in[name] = name
+    try:
+        kind = find(name, Group("optimiser", built_in, "genrl.optimizers"))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"optimizer.name: {name} cannot be imported: {error}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+        raise ValueError(f"optimizer.name: {name} is no torch.optim.Optimizer")
+    return type(kind.__name__, (Masters, kind), {})
+
+
+def _eager_on_cpu() -> Any:
+    """torchao's AdamW8bit, which compiles a kernel for each shape of parameter: on a CPU that takes longer than it
+    saves, and needs a compiler."""
+    base: Any = importlib.import_module("torchao.optim").AdamW8bit
+
+    class AdamW8bit(base):  # type: ignore[misc]
+        def step(self, closure: None = None) -> None:
+            on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
+                super().step(closure)
+
+    return AdamW8bit
+
+
+def _parameters(kind: Any) -> list[str]:
+    return [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+
+
+def _takes(kind: Any, name: str) -> bool:
+    parameters = inspect.signature(kind.__init__).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,166 @@
+"""Checks of a policy's run against the disk: its folder, its demonstrations, its simulator, files of your own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from genrl.config.plugins import names
+from genrl.config.yaml_source import KeyPath
+from genrl.vla.config.names import BOTH, EMBEDDED, PREDICTS, SAMPLERS, SIMULATORS
+from genrl.vla.config.openvla import data_set, data_sets, is_openvla
+from genrl.vla.config.rules import not_trained, of_layers
+from genrl.vla.config.schema import OFT, VLAConfig
+from genrl_rewards.given import given, is_given
+
+Wrong = tuple[KeyPath, str]
+
+PACKAGES = {
+    "metaworld": ("metaworld", "'genrl-diffusion[metaworld]'"),
+    "point_maze": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
+    "fetch": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
+    "reacher": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
+    "maniskill": ("mani_skill", "mani-skill"),
+    "libero": ("libero", "hf-libero"),
+}
+"""The module that shows a simulator installed, and what pip calls it."""
+
+
+def vla_files(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
+    """What is wrong; remarks that stop nothing go to `notes`."""
+    yield from _policy(config, notes)
+    yield from _demonstrations(config)
+    yield from _simulator(config, notes)
+
+
+def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
+    """A folder with a policy in LeRobot's layout, or of a run that trained one; or a class of your own."""
+    if config.policy.new is not None:
+        yield from _own_code(("policy", "new", "type"), config.policy.new.type, "Name", notes)
+    if config.policy.path is None:
+        return
+    if is_given(config.policy.path):
+        try:
+            given(config.policy.path)
+        except ValueError as error:
+            yield ("policy", "path"), str(error)
+        return
+    path, key = Path(config.policy.path).expanduser(), ("policy", "path")
+    file = next((f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file()), None)
+    if not path.is_dir():
+        beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        close = get_close_matches(path.name, beside, n=1, cutoff=0.5)
+        hint = f"; did you mean {path.parent / close[0]}?" if close else "; download it first, or train one by sft"
+        yield key, f"there is no folder {path}{hint}"
+    elif file is None:
+        yield key, f"{path} has no config.json: it is neither a policy's folder nor the run of one"
+    elif is_openvla(told := _json(file)):
+        yield from _openvla(config, file.parent)
+    elif "output_features" not in told:
+        yield key, f"{file} does not describe a policy: it has no output_features"
+    else:
+        kind = str(told.get("type"))
+        yield from _own_code(key, kind, "Name", notes)
+        predicts = PREDICTS.get(kind, config.sampler.predicts)
+        if predicts not in config.trainer.trains:
+            yield ("trainer", "algorithm"), f"{path} is of type {kind}: {not_trained(config.trainer, predicts)}"
+        elif predicts != config.sampler.predicts:
+            yield (
+                ("sampler", "kind"),
+                f"{path} is of type {kind}, which predicts {predicts}; write {SAMPLERS[predicts]}",
+            )
+        for asked in of_layers(config) if kind in (*EMBEDDED, *BOTH, "diffusion") else ():
+            yield (
+                tuple(asked.split(".")),
+                f"is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; {path} is a {kind}: leave it out",
+            )
+        executed, held = config.environment.chunk, told.get("chunk_size")
+        if executed is not None and isinstance(held, int) and executed > held:
+            yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
+
+
+def _openvla(config: VLAConfig, folder: Path) -> Iterator[Wrong]:
+    """What an OpenVLA-OFT needs to be told. A folder of ours says it itself."""
+    sampler, own = config.sampler, _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
+    told = OFT.model_validate(own | (config.policy.oft.model_dump(exclude_unset=True) if config.policy.oft else {}))
+    wanted = "actions" if any(folder.glob("action_head--*.pt")) else "tokens"
+    if sampler.predicts != wanted:
+        kind = "tokens" if wanted == "tokens" else "regression"
+        yield ("sampler", "kind"), f"{sampler.kind} does not fit {folder}, which predicts {wanted}; write {kind}"
+    try:
+        data_set(data_sets(folder), told.unnorm_key, folder)
+    except ValueError as error:
+        yield ("policy", "oft", "unnorm_key"), str(error).removeprefix("policy.oft.unnorm_key: ")
+    executed, held = config.environment.chunk, told.chunk
+    if executed is not None and executed > held:
+        yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
+
+
+def _demonstrations(config: VLAConfig) -> Iterator[Wrong]:
+    source, key = config.demonstrations.dataset if config.demonstrations else None, ("demonstrations", "dataset")
+    if source is None:
+        return
+    path = Path(source)
+    if is_recording(path):
+        if not path.exists():
+            close = get_close_matches(path.name, [file.name for file in path.parent.glob("*.h*5")], n=1, cutoff=0.3)
+            yield key, f"there is no file {path}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
+        elif importlib.util.find_spec("h5py") is None:
+            yield key, f"the package h5py, which reads {path}, is not installed: pip install 'genrl-diffusion[h5py]'"
+    elif not (path / "meta" / "info.json").is_file():
+        yield key, f"{path} is no LeRobotDataset v3: there is no meta/info.json in it"
+    elif config.trainer.algorithm == "fisor":
+        yield key, f"{path} is a LeRobotDataset, which has no costs: give a file of DSRL's, or a folder of Minari's"
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a path names a file of steps (DSRL's, .hdf5), or a folder of Minari's."""
+    return path.suffix in (".hdf5", ".h5") or (path / "data" / "metadata.json").is_file()
+
+
+def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
+    """A simulator that is installed."""
+    name, workers, key = config.environment.name, config.environment.workers, ("environment", "name")
+    if is_given(name):
+        try:
+            given(name)
+        except ValueError as error:
+            yield key, str(error)
+        if workers:
+            text = "the environment was made in this process and cannot be sent to another"
+            yield ("environment", "workers"), f"{text}; write 0, or put the function into a file: path/file.py:name"
+        return
+    yield from _own_code(key, name, "make", notes)
+    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
+        yield key, f"the package {PACKAGES[name][0]} is not installed: pip install {PACKAGES[name][1]}"
+    elif not (known := names(SIMULATORS)).count(name) and not any(mark in name for mark in ("/", "-v", ":", ".py")):
+        close = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        text = f"no environment {name!r}{hint}; there are {', '.join(known)}, gymnasium ids and path/file.py:function"
+        yield key, text
+    if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
+        yield ("environment", "workers"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
+
+
+def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterator[Wrong]:
+    """A file that a name stands for: whether it is there, and that it will run."""
+    file, _, _ = name.rpartition(":")
+    if name.endswith(".py"):
+        yield key, f"say what of the file is meant: {name}:{example}"
+    elif file.endswith(".py"):
+        notes.append(f"{'.'.join(map(str, key))}: training runs the code of {file}")
+        if not Path(file).is_file():
+            yield key, f"there is no file {file}"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where it is broken."""
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

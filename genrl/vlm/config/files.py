@@ -1,0 +1,276 @@
+"""Checks of a vision-language model's run against the disk: model folder, data, rewards. No weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import genrl_rewards
+from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_transformers_model
+from genrl.config.plugins import find
+from genrl.config.yaml_source import KeyPath
+from genrl.data.prompts import PromptError, PromptRows
+from genrl.data.prompts import read as read_prompts
+from genrl.diffusion.config.memory_rules import missing_package
+from genrl.vlm.config.method import columns_of
+from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
+from genrl.vlm.config.schema import Synthesis, Task, VLMConfig
+from genrl_rewards.contract import nearest
+from genrl_rewards.given import given, is_given
+from genrl_rewards.scorers.texts.completions import GIVEN, resolve_text
+
+PROCESSED = {"text": "image processor", "image": "image processor", "music": "processor", "music_reward": "processor"}
+CODEC = "codec.safetensors"
+GENERATED = ("answer", "question", "level")
+"""Columns of the generated tasks; some have more."""
+FURTHER = {
+    "box": ("box",),
+    "point": ("box",),
+    "key_frames": ("frames", "about", "truth"),
+    "scenes": ("caption",),
+    "quality": ("harm",),
+    "pairs": ("first", "second"),
+}
+
+Finding = tuple[KeyPath, str]
+
+
+def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
+    yield from _model(config, notes)
+    if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
+        text = "vLLM is not installed: pip install 'genrl-diffusion[vllm]', or name a server by generation.vllm.url"
+        yield ("generation", "engine"), text
+    if config.vlm.kernels == "liger" and find_spec("liger_kernel") is None:
+        yield ("vlm", "kernels"), "Liger is not installed: pip install liger-kernel, or write null"
+    if config.vlm.quantize is not None and (lacking := missing_package(config.vlm.quantize)):
+        yield ("vlm", "quantize"), lacking
+    yield from _task(config, notes)
+    for number, stage in enumerate(config.stages):
+        if stage.task is not None:
+            part = config.parts[number].model_copy(update={"stages": ()})
+            if not part.trainer.samples:  # its answers are given, no reward sees them
+                part = part.model_copy(update={"rewards": ()})
+            yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")
+    if config.synthesis is not None:
+        yield from _synthesis(config.synthesis)
+
+
+def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    columns: list[tuple[str, list[str]]] = []
+    if config.task.format is not None and config.task.format not in FORMATS.built_in:
+        try:
+            find(config.task.format, FORMATS)
+        except ValueError as error:
+            yield ("task", "format"), str(error)
+        if ".py" in config.task.format:
+            notes.append(f"task.format: training runs the code of {config.task.format}")
+    if config.task.name:
+        try:
+            columns.append(("name", [*GENERATED, *_further(config.task.name, notes)]))
+        except ValueError as error:
+            yield ("task", "name"), str(error)
+    for name, source in (("train", config.task.train), ("eval", config.task.eval)):
+        if source is None:
+            continue
+        if config.task.format is not None:
+            notes.append(f"task.{name}: rows of {source} are read by task.format when training starts")
+        elif is_given(source):
+            try:
+                columns.append((name, columns_of_rows(given(source), config.task)))
+            except ValueError as error:
+                yield ("task", name), str(error)
+        elif Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.makes):
+            try:
+                found = read_prompts(source, config.task.prompt, chat=True)
+            except PromptError as error:
+                yield ("task", name), str(error)
+                continue
+            notes += [f"task.{name}: skipped {row}" for row in found.skipped[:10]]
+            columns.append((name, found.column_names))
+            if not config.vlm.makes and config.task.image is not None:
+                yield from _images(config, name, source, found)
+        elif ":" in source:
+            notes.append(f"task.{name}: {source} is a data set; it is read when training starts")
+        else:
+            yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
+    yield from _rewards(config, columns, notes)
+    column = config.trainer.task_column
+    for name, known in columns if column is not None else ():
+        if column not in known and name in ("name", "train"):
+            asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest(str(column), known)}"
+    key, target = config.trainer.demonstrations or ("", "")
+    wanted = columns_of(target) if target else []
+    for name, known in columns:
+        missing = [column for column in wanted if column not in known]
+        if missing and name == "name":  # data may have its answers in messages
+            asks = f"{key} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
+            yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
+    for name, known in columns if config.augmentation is not None else ():
+        if "answer" not in known:
+            asks = "augmentation tells hard questions their answer, from the column answer"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest('answer', known)}"
+
+
+def _further(task: str, notes: list[str]) -> tuple[str, ...]:
+    """Columns of a task's rows beside those of every task. Raises ValueError for one that gives no questions."""
+    if task in TASKS.built_in:
+        return FURTHER.get(task, ())
+    from numpy.random import default_rng
+
+    made = find(task, TASKS)
+    if ".py" in task:
+        notes.append(f"task.name: training runs the code of {task}")
+    try:
+        found = made("train")[0] if isinstance(made, type) else made(default_rng(0), "train")
+    except Exception as error:  # a user's code
+        raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        raise ValueError(f"{task} gives no question but a {type(found).__name__}; see genrl/vlm/tasks")
+    return tuple(found[3]) if len(found) == 4 else ()
+
+
+def _synthesis(settings: Synthesis) -> Iterator[Finding]:
+    try:
+        resolve_text(settings.check)
+    except ValueError as error:
+        yield ("synthesis", "check"), str(error)
+    if looks_local(settings.pipeline) and not (Path(settings.pipeline) / "model_index.json").is_file():
+        text = f"{settings.pipeline} is no folder of a diffusers pipeline (model_index.json); a hub id is org/name"
+        yield ("synthesis", "pipeline"), text
+
+
+def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    key: KeyPath = ("vlm", "path")
+    yield from _codec(config, notes)
+    if config.vlm.output not in OUTPUTS.built_in:  # it says itself what it reads from the path
+        notes.append(f"vlm.output: training runs the code of {config.vlm.output}")
+        try:
+            find(config.vlm.output, OUTPUTS)
+        except ValueError as error:
+            yield ("vlm", "output"), str(error)
+        return
+    if is_given(config.vlm.path):
+        yield from _given_model(config)
+        return
+    path = Path(config.vlm.path).expanduser()
+    if wrong := no_transformers_model("vlm.path", config.vlm.path, notes):
+        yield key, wrong
+    elif not path.is_dir():
+        return
+    elif config.vlm.makes in ("voxels", "audio") and config.vlm.codec is None and not (path / CODEC).is_file():
+        yield key, f"{path} has no {CODEC}, by which codes are decoded; docs/sequence_policies.md says what is in it"
+    elif config.vlm.output in PROCESSED and not any((path / name).is_file() for name in PROCESSORS):
+        text = f"{path} has no {PROCESSED[config.vlm.output]} ({' or '.join(PROCESSORS)})"
+        yield key, f"{text}; save the processor of the original model there"
+    elif not (path / "tokenizer_config.json").is_file():
+        yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
+
+
+def _codec(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    if config.vlm.codec is None:
+        return
+    key, path = ("vlm", "codec", "path"), Path(config.vlm.codec.path).expanduser()
+    if path.is_dir() and not any((path / name).is_file() for name in config.vlm.codec.files):
+        yield key, f"{path} has no {' or '.join(config.vlm.codec.files)}"
+    elif not path.exists() and looks_local(config.vlm.codec.path):
+        yield key, f"no such file or folder: {path}{nearest_folder(path)}"
+    elif not path.exists():
+        notes.append(f"vlm.codec.path: {config.vlm.codec.path} is loaded from the hub when training starts")
+
+
+def _given_model(config: VLMConfig) -> Iterator[Finding]:
+    """A loaded model of a script: what it cannot be asked for any more."""
+    key: KeyPath = ("vlm", "path")
+    try:
+        found = given(config.vlm.path)
+    except ValueError as error:
+        yield key, str(error)
+        return
+    if config.vlm.output != "text":
+        yield key, f"a model that makes {config.vlm.output} is loaded here; give its hub id or folder"
+    if config.generation.engine == "vllm":
+        yield ("generation", "engine"), "vLLM loads the model itself; give its hub id or folder"
+    if config.vlm.quantize is not None:
+        yield (
+            ("vlm", "quantize"),
+            "weights are quantised while they are loaded; give the hub id or folder",
+        )
+    if getattr(found.processor, "image_processor", None) is None:
+        text = f"needs its processor with an image processor, found a {type(found.processor).__name__}"
+        yield key, f"{text}; give processor=AutoProcessor.from_pretrained(...)"
+
+
+def columns_of_rows(rows: Any, task: Task) -> list[str]:
+    """The columns of every row that a script hands over, a `datasets.Dataset` or a list of mappings, beside the
+    question. Raises ValueError where one lacks its question or its picture, with its number."""
+    if hasattr(rows, "column_names"):
+        known = list(rows.column_names)
+    else:
+        wrong = [k for k, row in enumerate(rows) if not isinstance(row, Mapping)]
+        if wrong:
+            kind = type(rows[wrong[0]]).__name__
+            raise ValueError(f"row {wrong[0]}: a question is a mapping with its columns, found a {kind}")
+        known = [name for name in (rows[0] if len(rows) else ()) if all(name in row for row in rows)]
+    for column, key in ((task.prompt, "prompt"), (task.image, "image")):
+        if column is not None and column not in known:
+            have = ", ".join(known) or "none"
+            text = f"not every row has the column {column!r} (task.{key} names it)"
+            raise ValueError(f"{text}; columns of every row: {have}.{nearest(column, known)}")
+    return [name for name in known if name != task.prompt]
+
+
+def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[Finding]:
+    column = str(config.task.image)
+    without = next((row for row in found.rows if column not in row.columns), None)
+    if without is not None:
+        close = get_close_matches(column, found.column_names, n=1, cutoff=0.5)
+        have = ", ".join(found.column_names) or "none beside the question"
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        text = f"{source}:{without.line}: no picture in the column {column!r}; columns of every row: {have}{hint}"
+        yield ("task", name), f"{text} (task.image names the column)"
+        return
+    for row in found.rows:
+        images = row.columns[column] or []
+        for image in images if isinstance(images, list) else [images]:
+            if not (Path(source).parent / str(image)).is_file():
+                yield ("task", name), f"{source}:{row.line}: there is no file {image!r} beside the data"
+                return
+
+
+def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: list[str]) -> Iterator[Finding]:
+    for index, reward in enumerate(config.rewards):
+        try:
+            origin = resolve_text(reward.name)
+        except ValueError as error:
+            yield ("rewards", index, "name"), str(error)
+            continue
+        if origin.kind == "file":
+            notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+        if config.vlm.output not in OUTPUTS.built_in:
+            continue  # what it makes is known when training starts
+        declared = genrl_rewards.declaration(origin)
+        pictures = [name for name in declared.takes if name in ("images", "pil_images", "pairs")]
+        if config.vlm.makes in ("image", "voxels"):
+            if not pictures:
+                yield (
+                    ("rewards", index, "name"),
+                    f"{reward.name} scores no pictures, and this model makes them; write shapes",
+                )
+                continue
+        elif pictures:
+            text = f"{reward.name} scores {pictures[0]} of a sampler; here completions are scored"
+            yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
+            continue
+        for name, known in columns:
+            made = ("audio", "rate") if config.vlm.makes in ("audio", "music") else ()
+            missing = [c for c in declared.columns if c not in known and c not in (*GIVEN, *made)]
+            if missing:
+                asks = (
+                    f"reward {reward.name} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
+                )
+                yield ("task", name), f"{asks}.{nearest(missing[0], known)}"

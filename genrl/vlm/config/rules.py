@@ -1,0 +1,255 @@
+"""Combinations of settings of a vision-language model's run that cannot work, refused before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from genrl.config.economy import answer_economy
+from genrl.config.method import Finding
+from genrl.config.optimizers import optimizer_problems
+from genrl.config.plugins import Group, find
+from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
+from genrl.diffusion.config.combinations import ImpossibleConfig
+from genrl.diffusion.config.memory_rules import NO_INT4
+from genrl.vlm.config.names import OUTPUTS, TASKS
+
+if TYPE_CHECKING:
+    from genrl.vlm.config.schema import Stage, VLMConfig
+
+
+def refuse_impossible(config: VLMConfig) -> None:
+    """Raise ImpossibleConfig with everything that cannot work together."""
+    asked = _questions(config) if config.environment is None else _episodes(config)
+    shared = [
+        *asked,
+        *_outputs(config),
+        *_quantized(config),
+        *_generation(config),
+        *_strategies(config),
+        *_shards(config),
+        *_staleness(config),
+        *answer_economy(config),
+    ]
+    own = [] if config.stages and all(stage.trainer for stage in config.stages) else config.trainer.problems(config)
+    found = [*shared, *own, *optimizer_problems(config)]
+    watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
+    found += monitor_problems(config, watchable, "held-out figure")
+    if found:
+        raise ImpossibleConfig(found)
+
+
+def _questions(config: VLMConfig) -> Iterator[Finding]:
+    task = config.task
+    if (task.name is None) == (task.train is None):
+        yield ("task.name", "task.train"), "write one of them: a generated task, or data"
+    if task.name is not None and (wrong := _unknown(task.name, TASKS)):
+        yield ("task.name",), wrong
+    if task.name is not None and task.eval is not None:
+        yield ("task.eval", "task.name"), "a generated task has its own held-out questions; leave eval out"
+    if task.name is not None and (task.format is not None or task.video is not None):
+        yield ("task.format", "task.video"), "a generated task has no rows to read; leave them out"
+    if Path(task.train or "").suffix == ".jsonl" and task.format is not None:
+        yield ("task.format", "task.train"), "is for data sets, id:split; the rows of a .jsonl file are questions"
+    if task.min_pixels is not None and task.max_pixels is not None and task.min_pixels > task.max_pixels:
+        yield ("task.min_pixels", "task.max_pixels"), "the least is more than the most"
+    if task.train is not None and task.eval is None and config.evaluation.every:
+        yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
+    if task.train is not None and task.train == task.eval:
+        yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
+    samples = any(part.trainer.samples for part in config.parts)
+    if not config.rewards and samples:
+        yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
+    if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
+        yield ("rewards",), "all weights are 0: nothing is trained"
+    if config.trainer.acts:
+        text = f"{config.trainer.algorithm} learns from episodes: write environment in place of task"
+        yield ("trainer.algorithm", "task"), text
+
+
+def _episodes(config: VLMConfig) -> Iterator[Finding]:
+    if config.task != type(config.task)():
+        yield ("task", "environment"), "write one of them: questions, or an environment to act in"
+    if config.rewards:
+        yield ("rewards", "environment"), "an environment has a reward of its own; leave rewards out"
+    if not config.trainer.acts:
+        yield ("trainer.algorithm", "environment"), f"{config.trainer.algorithm} learns from answers to questions"
+    if config.vlm.prefix_attention is not None:
+        yield ("vlm.prefix_attention", "environment"), "turns of an episode share no prompt; write null"
+
+
+def _outputs(config: VLMConfig) -> Iterator[Finding]:
+    output, makes = config.vlm.output, config.vlm.makes
+    if wrong := _unknown(output, OUTPUTS):
+        yield ("vlm.output",), wrong
+    if makes == "music_reward" and any(part.trainer.samples for part in config.parts):
+        yield ("trainer.algorithm", "vlm.output"), "a score answers nothing; write music_preference, or output: music"
+    if config.vlm.gradient_checkpointing:
+        if makes:
+            text = f"{makes} is trained without; write false"
+            yield ("vlm.gradient_checkpointing", "vlm.output"), text
+        if config.vlm.prefix_attention is not None:
+            text = "blocks that are computed again share no prompts; write null, or false"
+            yield ("vlm.prefix_attention", "vlm.gradient_checkpointing"), text
+    if config.vlm.packing:
+        if makes:
+            yield ("vlm.packing", "vlm.output"), f"{makes} is computed with padding; write false"
+        if config.vlm.prefix_attention is not None:
+            yield ("vlm.packing", "vlm.prefix_attention"), "packed answers share no prompts; write one of them"
+    if makes and config.vlm.prefix_attention is not None:
+        yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
+    if makes and config.environment is not None:
+        yield ("vlm.output", "environment"), f"a model whose output is {makes} does not act; write text"
+    if makes and (config.task.min_pixels or config.task.max_pixels or config.task.video):
+        yield ("task.min_pixels", "task.max_pixels", "task.video", "vlm.output"), f"a model of {makes} sees no pictures"
+    if (codec := config.vlm.codec) is not None:
+        if output != "voxels":
+            yield ("vlm.codec", "vlm.output"), f"decodes bodies, and this model makes {output}; write voxels, or null"
+        elif config.generation.max_new_tokens != codec.longest:
+            text = f"two thoughts of {codec.thoughts} and two bodies of {codec.length} are {codec.longest} tokens"
+            yield ("generation.max_new_tokens", "vlm.codec"), f"{text} with their marks; write {codec.longest}"
+    if config.vlm.lora is not None and makes == "masked_text":
+        yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
+    if config.generation.engine == "vllm" and makes:
+        yield ("generation.engine", "vlm.output"), f"vLLM answers with text, not {makes}; write transformers"
+    if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
+        yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
+    if (output == "text" or makes not in (None, "image", "music")) and config.generation.guidance_scale is not None:
+        text = "only pictures and MusicGen's music are sampled with guidance; leave it out"
+        yield ("generation.guidance_scale", "vlm.output"), text
+
+
+def _quantized(config: VLMConfig) -> Iterator[Finding]:
+    key, kind = "vlm.quantize", config.vlm.quantize
+    if config.vlm.kernels is not None and config.vlm.output != "text":
+        yield ("vlm.kernels", "vlm.output"), "only the vision-language models built in have them; write null"
+    if kind is None:
+        return
+    if kind == "int4":
+        yield (key,), NO_INT4
+    if config.vlm.lora is None:
+        text = "quantised weights cannot be trained, only adapters on them; write quantize: null, or give lora"
+        yield (key, "vlm.lora"), text
+    if config.vlm.output != "text":
+        yield (key, "vlm.output"), "only the vision-language models built in are held in fewer bits; write null"
+    if config.distributed.fsdp:
+        yield (key, "distributed.fsdp"), "quantised weights cannot be divided; write null, or fsdp: false"
+    if config.generation.engine == "vllm":
+        yield (
+            (key, "generation.engine"),
+            "vLLM is sent merged weights, which quantised ones cannot be; write null",
+        )
+
+
+def _unknown(name: str, group: Group) -> str:
+    """What is wrong with a name that is no file's; "" where it is known. Files are looked at with the data."""
+    if ".py" not in name and name not in group.built_in:
+        try:
+            find(name, group)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _generation(config: VLMConfig) -> Iterator[Finding]:
+    generation = config.generation
+    if generation.batch_size is not None and generation.batch_size < generation.group_size:
+        text = "answers to a question are sampled together; write group_size or more"
+        yield ("generation.batch_size", "generation.group_size"), text
+    if config.distributed.context > 1:
+        text = "is for pipelines, by diffusers; transformers divides no context of vision-language models; write 1"
+        yield ("distributed.context",), text
+
+
+def _method_of_stage(at: str, stage: Stage, part: VLMConfig) -> Iterator[Finding]:
+    """A stage with a method of its own."""
+    if stage.preset is not None:
+        yield (f"{at}.preset", f"{at}.trainer"), "write it in the stage's trainer"
+    if part.trainer.acts or part.trainer.with_heads:
+        text = "has modules or an environment of its own; start a run from this one's model"
+        yield (f"{at}.trainer.algorithm",), f"{part.trainer.name} {text}"
+        return
+    for keys, text in part.trainer.problems(part):
+        yield tuple(f"{at}.{key}" if key.startswith("trainer") else key for key in keys), text
+
+
+def _shards(config: VLMConfig) -> Iterator[Finding]:
+    key, trainer = "distributed.fsdp", config.trainer
+    yield from shard_problems(config)
+    if not config.distributed.fsdp:
+        return
+    if config.vlm.output != "text":
+        yield (key, "vlm.output"), "only the vision-language models built in are held in shards; write false"
+    if config.vlm.prefix_attention is not None:
+        text = "a model in shards computes a prompt once for each answer; write null, or fsdp: false"
+        yield ("vlm.prefix_attention", key), text
+    if any(method.fit_batch for method in (trainer, *(part.trainer for part in config.parts))):
+        text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
+        yield ("trainer.fit_batch", key), text
+    if trainer.with_heads:
+        yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
+    if config.trains_shards and any(part.trainer.average is not None for part in config.parts):
+        text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
+        yield (key, "vlm.lora"), text
+    if config.synthesis is not None:
+        yield (key, "synthesis"), "descriptions are kept by one process, shards are of several; write null"
+
+
+def _staleness(config: VLMConfig) -> Iterator[Finding]:
+    at, trainer, staleness = "generation.staleness", config.trainer, config.generation.staleness
+    if not staleness:
+        return
+    if not trainer.takes_older_samples:
+        yield (at, "trainer.algorithm"), f"{trainer.algorithm} learns from samples of the present weights; write 0"
+    for name in ("stages", "synthesis"):
+        if getattr(config, name):
+            yield (name, at), "was not tried with it; leave it out, or write 0"
+    if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+        if config.environment is not None:
+            yield ("generation.vllm.url", at), "a server samples answers ahead, not episodes; leave it out, or write 0"
+        there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
+        for key in [key for key, asked in there.items() if asked]:
+            text = "this needs results of earlier iterations, before which the server samples; leave it out, or write 0"
+            yield (key, at), text
+    if config.distributed.fsdp:
+        yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
+    yield from staleness_problems(config, at, staleness)
+
+
+def _strategies(config: VLMConfig) -> Iterator[Finding]:
+    """Stages, and questions that are changed or made during the run."""
+    if config.stages:
+        total = sum(stage.iterations for stage in config.stages)
+        if total != config.iterations:
+            yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
+        field = type(config.trainer).model_fields.get("preset")
+        presets = [] if field is None else list(get_args(field.annotation))
+        for number, (stage, part) in enumerate(zip(config.stages, config.parts, strict=True)):
+            for keys, text in _questions(part):
+                if stage.task is not None and keys[0].startswith("task"):  # else it is the run's own, and said there
+                    yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
+            if stage.preset is not None and stage.preset not in presets:
+                close = get_close_matches(stage.preset, presets, n=1, cutoff=0)
+                text = f"no preset {stage.preset!r}; did you mean {close[0]}?" if close else "the method has no presets"
+                yield (f"stages.{number}.preset",), text
+            elif stage.preset is not None:
+                yield from (((f"stages.{number}.preset", *keys), text) for keys, text in part.trainer.problems(part))
+            if stage.trainer is not None:
+                yield from _method_of_stage(f"stages.{number}", stage, part)
+    for name in ("stages", "augmentation", "synthesis"):
+        if getattr(config, name) and (config.environment is not None or config.vlm.makes):
+            yield (name,), "is for questions that are answered by text; leave it out"
+    if config.augmentation is not None and sorted(re.findall(r"{.*?}", config.augmentation.truth)) != [
+        "{answer}",
+        "{question}",
+    ]:
+        yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
+    if config.synthesis is not None and config.synthesis.questions > config.generation.prompts_per_iteration:
+        yield ("synthesis.questions", "generation.prompts_per_iteration"), "there are not so many questions"
+    if config.synthesis is not None and (config.trainer.rounds > 1 or config.augmentation is not None):
+        yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
+    if config.synthesis is not None and config.generation.group_size < 2:
+        yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"

@@ -1,0 +1,149 @@
+"""Rewards: a vision-language model as a judge, by the probability of "yes" or by a score that it writes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from PIL.Image import Image
+
+from genrl_rewards.contract import Scored, check_choice
+from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges.vlm import VLM, Endpoint, Question, open_vlm
+
+MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
+MODES = ("yes_no", "score")
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+
+YES_NO = """Look at the picture. Does it show everything that the text between the markers asks for?
+<text>
+{prompt}
+</text>
+Answer with one word, Yes or No."""
+SCORE = """Look at the picture. How well does it show what the text between the markers asks for? How well is it made?
+<text>
+{prompt}
+</text>
+Give reasons in one sentence. Then end with a line "Score: X", where X is a number from 0 (not at all) to 10 (fully)."""
+EDIT_FOLLOWING = """The first picture was edited, and the second is the result. This was the instruction:
+<text>
+{prompt}
+</text>
+Rate from 0 to 10. Following: how fully was the instruction carried out? Keeping: how well was all else left as it was?
+End with two lines, "Following: X" and "Keeping: Y"."""
+EDIT_QUALITY = """Rate this edited picture from 0 to 10, whatever it shows. Natural: does it look like one real picture?
+Clean: is it free of artefacts, such as distorted or torn parts? End with two lines, "Natural: X" and "Clean: Y"."""
+
+
+def parse_score(answer: str, label: str, low: float, high: float) -> float:
+    """The last number after `label` and a colon in an answer; NaN if there is none or it is not in [low, high].
+
+    The last, because a judge may quote the question, or a prompt that names a score, before it gives its own.
+    """
+    words = r"\s+".join(map(re.escape, label.split()))  # a line may break anywhere
+    numbers = re.findall(rf"{words}[\s*]*:[\s*]*{NUMBER}", answer, re.IGNORECASE)
+    value = float(numbers[-1]) if numbers else math.nan
+    return value if low <= value <= high else math.nan
+
+
+def edit_score(following: Sequence[float], quality: Sequence[float], high: float = 10) -> float:
+    """sqrt(min(following) min(quality)) / high, in [0, 1]: the worst of each kind counts.
+
+    VIEScore's overall score (Ku et al. 2023, arXiv 2312.14867, section 3), as EditScore has it. NaN if a number is NaN.
+    """
+    if any(math.isnan(value) for value in (*following, *quality)):
+        return math.nan
+    return math.sqrt(min(following) * min(quality)) / high
+
+
+def judged(vlm: VLM, questions: Sequence[Question], mode: str = "yes_no", max_tokens: int = 256) -> Scored:
+    """What a model says to N questions, by one of `MODES`, in [0, 1]; with the part `mass` for `yes_no`."""
+    if mode == "score":
+        return [parse_score(answer, "Score", 0, 10) / 10 for answer in vlm.answers(questions, max_tokens)], {}
+    answers = vlm.yes_no(questions)
+    return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
+
+
+class Judge:
+    """A vision-language model's yes to picture and prompt, or the score that it writes; local or on a server.
+
+    `model`    hub id or folder of a transformers image-text-to-text model, or the model's name on the server
+    `mode`     `yes_no` (default): P(yes) / (P(yes) + P(no)) as the first word of the answer; `score`: a number from 0
+               to 10 after "Score:" in the answer, over 10
+    `question` what is asked, with a placeholder `{prompt}`: the text itself, `file.txt` or `file.py:CONSTANT`
+    `server`   an OpenAI-compatible server instead of a local model: url, key_env, timeout_s, deadline_s, concurrency
+    `dtype`    of a local model: `bfloat16` (default), `float32`, `float16`
+    `max_tokens` of a written answer
+
+    In [0, 1]. No score if neither yes nor no is likely, or if no number can be read. The part `mass` is P(yes) + P(no):
+    a small one means that the question was not understood as one of yes and no. A video is shown as all its frames.
+    """
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        mode: str = "yes_no",
+        question: str | None = None,
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        max_tokens: int = 256,
+        device: str = "cpu",
+    ):
+        check_choice("judge: unknown mode", mode, MODES)
+        self.mode, self.max_tokens = mode, max_tokens
+        self.question = templates.read(question or (YES_NO if mode == "yes_no" else SCORE), "judge")
+        self.vlm = open_vlm(model, server, dtype, device, "judge")
+        self.to = self.vlm.to
+
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
+        return judged(self.vlm, about(self.question, pil_images, prompts), self.mode, self.max_tokens)
+
+
+class EditJudge:
+    """A vision-language model's four scores of an edit, of which the worst count, in [0, 1] (`edit_score`).
+
+    `following`, `quality` what is asked with both pictures and with the result alone, as `question` of `judge`; answers
+    end with "Following: X", "Keeping: Y", and "Natural: X", "Clean: Y", each from 0 to 10. Others as in `judge`.
+    The source picture is the file in the column `source_image`; the prompt is the instruction.
+    """
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        following: str = EDIT_FOLLOWING,
+        quality: str = EDIT_QUALITY,
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        max_tokens: int = 256,
+        device: str = "cpu",
+    ):
+        self.following = templates.read(following, "edit_judge", holding="{prompt}")
+        self.quality = templates.read(quality, "edit_judge")
+        self.max_tokens = max_tokens
+        self.vlm = open_vlm(model, server, dtype, device, "edit_judge")
+        self.to = self.vlm.to
+
+    def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
+        rows = zip(source_images, pil_images, prompts, strict=True)
+        both: list[Question] = [[a, b, templates.put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
+        alone: list[Question] = [[picture, self.quality] for picture in pil_images]
+        answers = self.vlm.answers([*both, *alone], self.max_tokens)
+        asked = {"Following": 0, "Keeping": 0, "Natural": len(both), "Clean": len(both)}  # label -> first answer
+        parts = {
+            label.lower(): [parse_score(answer, label, 0, 10) for answer in answers[start : start + len(both)]]
+            for label, start in asked.items()
+        }
+        return [edit_score((f, k), (n, c)) for f, k, n, c in zip(*parts.values(), strict=True)], parts
+
+
+def about(text: str, pil_images: Sequence[Any], prompts: Sequence[str]) -> list[Question]:
+    """A question for each sample: its picture, or its frames in order, and the text with its prompt."""
+    rows = zip(pil_images, prompts, strict=True)
+    return [[*shown(pictures), templates.put(text, "{prompt}", prompt)] for pictures, prompt in rows]
+
+
+def shown(pictures: Image | list[Image]) -> list[Image]:
+    """A picture, or the frames of a video, as a list."""
+    return list(pictures) if isinstance(pictures, list) else [pictures]

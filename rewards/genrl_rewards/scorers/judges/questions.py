@@ -1,0 +1,78 @@
+"""Reward: are the things that a prompt asks for there? One question for each, asked of a vision-language model.
+
+GenEval 2's Soft-TIFA (Kamath et al. 2025, arXiv 2512.16853) takes the probability of the expected answer to each
+question and their mean or geometric mean; T2I-CompBench's BLIP-VQA (Huang et al. 2023, arXiv 2307.06350) the product of
+P(yes).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from genrl_rewards.contract import Scored, check_choice, declare
+from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges.expected import COLUMN, pairs
+from genrl_rewards.scorers.judges.judge import MODEL, shown
+from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+
+ASKED = "{question} Answer with one word."
+
+
+def combined(chances: Sequence[float], combine: str) -> float:
+    """The chances of the expected answers as one score, by `geometric`, `mean` or `product`; NaN without any."""
+    if not chances:
+        return math.nan
+    if combine == "mean":
+        return math.fsum(chances) / len(chances)
+    product = math.prod(chances)
+    return product if combine == "product" else product ** (1 / len(chances))
+
+
+class Questions:
+    """Are the things that a prompt asks for there? A vision-language model's answers to a question for each, in [0, 1].
+
+    `questions` the column with the list of them (default `vqa_list`, as in GenEval 2's file): each a pair of question
+                and expected answer, one word or a number up to ten, or a question whose answer is to be yes
+    `combine`   the chances of the expected answers: `geometric` mean (default; Soft-TIFA), `mean`, `product` (BLIP-VQA)
+    `asked`     the text with the placeholder `{question}`, `file.txt` or `file.py:CONSTANT`
+    `model`, `server`, `dtype` as in `judge`
+
+    The chance of an answer is that of its spellings as the first word. The part `least` is the lowest chance. No score
+    for a prompt without questions. A video is shown as all its frames.
+    """
+
+    def __init__(
+        self,
+        questions: str = COLUMN,
+        combine: str = "geometric",
+        asked: str = ASKED,
+        model: str = MODEL,
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+    ):
+        check_choice("questions: unknown combine", combine, ("geometric", "mean", "product"))
+        self.combine, self.asked = combine, templates.read(asked, "questions", holding="{question}")
+        self.vlm = open_vlm(model, server, dtype, device, "questions")
+        self.to = self.vlm.to
+        self.__signature__ = declare(["pil_images", questions])
+
+    def check_row(self, **column: Any) -> None:
+        """Raise ValueError for expected answers that the model cannot say as its first word."""
+        (row,) = column.values()
+        self.vlm.check_words([answer for _, answer in pairs(row)])
+
+    def __call__(self, pil_images: list[Any], **column: list[Any]) -> Scored:
+        (lists,) = column.values()
+        rows = [pairs(row) for row in lists]
+        asked: list[Question] = [
+            [*shown(pictures), templates.put(self.asked, "{question}", question)]
+            for pictures, row in zip(pil_images, rows, strict=True)
+            for question, _ in row
+        ]
+        chances = iter(self.vlm.first_words(asked, [answer for row in rows for _, answer in row]))
+        found = [list(itertools.islice(chances, len(row))) for row in rows]
+        return [combined(row, self.combine) for row in found], {"least": [min(row, default=math.nan) for row in found]}

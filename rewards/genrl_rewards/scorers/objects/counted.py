@@ -1,0 +1,57 @@
+"""What the checkers of the drawn worlds share: credit for numbers of things and a relation, and scores by caption."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from genrl_rewards.contract import Scored
+from genrl_rewards.pictures import to_uint8
+
+if TYPE_CHECKING:
+    import torch
+
+BACKGROUND = (244, 243, 238)
+POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
+
+Asked = TypeVar("Asked")
+
+
+def credit(found: Sequence[int], asked: Sequence[int], extra: int, position: float) -> tuple[float, float]:
+    """soft and strict, in [0, 1], of so many things found and asked for by group, and `extra` others.
+
+    soft: mean over groups of max(0, 1 - |found - asked| / asked), times asked / (asked + extra); position, NaN where
+    no relation was requested, has a weight of `POSITION_WEIGHT` in it. strict: 1 if all is as requested.
+    """
+    errors = [abs(there - wanted) for there, wanted in zip(found, asked, strict=True)]
+    total = sum(asked)
+    soft = float(np.mean([max(0.0, 1 - e / wanted) for e, wanted in zip(errors, asked, strict=True)]))
+    soft *= total / (total + extra)
+    exact = not any(errors) and extra == 0
+    if not math.isnan(position):
+        soft = (1 - POSITION_WEIGHT) * soft + POSITION_WEIGHT * position
+        exact = exact and position == 1.0
+    return soft, float(exact)
+
+
+def by_caption(
+    images: torch.Tensor,
+    prompts: Sequence[str],
+    parse: Callable[[str], Asked | None],
+    check: Callable[[np.ndarray, Asked], dict[str, float]],
+    parts: Sequence[str],
+    *,
+    strict: bool,
+) -> Scored:
+    """`check` of each picture, float [N, 3, H, W] in [0, 1], against what `parse` reads of its prompt; no score for a
+    prompt that it cannot read. The score is the part `strict` or `soft`; all `parts` are reported, too."""
+    found: dict[str, list[float]] = {name: [] for name in parts}
+    for picture, prompt in zip(to_uint8(images), prompts, strict=True):
+        asked = parse(prompt)
+        result = check(picture, asked) if asked else dict.fromkeys(parts, math.nan)
+        for name in parts:
+            found[name].append(result[name])
+    return found["strict" if strict else "soft"], found

@@ -1,0 +1,167 @@
+"""Rewards of written answers that need more than a comparison with an expected text: what a frozen model answers from
+the chosen frames, whether reasoning and answer agree, and what a judge says about a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from genrl_rewards.contract import check_choice
+from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges.judge import MODES, judged
+from genrl_rewards.scorers.judges.lm import open_lm
+from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact, numbers_in, tag_format
+
+JUDGED = """A question and an answer to it are between the markers.
+<question>
+{prompt}
+</question>
+<answer>
+{completion}
+</answer>"""
+YES_NO = f"{JUDGED}\nIs the answer right? Answer with one word, Yes or No."
+SCORE = f"""{JUDGED}
+How good is the answer? Give reasons in one sentence. Then end with a line "Score: X", X from 0 (useless) to 10."""
+AGREES = f"{JUDGED}\nDoes the reasoning lead to the answer given at the end? Answer with one word, Yes or No."
+
+
+class Answered:
+    """Does a frozen vision-language model answer correctly from the chosen frames alone (K-frames)? 1 or 0.
+
+    A completion chooses frames by their numbers, from 1, in its answer. Columns: `frames`, the pictures of the clip;
+    `about`, what the frozen model is asked; `truth`, the right answer. 0 if no frame is chosen.
+
+    `model`     hub id or folder of a transformers image-text-to-text model, or the model's name on the server
+    `shown`     the most chosen frames that are shown, evenly spread
+    `tag`       of the frozen model's answer; "" = the whole of it
+    `server`, `dtype`, `max_tokens`  as in `judge`
+    """
+
+    def __init__(
+        self,
+        model: str,
+        shown: int = 1,
+        tag: str = "answer",
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        max_tokens: int = 16,
+        device: str = "cpu",
+    ):
+        if shown < 1:
+            raise ValueError(f"answered: shown is the number of frames to answer from, at least 1, not {shown}")
+        self.shown, self.tag, self.max_tokens = shown, tag, max_tokens
+        self.vlm = open_vlm(model, server, dtype, device, "answered")
+        self.to = self.vlm.to
+
+    def __call__(
+        self, completions: list[str], frames: list[Sequence[Any]], about: list[str], truth: list[str]
+    ) -> list[float]:
+        chosen = [chosen_frames(text, len(clip)) for text, clip in zip(completions, frames, strict=True)]
+        asked = [k for k, numbers in enumerate(chosen) if numbers]
+        questions: list[Question] = [[*(frames[k][n] for n in spread(chosen[k], self.shown)), about[k]] for k in asked]
+        answers = self.vlm.answers(questions, self.max_tokens)
+        right = exact(answers, [truth[k] for k in asked], tag=self.tag)
+        scores = dict(zip(asked, right, strict=True))
+        return [scores.get(k) or 0.0 for k in range(len(completions))]
+
+
+def chosen_frames(completion: str, number: int) -> list[int]:
+    """Which of `number` frames, from 0, a completion chooses, in ascending order; none if it names any other."""
+    written = numbers_in(answer_in(completion) or "")
+    inside = all(value.is_integer() and 1 <= value <= number for value in written)
+    return sorted({int(value) - 1 for value in written}) if inside else []
+
+
+def spread(values: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the values: the middles of equal parts."""
+    count = min(most, len(values))
+    return [values[int((k + 0.5) * len(values) / count)] for k in range(count)]
+
+
+class Consistent:
+    """R1-Reward's accuracy (1 + .5 c) + .5 format, c = 1 if reasoning and answer agree, otherwise -1; 0 to 2.
+
+    (arXiv 2505.02835.) accuracy: the answer is the column `answer`; format: `<think>` and `<answer>`, each once.
+    Without a judge, the two agree if the reasoning ends with the answer (a rule of ours); a judge is asked `question`.
+
+    `model`, `server`, `dtype`  of the judge, as in `text_judge`; null: the rule
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        question: str = AGREES,
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+    ):
+        self.question = templates.read(question, "consistent", holding="{completion}")
+        self.judge = None if model is None else open_lm(model, server, dtype, device, "consistent")
+
+    def to(self, device: str) -> None:
+        """Move the judge, if there is one and it runs here."""
+        if self.judge is not None:
+            self.judge.to(device)
+
+    def __call__(self, prompts: list[str], completions: list[str], answer: list[str]) -> list[float | None]:
+        right, form = exact(completions, answer), tag_format(completions)
+        agrees = [ends_in_answer(text) for text in completions]
+        if self.judge is not None:
+            yes, _ = judged(self.judge, asked(self.question, prompts, completions))
+            agrees = [probability > 0.5 for probability in yes]
+        return [
+            None if a is None else a * (1 + 0.5 * (1 if c else -1)) + 0.5 * f
+            for a, f, c in zip(right, form, agrees, strict=True)
+        ]
+
+
+def ends_in_answer(completion: str) -> bool:
+    """Whether the words of the reasoning end with those of the answer, in any case; neither may be missing."""
+    thought, said = ((answer_in(completion, tag) or "").casefold().split() for tag in ("think", "answer"))
+    return bool(said) and thought[-len(said) :] == said
+
+
+class TextJudge:
+    """A language model's yes to a written answer, or the score that it writes, in [0, 1]; local or on a server.
+
+    `model`    hub id or folder of a transformers language model, or the model's name on the server
+    `mode`     `yes_no`: P(yes) / (P(yes) + P(no)) as the first word; `score`: a number from 0 to 10 after "Score:"
+    `question` what is asked, with placeholders `{prompt}` and `{completion}`: the text, `file.txt`, `file.py:CONSTANT`
+    `server`   an OpenAI-compatible server instead of a local model: url, key_env, timeout_s, deadline_s, concurrency
+
+    No score if neither yes nor no is likely, or if no number can be read. Pictures of the question are not shown.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        mode: str = "yes_no",
+        question: str | None = None,
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        max_tokens: int = 256,
+        device: str = "cpu",
+    ):
+        check_choice("text_judge: unknown mode", mode, MODES)
+        self.mode, self.max_tokens = mode, max_tokens
+        default = YES_NO if mode == "yes_no" else SCORE
+        self.question = templates.read(question or default, "text_judge", holding="{completion}")
+        self.lm = open_lm(model, server, dtype, device, "text_judge")
+        self.to = self.lm.to
+
+    def __call__(self, prompts: list[str], completions: list[str]) -> list[float]:
+        return judged(self.lm, asked(self.question, prompts, completions), self.mode, self.max_tokens)[0]
+
+
+def asked(question: str, prompts: Sequence[str], completions: Sequence[str]) -> list[Question]:
+    """The question about each completion."""
+    return [[filled(question, *row)] for row in zip(prompts, completions, strict=True)]
+
+
+def filled(question: str, prompt: str, completion: str) -> str:
+    """The question with prompt and completion in their places. A completion quotes a model: it cannot add a placeholder
+    or a control token of its own."""
+    before, place, after = question.partition("{completion}")
+    parts = [templates.put(part, "{prompt}", prompt) for part in (before, after)]
+    return f"{parts[0]}{templates.put(place, '{completion}', completion)}{parts[1]}"

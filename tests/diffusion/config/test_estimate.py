@@ -1,0 +1,324 @@
+"""The cost estimate: model calls against hand counts, sizes against files written by safetensors."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from genrl.config import Config, load
+from genrl.diffusion.config.estimate import (
+    Component,
+    HeaderError,
+    plan,
+    read_components,
+    read_header,
+    trained_parameters,
+)
+from genrl.diffusion.config.memory_estimate import memory
+
+FLOW_GRPO = {"algorithm": "flow_grpo"}
+TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 4, "noise_growth": 0}}
+
+
+def config(**sections: Any) -> Config:
+    tree = {
+        "model": {"path": "org/model"},
+        "prompts": {"train": "a.txt", "eval": "b.txt"},
+        "rewards": [{"name": "shapes"}],
+        "sampling": {
+            "prompts_per_iteration": 3,
+            "group_size": 4,
+            "batch_size": 4,
+            "num_inference_steps": 5,
+            "guidance_scale": 1.0,
+        },
+        "trainer": FLOW_GRPO,
+        "evaluation": {"every": 4, "num_prompts": 6},
+        "iterations": 10,
+    }
+    for name, section in sections.items():
+        merged = isinstance(section, dict) and name != "trainer" and name in tree
+        tree[name] = {**tree[name], **section} if merged else section
+    return Config.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("sections", "sample", "train", "backward"),
+    [
+        ("", 60, 48, 48),  # 12 samples x 5 steps; x 4 trained steps
+        ("sampling: {guidance_scale: 4.0}", 120, 96, 96),
+        ("sampling: {guidance_scale: null}", 120, 96, 96),
+        ("trainer: {algorithm: flow_grpo, kl_weight: 0.1}", 60, 96, 48),
+        ("trainer: {algorithm: flow_grpo, keep_graph: true}", 60, 0, 48),
+        ("trainer: {algorithm: flow_grpo, keep_graph: true, kl_weight: 0.1}", 60, 48, 48),  # the reference's
+        ("trainer: {algorithm: flow_grpo, window: {size: 2}}", 60, 24, 24),
+        ("trainer: {algorithm: flow_grpo, inner_epochs: 3, updates_per_iteration: 3}", 60, 144, 144),
+        ("trainer: {algorithm: flow_grpo, guidance_in_training: false}, sampling: {guidance_scale: 4.0}", 120, 96, 48),
+        ("trainer: {algorithm: grpo_guard, updates_per_iteration: 3}", 60, 80, 48),  # means of two thirds
+        ("trainer: {algorithm: prdp, kernel: flow_sde}", 60, 96, 48),
+        ("trainer: {algorithm: prdp, kernel: flow_sde, inner_epochs: 2}", 60, 192, 96),
+        ("trainer: {algorithm: diffusion_nft}", 60, 144, 48),
+        ("trainer: {algorithm: awm}", 60, 216, 72),  # the policy, the reference, the slow copy; at 6 levels
+        ("trainer: {algorithm: awm, updates_per_iteration: 3}", 60, 264, 72),  # the old one for two thirds
+        ("trainer: {algorithm: awm, kl_weight: 0, ema_kl_weight: 0}", 60, 72, 72),
+        ("trainer: {algorithm: dgpo, first_steps: 5}, sampling: {guidance_scale: 4.0}", 120, 144, 48),
+        ("trainer: {algorithm: dgpo, first_steps: 5, reference_guidance: 4.5}", 60, 192, 48),
+        ("trainer: {algorithm: dgpo, first_steps: 5, reference: ema, kl_weight: 0}", 60, 96, 48),
+        ("trainer: {algorithm: crd}", 60, 144, 48),
+        ("trainer: {algorithm: crd, kl_weight: 0, timesteps_per_sample: 2}", 60, 48, 24),
+        ("trainer: {algorithm: dpo, timesteps_per_pair: 3}", 60, 36, 18),  # 3 pairs
+        ("trainer: {algorithm: dpo_offline}, sampling: {prompts_per_iteration: 6, group_size: 2}", 0, 24, 12),
+        ("trainer: {algorithm: d3po}", 60, 96, 48),
+        ("trainer: {algorithm: draft}", 60, 12, 12),
+        ("trainer: {algorithm: draft, steps: 3}, sampling: {guidance_scale: 4.0}", 120, 144, 72),
+        ("trainer: {algorithm: draft, truncation: alignprop, steps: 2}", 60, 30, 18),  # 1 or 4 calls
+        ("trainer: {algorithm: draft, truncation: refl, steps: 3}", 48, 12, 12),  # 3, 4 or 5 steps drawn
+        # the assistant's two steps, its score, the teacher's two, the generator
+        ("trainer: {algorithm: diff_instruct, assistant_steps: 2}, sampling: {num_inference_steps: 1}", 12, 72, 72),
+        (
+            "trainer: {algorithm: diff_instruct, divergence: kl, guidance: none}, sampling: {num_inference_steps: 1}",
+            *(12, 48, 24),
+        ),
+        ("trainer: {algorithm: diffusion_nft, kl_weight: 0}", 60, 96, 48),
+        ("trainer: {algorithm: diffusion_nft, timesteps_per_sample: 2}", 60, 72, 24),
+        ("trainer: {algorithm: diffusion_nft, old_policy_decay: none, kl_weight: 0}", 60, 48, 48),
+        ("sampling: {pipeline_args: {true_cfg_scale: 4.0, negative_prompt: ' '}}", 120, 96, 96),
+        ("sampling: {pipeline_args: {true_cfg_scale: 4.0}, guidance_scale: null}", 60, 48, 48),
+    ],
+)
+def test_model_calls(sections: str, sample: int, train: int, backward: int) -> None:
+    found = plan(config(**yaml.safe_load(f"{{{sections}}}")))
+    assert (found.sample_calls, found.train_calls, found.backward_calls) == (sample, train, backward)
+    assert (found.images, found.micro_batches) == (12, 3)
+
+
+WINDOW = {"size": 2, "high": 4}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sample", "train"),
+    [
+        # per prompt: a chain of 4 samples x 5 steps; the window, wherever it is, trains 2 steps of each
+        ({"window": {**WINDOW, "schedule": "progressive", "every": 4}}, 20, 8),
+        # one tree: 2 shared steps at first (0, 1, 2 by place), the split's own call, then 4 chains
+        ({"window": {**WINDOW, "stride": 0, "schedule": "progressive"}, "tree": {"ways": 4}}, 1 + 4 * 4, 1 + 4),
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}}, 3 + 4 * 2, 1 + 4),
+        # places 0, 1, 2 by turns of 4, 4, 2 iterations: 17, 14 and 11 calls
+        (
+            {"window": {**WINDOW, "schedule": "progressive", "every": 4}, "tree": {"ways": 4}},
+            (4 * 17 + 4 * 14 + 2 * 11) / 10,
+            5,
+        ),
+        ({"window": WINDOW, "tree": {"ways": 4}}, (17 + 14 + 11) / 3, 5),
+        # places 0, 1, 2 with likelihood 4 : 2 : 1
+        ({"window": {**WINDOW, "schedule": "geometric"}, "tree": {"ways": 4}}, (4 * 17 + 2 * 14 + 11) / 7, 5),
+        # two ways at both steps of the window at 2, 3: 3 + 2 + 4
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 2, "at": "window"}}, 3 + 2 + 4, 1 + 2),
+        # splits at 0 and 3, every step but the last trained: 1 + 2 + 2 + 2 + 4
+        ({"tree": {"ways": 2, "at": [0, 3]}}, 1 + 2 + 2 + 2 + 4, 1 + 2 + 2 + 2),
+        ({"tree": {"ways": 2, "at": [0]}}, 2 * (1 + 2 * 4), 2 * (1 + 2 * 3)),  # two roots
+        # the pruned depths 3 and 4 (steps 2, 3) in the first 5 + 1 of 10 iterations
+        ({"tree": {"ways": 2, "at": [0, 3], "prune": {"depths": [3, 4], "until": 0.5}}}, 11, (6 * 3 + 4 * 7) / 10),
+        # 2 trained steps, and ceil(0.5 x 3) = 2 of the solver
+        ({"window": {**WINDOW, "high": 2}, "tail_ratio": 0.5}, 4 * (2 + 2), 8),
+        # the last 1, then 2 of steps 0..3 are the window: 5 iterations each
+        ({"window": {**WINDOW, "schedule": "backward", "shortest": 1}, "tree": {"ways": 4}}, (8 + 11) / 2, (1 + 5) / 2),
+        ({**TREE_RPO, "window": {**WINDOW, "low": 2}}, 11, 5 + 2),
+        ({**TREE_RPO, "window": {**WINDOW, "low": 2}, "layer_tuning": {"target": "best_image"}}, 11, 5),
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "kl_weight": 0.1, "inner_epochs": 2}, 11, 2 * 2 * 5),
+    ],
+)
+def test_model_calls_of_windows_and_trees(trainer: dict[str, Any], sample: float, train: float) -> None:
+    """By hand, for one of three prompts, averaged over 10 iterations."""
+    found = plan(config(trainer={**FLOW_GRPO, **trainer}))
+    assert found.sample_calls == pytest.approx(3 * sample)
+    assert found.train_calls == pytest.approx(3 * train)
+    assert found.total_calls(10) == round(30 * (sample + train)) + found.evaluations * found.evaluation_calls
+
+
+def test_guidance() -> None:
+    flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
+    embedded = config(sampling={"guidance_scale": 3.5})  # an input of the model: one call
+    assert plan(embedded, (flux,)).sample_calls == 60 and plan(embedded).sample_calls == 120
+    tree = {**TREE_RPO, "window": {**WINDOW, "low": 2}}
+    guided = plan(config(trainer=tree, sampling={"guidance_scale": 4.0}))
+    assert (guided.sample_calls, guided.train_calls, guided.backward_calls) == (66, 42, 30)
+    unguided = plan(config(trainer={**tree, "guidance_in_training": False}, sampling={"guidance_scale": 4.0}))
+    assert (unguided.sample_calls, unguided.train_calls) == (66, 3 * (5 + 5 + 2))  # learned, judged, and the best path
+
+
+def test_whole_run() -> None:
+    found = plan(config(trainer={**FLOW_GRPO, "updates_per_iteration": 3, "inner_epochs": 2}))
+    assert found.optimizer_steps == 60
+    assert found.evaluations == 4  # before the first iteration, after 4 and 8, and at the end
+    assert found.evaluation_calls == 30
+    assert found.total_calls(10) == 10 * (60 + 96) + 4 * 30
+    assert plan(config(evaluation={"every": 0})).evaluations == 0
+    assert plan(config(evaluation={"num_inference_steps": 9, "guidance_scale": 2.0})).evaluation_calls == 6 * 9 * 2
+
+
+def write_pipeline(folder: Path) -> None:
+    """A pipeline folder with a transformer in two shards (and a variant), a VAE, and a component without weights."""
+    parts = {"transformer": ["diffusers", "SD3Transformer2DModel"], "vae": ["diffusers", "AutoencoderKL"],
+             "scheduler": ["diffusers", "DDIMScheduler"], "unet": [None, None]}  # fmt: skip
+    for name in ("transformer", "vae", "scheduler"):
+        (folder / name).mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "X", **parts}))
+    settings = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 8, "patch_size": 2, "sample_size": 16}
+    (folder / "transformer" / "config.json").write_text(json.dumps(settings))
+    (folder / "vae" / "config.json").write_text(json.dumps({"block_out_channels": [1, 2, 3]}))
+    first = {
+        "blocks.0.attn.to_q.weight": np.zeros((32, 16), np.float32),
+        "blocks.0.attn.to_q.bias": np.zeros(32, np.float32),
+    }
+    second = {
+        "blocks.0.attn.to_out.0.weight": np.zeros((32, 32), np.float16),
+        "blocks.0.ff.weight": np.zeros((8, 8), np.float32),
+    }
+    save_file(first, folder / "transformer" / "diffusion_pytorch_model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file(second, folder / "transformer" / "diffusion_pytorch_model-00002-of-00002.safetensors")
+    save_file({"x": np.zeros((3, 3), np.float16)}, folder / "transformer" / "diffusion_pytorch_model.fp16.safetensors")
+    save_file({"conv": np.zeros((2, 3, 1, 1), np.float32)}, folder / "vae" / "diffusion_pytorch_model.safetensors")
+
+
+def test_components_are_read_from_headers(tmp_path: Path) -> None:
+    write_pipeline(tmp_path)
+    transformer, vae = read_components(tmp_path)
+    assert (transformer.name, transformer.kind) == ("transformer", "SD3Transformer2DModel")
+    assert transformer.num_parameters == 32 * 16 + 32 + 32 * 32 + 64
+    assert transformer.num_file_bytes == 4 * (32 * 16 + 32 + 64) + 2 * 32 * 32
+    assert (vae.num_parameters, vae.note) == (6, "")
+    assert read_components(tmp_path, "fp16")[0].num_parameters == 9
+    assert read_components(tmp_path / "absent") == ()
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"broken")
+    vae = read_components(tmp_path)[1]
+    assert vae.note == "diffusion_pytorch_model.safetensors: not a safetensors file" and vae.num_parameters == 0
+
+
+def test_memory_parts(tmp_path: Path) -> None:
+    write_pipeline(tmp_path)
+    components = read_components(tmp_path)
+    with_lora = config(model={"lora": {"rank": 2}, "dtype": "bfloat16"})
+    adapters = 2 * (32 + 16) + 2 * (32 + 32)
+    assert trained_parameters(with_lora, components) == adapters
+    parts = dict(memory(with_lora, components))
+    assert parts["adapters"] == parts["gradients (float32)"] == parts["average (ema)"] == 4 * adapters
+    assert parts["optimiser state (adamw)"] == 8 * adapters
+    assert parts["copy to undo an iteration"] == (4 + 8 + 4) * adapters
+    lion = dict(memory(config(model={"lora": {"rank": 2}}, optimizer={"name": "lion"}), components))
+    assert lion["optimiser state (lion)"] == 4 * adapters
+    assert lion["copy to undo an iteration"] == (4 + 4 + 4) * adapters
+    assert parts["weights of transformer"] == 2 * components[0].num_parameters
+    assert "reference" not in parts
+
+    trainer = {"algorithm": "diffusion_nft"}
+    full = config(model={"lora": None, "dtype": "bfloat16", "autocast": "bfloat16"}, trainer=trainer, ema=None)
+    parts = dict(memory(full, components))
+    size = components[0].num_parameters
+    assert trained_parameters(full, components) == size
+    assert parts["weights of transformer"] == parts["old policy"] == parts["reference"] == 4 * size
+    assert "average (ema)" not in parts and parts["weights of vae"] == 12
+
+
+def test_activations_scale_with_tokens_batch_and_layers(tmp_path: Path) -> None:
+    write_pipeline(tmp_path)
+    components = read_components(tmp_path)
+    key = "activations of one micro-batch (rough)"
+
+    def size(**sampling: Any) -> int:
+        return dict(memory(config(sampling=sampling), components))[key]
+
+    small = size(height=32, width=32)  # VAE scale 4, patch 2: 4 x 4 tokens
+    # batch, tokens, layers, width x bytes kept by SD3's blocks and the rank of one adapter
+    assert small == 4 * 16 * 2 * (32 * 48 + 32 * 4)
+    assert size(height=64, width=32) == 2 * small and size(height=32, width=32, batch_size=2) == small // 2
+    assert size(height=32, width=32, guidance_scale=4.0) == 2 * small
+    assert size() == size(height=64, width=64)  # the model's own size: 16 latents of 4 pixels
+    checkpointed = config(model={"gradient_checkpointing": True}, sampling={"height": 32, "width": 32})
+    assert dict(memory(checkpointed, components))[key] < small
+
+
+def test_kept_activations_are_those_of_the_iteration_that_keeps_most(tmp_path: Path) -> None:
+    """Not the mean: where the judge has its turns, or depths are pruned for some of the iterations."""
+    write_pipeline(tmp_path)
+    components = read_components(tmp_path)
+
+    def size(trainer: dict[str, Any], key: str = "activations kept from sampling (rough)") -> int:
+        return dict(memory(config(trainer=trainer, sampling={"height": 32, "width": 32}), components))[key]
+
+    one = size(FLOW_GRPO, "activations of one micro-batch (rough)")  # of 4 samples
+    keeps = {**FLOW_GRPO, "keep_graph": True}
+    assert size(keeps) == 12 * 4 / 4 * one
+    adversary = {"references": "pictures", "schedule": "alternate", "every": 2}
+    assert size({**keeps, "algorithm": "adv_grpo", "adversary": adversary}) == size(keeps)
+    tree = {"ways": 2, "at": [0, 3]}
+    pruned = {**tree, "prune": {"depths": [3, 4], "until": 0.5}}
+    assert size({**keeps, "tree": pruned}) == size({**keeps, "tree": tree}) == 7 * 3 / 4 * one
+
+
+def test_quantised_and_offloaded_weights(tmp_path: Path) -> None:
+    """By hand: a matrix of 64 x 32, a bias of 64, a table of 10 x 32."""
+    shapes = {"a.weight": (64, 32), "a.bias": (64,), "embed.weight": (10, 32)}
+    transformer = Component("transformer", "X", 2048 + 64 + 320, 0, shapes, {})
+    encoder = Component("text_encoder", "Y", 2048 + 64 + 320, 0, shapes, {})
+    vae = Component("vae", "Z", 100, 0, {"w": (100,)}, {})
+
+    def parts(**model: Any) -> dict[str, int]:
+        return dict(memory(config(model=model), (transformer, encoder, vae)))
+
+    key = "weights of transformer"
+    assert parts()[key] == 4 * 2432
+    assert parts(quantize="int8")[key] == 2048 + 4 * 64 + 4 * (64 + 320)  # scales are one per row
+    assert parts(quantize="int8", dtype="bfloat16")["weights of text_encoder"] == 2048 + 2 * 64 + 2 * (64 + 320)
+    assert parts(quantize={"text_encoder": "int8"})[key] == 4 * 2432
+    assert parts(quantize="nf4", dtype="bfloat16")[key] == round(2048 * 4.127 / 8) + 2 * (64 + 320)
+    between = parts(offload={"text_encoders": "between", "vae": "between"})
+    assert "weights of text_encoder" not in between and "weights of vae" not in between
+    assert between["text encoders while they encode, beyond that"] == 4 * 2432 - 400  # beyond the VAE, which decodes
+    ahead = parts(offload={"text_encoders": "encode_then_free"})
+    assert ahead.keys() == {key, "weights of vae"}  # alone on the device they need less than all the rest later
+    big = Component("text_encoder", "Y", 5000, 0, {}, {})
+    found = dict(memory(config(model={"offload": {"text_encoders": "encode_then_free"}}), (transformer, big, vae)))
+    assert sum(found.values()) == 20_000
+
+
+def test_the_formula_is_what_was_measured(root: Path) -> None:
+    """Within 15 %; measured by `python -m benchmarks.memory` on two CPU cores: docs/memory.md."""
+    components = read_components(root / "assets" / "tiny-t2i")
+    common = ["sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}", "evaluation.every=0"]
+    for changes, measured in (
+        ([], 123.3),
+        (["model.gradient_checkpointing=true"], 79.5),
+        (["model.lora=null", "optimizer.lr=1e-5"], 231.6),
+    ):
+        found = load(root / "configs" / "flow_grpo.yaml", [*common, *changes])
+        assert isinstance(found, Config)
+        assert sum(size for _, size in memory(found, components)) / 1e6 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "not a safetensors file"),
+        (b"\x80\x02}q\x00.", "not a safetensors file"),  # a pickle
+        (struct.pack("<Q", 2**62) + b"{}", "not a safetensors file"),
+        (struct.pack("<Q", 5) + b"{nope", "not JSON"),
+        (struct.pack("<Q", 4) + b"\xff\xfe\x00\x00", "not JSON"),
+        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+        (struct.pack("<Q", 10) + b'{"a": "b"}', "is not a tensor"),
+        (struct.pack("<Q", 12) + b'{"a": {"x":1', "not JSON"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
+    ],
+)
+def test_files_that_are_not_safetensors(raw: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw)
+    with pytest.raises(HeaderError, match=says):
+        list(read_header(path))

@@ -1,0 +1,210 @@
+"""A resumed run goes on in the tracker; pictures, films and tables reach those that take them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from genrl.runtime.folder import trackers
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run, start
+
+PICTURE = Image.new("RGB", (8, 8), (200, 0, 0))
+ROWS: list[list[str | float]] = [["a | b", 0.5], ["c", float("nan")]]
+
+
+def log_all(run: Run, name: str, first: int) -> None:
+    """Two iterations, as a run logs them, after `first` of them."""
+    film = run.folder / "film.gif"
+    PICTURE.save(film, save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    logger = MetricLogger(run, [name], config={"a": {"b": 1}}, resumed_from=first)
+    for step in (first + 1, first + 2):
+        logger.log_picture(step, "samples/grid", PICTURE)
+        logger.log_video(step, "videos/success-00", film)
+        logger.log_table(step, "samples/rewards", ["prompt", "shapes"], ROWS)
+        logger.log(step, {"loss": step / 2})
+    logger.finish()
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a run that W&B wrote for a later upload: a LevelDB log after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, block, text = file.read_bytes(), 7, 2**15, b""
+    while place + 7 <= len(content):
+        if block - place % block < 7:  # the rest of a block that has no room for a header
+            place += block - place % block
+            continue
+        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])  # after the checksum
+        text += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(text)
+            yield record
+            text = b""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for key, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(key, value)
+    run = Run(tmp_path / "mine")
+    run.folder.mkdir()
+    log_all(run, "wandb", 0)
+    log_all(run, "wandb", 2)
+    wandb.teardown()  # its own process has written everything
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    records = [list(wandb_records(file)) for file in files]
+    begun = [record.run for some in records for record in some if record.HasField("run")]
+    assert len(files) == 2
+    assert {(one.run_id, one.display_name) for one in begun} == {(trackers.kept_ids(run)["wandb"], "mine")}
+    logged = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for some in records
+        for record in some
+        if record.HasField("history")
+    ]
+    assert [(row["_step"], row["loss"]) for row in logged] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
+    kinds = {"samples/grid": "images/separated", "videos/success-00": "video-file", "samples/rewards": "table-file"}
+    for row in logged:
+        assert {key: row[f"{key}/_type"] for key in kinds} == kinds
+
+
+def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
+    """A new run in the folder of a start that failed is new to trackers."""
+    run = Run(tmp_path)
+    run.trackers.write_text('{"wandb": "before"}')
+    start(tmp_path, "seed: 0\n", seed=0, command=["genrl"])
+    assert trackers.kept_ids(run) == {}
+    for text in ("{", "[]", '{"wandb": 1}'):
+        run.trackers.write_text(text)
+        with pytest.raises(ValueError, match="repair it, or delete it"):
+            trackers.kept_ids(run)
+
+
+# -- stand-ins that record calls: these packages are not among those of the tests ------------------------------------
+
+
+class Recorder(ModuleType):
+    """A package whose functions and classes only note how they were called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.config = SimpleNamespace(update=lambda values, **_: self.calls.append(("config", (values,), {})))
+
+    def init(self, **given: Any) -> SimpleNamespace:
+        self.calls.append(("init", (), given))
+        return SimpleNamespace(log=self.note("log"), finish=lambda: None)
+
+    def note(self, name: str) -> Any:
+        return lambda *args, **given: self.calls.append((name, args, given))
+
+    def given(self, name: str) -> list[dict[str, Any]]:
+        return [given for called, _, given in self.calls if called == name]
+
+    def logged(self, key: str) -> list[int]:
+        """Steps at which a key was logged."""
+        return [given["step"] for name, args, given in self.calls if name == "log" and key in args[0]]
+
+
+@pytest.fixture
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder(request.param)
+    monkeypatch.setitem(sys.modules, request.param, recorder)
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [request.param])
+    return recorder
+
+
+def twice(tmp_path: Path, package: Recorder, name: str) -> dict[str, Any]:
+    """Four iterations in two parts, each logged once; how the package was begun, equal both times."""
+    for kind in ("Image", "Video"):
+        setattr(package, kind, package.note(kind))
+    log_all(Run(tmp_path), name, 0)
+    log_all(Run(tmp_path), name, 2)
+    first, second = package.given("init")
+    assert first == second and first["resume"] == "allow"
+    for key in ("loss", "samples/grid", "videos/success-00", "samples/rewards"):
+        assert package.logged(key) == [1, 2, 3, 4]
+    return first
+
+
+@pytest.mark.parametrize("package", ["trackio"], indirect=True)
+def test_trackio_goes_on_by_a_name_of_its_own(tmp_path: Path, package: Recorder) -> None:
+    package.Table = package.note("Table")  # type: ignore[attr-defined]
+    begun = twice(tmp_path, package, "trackio")
+    assert begun["name"] == f"{tmp_path.name}-{trackers.kept_ids(Run(tmp_path))['trackio'][:6]}"
+    assert package.given("Table")[0] == {"columns": ["prompt", "shapes"], "data": [["a | b", 0.5], ["c", None]]}
+
+
+@pytest.mark.parametrize("package", ["swanlab"], indirect=True)
+def test_swanlab_goes_on_by_its_id(tmp_path: Path, package: Recorder) -> None:
+    package.config = type("Config", (dict,), {"update": lambda self, values, **_: None})()
+    tables: list[tuple[list[str], list[list[str]]]] = []
+    table = SimpleNamespace(add=lambda headers, rows: tables.append((headers, rows)))
+    package.echarts = SimpleNamespace(Table=lambda: table)  # type: ignore[attr-defined]
+    assert len(twice(tmp_path, package, "swanlab")["id"]) == 21
+    assert tables[0] == (["prompt", "shapes"], [["a | b", "0.5"], ["c", ""]])
+
+
+class MlflowException(Exception):
+    pass
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """As much of MLflow as is used: its server makes the ids, and refuses other values of a parameter."""
+    module = Recorder("mlflow")
+    server: dict[str, dict[str, Any]] = {}
+
+    def start_run(run_id: str | None = None, **given: Any) -> Any:
+        if run_id is not None and run_id not in server:
+            raise MlflowException(f"Run '{run_id}' not found")
+        module.calls.append(("start_run", (), {"run_id": run_id, **given}))
+        number = run_id or f"run{len(server)}"
+        server.setdefault(number, {})
+        return SimpleNamespace(info=SimpleNamespace(run_id=number))
+
+    def log_params(values: dict[str, Any]) -> None:
+        assert not set(values) & set(server["run0"]), "MLflow refuses another value"
+        server["run0"] |= values
+
+    parts = {name: module.note(name) for name in ("log_metrics", "log_image", "log_table", "log_artifact", "end_run")}
+    validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+    parts |= {"utils": SimpleNamespace(validation=validation), "search_experiments": lambda **_: []}
+    for name, part in {**parts, "create_experiment": lambda **_: "0", "start_run": start_run}.items():
+        setattr(module, name, part)
+    module.log_params = log_params  # type: ignore[attr-defined]
+    errors = ModuleType("mlflow.exceptions")
+    errors.MlflowException = MlflowException  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", errors)
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["mlflow"])
+    return module
+
+
+def test_mlflow_goes_on_with_the_run_that_its_server_made(tmp_path: Path, mlflow: Recorder) -> None:
+    log_all(Run(tmp_path), "mlflow", 0)
+    log_all(Run(tmp_path), "mlflow", 2)
+    assert [given["run_id"] for given in mlflow.given("start_run")] == [None, "run0"]
+    assert [given["step"] for given in mlflow.given("log_metrics")] == [1, 2, 3, 4]
+    assert [given["step"] for given in mlflow.given("log_image")] == [1, 2, 3, 4]
+    assert mlflow.given("log_artifact")[0]["artifact_path"] == "videos/success-00/step-000001"
+    name, args, _ = next(call for call in mlflow.calls if call[0] == "log_table")
+    assert args == ({"prompt": ["a | b", "c"], "shapes": [0.5, None]},)
+
+
+def test_a_run_that_mlflow_does_not_have_is_an_error_that_says_what_to_do(tmp_path: Path, mlflow: Recorder) -> None:
+    Run(tmp_path).trackers.write_text('{"mlflow": "lost"}')
+    with pytest.raises(ValueError, match="run lost .*MLFLOW_TRACKING_URI"):
+        MetricLogger(Run(tmp_path), ["mlflow"])

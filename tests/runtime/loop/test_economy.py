@@ -1,0 +1,162 @@
+"""The choice of prompts: posteriors, Thompson sampling, prompts that are asked again; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import ConfigError, load
+from genrl.config.economy import Replay, Selection
+from genrl.runtime.loop import economy
+from genrl.runtime.loop.economy import choose, looked_at, noted
+
+NAN = float("nan")
+
+
+def after(settings: Selection, *visits: list[float], number: int = 0) -> economy.Known:
+    known: economy.Known = {}
+    for iteration, values in enumerate(visits):
+        known, _ = noted(settings, known, [number], torch.tensor([values]), iteration=iteration)
+    return known
+
+
+class TestPosteriors:
+    def test_success_is_the_discounted_beta_update_of_the_paper(self) -> None:
+        alpha, beta, kept = 1.0, 1.0, 0.7
+        visits = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]]
+        for right in (3, 1, 2):
+            alpha = kept * alpha + (1 - kept) * 1.0 + right
+            beta = kept * beta + (1 - kept) * 1.0 + 4 - right
+        a, b, times, last = after(Selection(by="success", discount=kept), *visits)["0"]
+        assert (1 + a, 1 + b, times, last) == pytest.approx((alpha, beta, 3, 2))
+
+    def test_spread_is_the_conjugate_update(self) -> None:
+        """Without discount, the evidence of two visits is that of the pooled variance within both."""
+        first, second = [0.1, 0.4, 0.9], [5.0, 5.2]
+        a, b, *_ = after(Selection(by="spread", discount=1.0), first, second)["0"]
+        assert a == pytest.approx((2 + 1) / 2)
+        assert b / a == pytest.approx(
+            float((torch.tensor(first).var() * 2 + torch.tensor(second).var() * 1) / 3), rel=1e-6
+        )
+
+    def test_samples_without_a_score_are_no_evidence(self) -> None:
+        """And rounding is no spread: three times .1 has a mean of .1 plus an ulp."""
+        assert after(Selection(by="success"), [1.0, NAN, 0.0])["0"][:2] == [1.0, 1.0]
+        assert after(Selection(by="spread"), [1.0, NAN])["0"][:2] == [0.0, 0.0]
+        assert after(Selection(by="spread"), [0.1, 0.1, 0.1])["0"][:2] == [1.0, 0.0]
+
+    def test_draws_have_the_moments_of_the_posterior(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(economy, "TARGET", 0.0)
+        a, b, prior = 3.0, 1.5, 0.2
+        drawn = [economy._distance(Selection(by="success"), (a, b), prior, random.Random(k)) for k in range(20000)]
+        assert sum(drawn) / 20000 == pytest.approx((1 + a) / (2 + a + b), abs=0.005)
+        drawn = [-economy._distance(Selection(by="spread"), (a, b), prior, random.Random(k)) for k in range(20000)]
+        assert sum(drawn) / 20000 == pytest.approx((prior + b) / (1 + a), rel=0.03)
+
+    def test_success_is_to_reach_a_first_reward(self) -> None:
+        first, total = torch.tensor([1.0, 0.9, NAN, 1.2]), torch.tensor([0.1, 0.2, NAN, 0.4])
+        success = Selection(by="success")
+        assert economy.values_of(success, first, total).nan_to_num(-1).tolist() == [1, 0, -1, 1]
+        assert economy.values_of(success, first, total, right_at=0.9).nan_to_num(-1).tolist() == [1, 1, -1, 1]
+        assert economy.values_of(Selection(by="spread"), first, total) is total
+
+    def test_metrics_say_what_was_foreseen(self) -> None:
+        known = after(Selection(by="success", discount=1.0), [1.0] * 8)
+        _, row = noted(Selection(by="success"), known, [0, 7], torch.tensor([[1.0, 1.0], [0.0, 1.0]]), iteration=1)
+        assert row == {"selection/known": 0.5, "selection/error": pytest.approx(1 - 9 / 10)}
+        _, row = noted(Selection(by="success"), {}, [0], torch.tensor([[1.0, 1.0]]), iteration=0)
+        assert row["selection/known"] == 0.0 and math.isnan(row["selection/error"])
+
+
+class TestChoice:
+    def test_without_a_selection_it_is_the_order_of_the_data(self) -> None:
+        """With one, fewer candidates than places are asked again."""
+        assert choose(None, [4, 4, 1], 3, {}, iteration=0, seed=0) == [4, 4, 1] and looked_at(None, 3) == 3
+        assert Counter(choose(Selection(by="success"), [5, 6, 5], 4, {}, iteration=0, seed=0)) == {5: 2, 6: 2}
+
+    @pytest.mark.parametrize("by", ["success", "spread"])
+    def test_prompts_that_teach_are_preferred(self, by: str) -> None:
+        """0 to 3 are always wrong, 4 to 7 half right, 8 to 11 always right."""
+        settings, known = Selection(by=by, discount=1.0), {}  # type: ignore[arg-type, var-annotated]
+        for iteration in range(4):
+            values = torch.tensor([[0.0] * 8] * 4 + [[0.0, 1.0] * 4] * 4 + [[1.0] * 8] * 4)
+            known, _ = noted(settings, known, range(12), values, iteration=iteration)
+        chosen = Counter(n for i in range(200) for n in choose(settings, range(12), 4, known, iteration=i, seed=1))
+        assert sum(chosen[n] for n in range(4, 8)) > 0.97 * 800
+
+    def test_what_is_not_known_is_tried(self) -> None:
+        known = after(Selection(by="success"), [1.0] * 8, number=0)
+        chosen = Counter(
+            n for i in range(400) for n in choose(Selection(by="success"), [0, 1], 1, known, iteration=i, seed=0)
+        )
+        assert chosen[1] > 300 and chosen[0] > 0
+
+    def test_it_depends_on_keys_alone_and_not_on_the_order_of_a_file(self) -> None:
+        settings = Selection(by="success", replay=Replay(cooldown=0))
+        known: economy.Known = {}
+        for iteration, numbers in enumerate(([8, 30, 2], [11, 5, 4])):
+            known, _ = noted(settings, known, numbers, torch.tensor([[0.0, 1.0]] * 3), iteration=iteration)
+        again = json.loads(json.dumps(known, sort_keys=True))
+        for iteration in range(3, 9):
+            one = choose(settings, range(40, 72), 4, known, iteration=iteration, seed=3)
+            assert one == choose(settings, range(40, 72), 4, again, iteration=iteration, seed=3)
+        assert one != choose(settings, range(40, 72), 4, known, iteration=9, seed=3)
+
+
+class TestReplay:
+    settings = Selection(by="success", candidates=1, replay=Replay(share=0.5, cooldown=1, times=2))
+
+    def test_useful_prompts_come_again_after_the_cooldown_and_not_too_often(self) -> None:
+        values = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+        known, _ = noted(self.settings, {}, [0, 1, 2, 3], values, iteration=0)
+        assert set(choose(self.settings, [4, 5, 6, 7], 4, known, iteration=1, seed=0)) == {4, 5, 6, 7}
+        chosen = choose(self.settings, [4, 5, 6, 7], 4, known, iteration=2, seed=0)
+        assert set(chosen[:2]) == {0, 1} and set(chosen[2:]) < {4, 5, 6, 7}
+        known, _ = noted(self.settings, known, [0, 1], values[:2], iteration=2)
+        assert set(choose(self.settings, [8, 9, 10, 11], 4, known, iteration=9, seed=0)) == {8, 9, 10, 11}
+
+    def test_a_prompt_is_not_asked_twice_in_an_iteration(self) -> None:
+        known, _ = noted(self.settings, {}, [0, 1], torch.tensor([[0.0, 1.0]] * 2), iteration=0)
+        for seed in range(20):
+            chosen = choose(self.settings, [0, 1, 2, 3], 4, known, iteration=5, seed=seed)
+            assert sorted(chosen) == [0, 1, 2, 3]
+
+
+PICTURES = {
+    "model": {"path": "org/name"},
+    "prompts": {"train": "a.txt", "eval": "b.txt"},
+    "rewards": [{"name": "shapes"}],
+    "trainer": {"algorithm": "flow_grpo"},
+}
+LANGUAGE = {"vlm": {"path": "some/model"}, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}
+SPREAD = {"selection": {"by": "spread"}}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        (PICTURES, {"economy": {"selection": {"by": "success", "candidates": 1}}}, "leaves nothing to choose; write 8"),
+        (PICTURES, {"economy": {"keep": 8}}, "so none is left out; write 4"),
+        (PICTURES, {"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
+        (PICTURES, {"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
+        (PICTURES, {"economy": {"keep": 4}, "trainer": {"algorithm": "dgpo"}}, "dgpo reads whole groups"),
+        (PICTURES, {"economy": {"keep": 4}, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "write false"),
+        (PICTURES, {"economy": {"keep": 4}, "kernels": {"compile": True}}, "by another graph; write false"),
+        (PICTURES, {"economy": SPREAD, "rewards": [{"name": "shapes", "normalize": "group"}]}, "the same spread"),
+        (PICTURES, {"economy": SPREAD, "sampling": {"buckets": [[64, 64], [64, 96]]}}, "micro-batches are of one size"),
+        (LANGUAGE, {"economy": SPREAD, "task": {"name": "shapes", "curriculum": {}}}, "which questions come first"),
+        (LANGUAGE, {"economy": {"selektion": {}}}, "selection"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    (tmp_path / "a.yaml").write_text(json.dumps({**base, **changes}))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "a.yaml")
+    assert len(caught.value.problems) == 1 and words in str(caught.value), str(caught.value)

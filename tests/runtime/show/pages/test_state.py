@@ -1,0 +1,121 @@
+"""What the page says a run is doing, from its files alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from genrl.runtime.show.pages.followed import Followed
+from genrl.runtime.show.pages.state import pace, state_of, warnings
+from tests.runtime.show.pages.folders import beat, log, make
+
+MONITORED = "iterations: 10\nevaluation: {monitor: {reward: shapes, tolerance: 0.05, patience: 2}}\n"
+
+
+def gone() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def looked(folder: Path) -> Followed:
+    run = Followed(folder)
+    run.look()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("word", "note", "happens"),
+    [
+        ("running", "sampling, iteration 4", lambda folder: beat(folder)),
+        ("running", "sampling, iteration 4, no progress for 1 min 30 s", lambda folder: beat(folder, ago=90)),
+        ("hung", "no progress for 11 min 40 s", lambda folder: beat(folder, ago=700)),
+        ("hung", "ended by its watchdog in sampling, iteration 4", lambda folder: beat(folder, ended=True, pid=gone())),
+        ("stopped", "killed in sampling, iteration 4; to go on: genrl resume", lambda folder: beat(folder, pid=gone())),
+        ("running", "sampling, iteration 4", lambda folder: beat(folder, pid=gone(), host="another.machine")),
+        ("stopped", "to go on: genrl resume", lambda folder: None),
+        ("stopped", "to go on: genrl resume", lambda folder: (folder / "config.yaml").write_text("iterations: 3.5\n")),
+        ("starting", "loading the model", lambda folder: os.utime(folder / "run.json", (0, time.time() + 1))),
+        ("finished", "", lambda folder: log(folder, [{"step": 10}])),
+    ],
+)
+def test_states(word: str, note: str, happens: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    log(folder, [{"step": 3, "loss": 1.0}])
+    happens(folder)
+    found = state_of(looked(folder))
+    assert found.word == word and note in found.note
+
+
+def test_one_killed_process_of_several_stops_the_run(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    beat(folder, 0)
+    beat(folder, 1, pid=gone(), ago=3)
+    assert state_of(looked(folder)).word == "stopped" and state_of(looked(tmp_path / "later")).word == "waiting"
+
+
+def test_the_limit_of_the_run_says_when_it_hangs(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "iterations: 10\ndistributed: {timeout_s: 30.0}\n")
+    beat(folder, ago=40)
+    assert state_of(looked(folder)).word == "hung"
+
+
+def test_pace_is_of_the_last_fifty_iterations_with_their_evaluations(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "iterations: 200\n")
+    assert pace(looked(folder)) is None
+    log(folder, [{"step": 0, "eval/total_mean": 0.5}])
+    log(folder, ({"step": step, "timing/iteration_s": 9.0} for step in range(1, 51)))
+    log(folder, ({"step": step, "timing/iteration_s": 2.0} | ({"timing/eval_s": 25.0} if step == 60 else {})
+                 for step in range(51, 101)))  # fmt: skip
+    found = pace(looked(folder))
+    assert found is not None and found.seconds == pytest.approx(2.5) and found.left == pytest.approx(250.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "state", "warned"),
+    [
+        ([0.5, 0.6, 0.58], "stopped", ""),
+        ([0.5, 0.6, 0.5, 0.58], "stopped", ""),
+        ([0.5, 0.6, 0.58, 0.5], "stopped", "fell from 0.6 (step 1) to 0.5 (step 3); 1 of 2 evaluations in a row"),
+        ([0.5, 0.6, 0.54, 0.5], "finished", "2 of 2 evaluations in a row lie more than 0.05 lower, and the run is"),
+    ],
+)
+def test_the_monitor(scores: list[float], state: str, warned: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", MONITORED)
+    log(folder, ({"step": step, "eval/shapes_mean": score} for step, score in enumerate(scores)))
+    run = looked(folder)
+    found = list(warnings(run))
+    assert state_of(run).word == state and len(found) == bool(warned) and warned in "".join(found)
+    assert state != "finished" or "the best evaluation was that of step 1" in state_of(run).note
+
+
+@pytest.mark.parametrize(
+    ("total", "held_out", "warned"),
+    [
+        ([0.1, 0.2, 0.3], [0.9, 0.8, 0.7], True),
+        ([0.1, 0.2, 0.3], [0.9, 0.9, 0.7], False),  # one evaluation is none in a row
+        ([0.1, 0.2, 0.3], [0.9, 0.89, 0.88], False),  # within a tenth of the standard deviation
+        ([0.3, 0.2, 0.1], [0.9, 0.8, 0.7], False),  # all gets worse: no reward is exploited
+    ],
+)
+def test_without_a_monitor_a_reward_that_falls_while_the_total_rises_is_told(
+    total: list[float], held_out: list[float], warned: bool, tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "run")
+    log(folder, ({"step": step, "eval/total_mean": t, "eval/ocr_mean": o, "eval/ocr_std": 0.4}
+                 for step, (t, o) in enumerate(zip(total, held_out, strict=True))))  # fmt: skip
+    found = list(warnings(looked(folder)))
+    assert len(found) == warned and all("ocr fell from 0.9 to 0.7 while the total rose" in text for text in found)
+
+
+def test_iterations_without_scores_are_told(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    log(folder, [{"step": 1, "reward/total_mean": 0.5}, {"step": 2, "reward/total_mean": None}])
+    assert list(warnings(looked(folder))) == ["iteration 2 taught nothing: no sample had a score"]

@@ -1,0 +1,202 @@
+"""The report is one offline page, of whatever is there, in which nothing from outside is markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from genrl.runtime.folder import run as runs
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run
+from genrl.runtime.show.curves import chart, labels, thin, ticks
+from genrl.runtime.show.pictures import save_samples
+from genrl.runtime.show.report import write_report
+
+HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">"\'&amp; http://example.com/x'
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, every text; fails on tags that are closed in the wrong order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+def read(path: Path) -> tuple[str, Page]:
+    text = path.read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def make_run(folder: Path, steps: int = 30) -> Run:
+    run = runs.start(
+        folder, f"iterations: {steps}\nnote: '{HOSTILE.replace(chr(39), '')}'\n", seed=0, command=[HOSTILE]
+    )
+    logger = MetricLogger(run)
+    for step in range(steps + 1):
+        values: dict[str, float] = {"eval/total_mean": 0.25 + step / 100} if step % 10 == 0 else {}
+        if step:
+            loss = float("nan") if step == 7 else math.sin(step)
+            values |= {"reward/total_mean": step / 50, "loss": loss, "lr": 3e-4, "timing/sample_s": 1.0}
+            values |= {"timing/iteration_s": 2.0, "reward/shapes_failed": 0}
+        logger.log(step, values)
+        if step % 10 == 0:
+            save_samples(run.samples, step, [torch.rand(3, 32, 32)] * 2, [HOSTILE, "two"], {HOSTILE: [0.5, None]})
+    return run
+
+
+def test_a_whole_report(tmp_path: Path) -> None:
+    """In which nothing points outside."""
+    text, page = read(write_report(make_run(tmp_path / HOSTILE.replace("/", "_")).folder))
+    assert page.count("script") == 0 and not any(key.startswith("on") for _, attrs in page.tags for key in attrs)
+    assert page.texts.count(HOSTILE) >= 2  # the command and the prompt, as text
+    assert "30 of 30 iterations, finished" in text and "+0.300" in text
+    assert page.count("svg") == 4  # headline; reward, eval, loss; timings are constant, and so is the rate
+    assert "1 without a value" in text and "lr = 0.0003" in text
+    assert page.count("img") == 1 + 4  # before/after and four grids
+    headings = ["Reward", "Pictures", "Rewards", "Evaluation", "Update", "Time, memory and cost"]
+    assert [m[1] for m in re.finditer("<h2>(.*?)</h2>", text)] == [*headings, "Where the time went"]
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "base", "form")
+        for name, value in attributes.items():
+            if name in ("src", "href", "srcset", "action", "xlink:href", "style"):
+                assert value is not None and value.startswith("data:image/")
+    (style,) = [text for text in page.texts if "body {" in text]
+    assert "url(" not in style and "@import" not in style
+
+
+def test_a_run_that_crashed_or_is_still_going_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=12)
+    with run.metrics.open("a") as file:
+        file.write('{"loss": 0.1, "st')
+    run.config.write_text(run.config.read_text().replace("iterations: 12", "iterations: 50"))
+    (run.samples / "step-000010.png").write_bytes(b"\x89PNG half")
+    (run.samples / "step-000010" / "samples.json").unlink()
+    text, _ = read(write_report(run.folder))
+    assert "12 of 50 iterations, stopped or still running" in text and "step-000010.png cannot be read" in text
+
+
+def test_of_a_run_whatever_is_there_is_shown(tmp_path: Path) -> None:
+    """Unknown keys too."""
+    with pytest.raises(ValueError, match="holds no run"):
+        write_report(tmp_path)
+    run = runs.start(tmp_path / "run", "iterations: 3\n", seed=0, command=["genrl"])
+    text, page = read(write_report(run.folder))
+    assert "No metrics were written yet" in text and page.count("svg") == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "old/key": 1.5}\n{"step": 2, "old/key": null}\n')
+    text, _ = read(write_report(tmp_path))
+    assert "<h2>Other</h2>" in text and "old/key" in text
+
+
+def test_of_many_prompts_some_are_listed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    record = {"step": 20, "prompts": [f"prompt {i}" for i in range(10_000)], "rewards": {"r": [0.5] * 10_000}}
+    (run.samples / "step-000020").mkdir()
+    (run.samples / "step-000020" / "samples.json").write_text(json.dumps(record))
+    text, page = read(write_report(run.folder))
+    assert sum(text.startswith("prompt ") for text in page.texts) == 500
+    assert "9500 more prompts are in samples/step-*/samples.json" in text
+
+
+def test_a_fall_that_the_monitor_watches_is_shown(tmp_path: Path) -> None:
+    monitor = "{monitor: {reward: shapes, tolerance: 0.05, patience: 3}}"
+    (tmp_path / "config.yaml").write_text(f"iterations: 9\nevaluation: {monitor}\n")
+    scores = enumerate([0.5, 0.7, 0.6, 0.5])
+    lines = [runs.json_line({"step": step, "eval/shapes_mean": value}) for step, value in scores]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    text, page = read(write_report(tmp_path))
+    (warning,) = [text for text in page.texts if "reward hacking" in text]
+    assert "shapes fell from 0.7 (step 1) to 0.5 (step 3); 2 of 3 evaluations in a row" in warning
+    assert "3 of 9 iterations, stopped or still running" in text
+
+
+@pytest.mark.slow
+def test_a_long_run_with_large_pictures_stays_below_five_megabytes(tmp_path: Path) -> None:
+    run, chance = Run(tmp_path), torch.Generator().manual_seed(0)
+    names = ["loss", "kl", "grad_norm", *(f"reward/{name}_mean" for name in "abcdefghijklmnopqrst")]
+    rows = [dict(zip(names, torch.rand(23, generator=chance).tolist(), strict=True)) for _ in range(5000)]
+    run.metrics.write_text("".join(runs.json_line({"step": step} | row) for step, row in enumerate(rows, 1)))
+    for step in range(0, 6):
+        save_samples(run.samples, step, list(torch.rand(12, 3, 512, 512, generator=chance)), ["p"] * 12, {})
+    path = write_report(tmp_path)
+    assert 1_000_000 < path.stat().st_size < 5_000_000
+    assert "more pictures are in samples/" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 1), (0.123, 0.987), (-5, 5), (0.99997, 1.00002), (1e-9, 3e-9), (1234567, 98765432), (3, 3), (0, 0)],
+)
+def test_ticks_are_round_ordered_and_enclose(low: float, high: float) -> None:
+    found = ticks(low, high, 4)
+    assert 3 <= len(found) <= 8 and found == sorted(set(found))
+    gap = found[1] - found[0]
+    assert found[0] <= low + gap * 1e-6 and found[-1] >= high - gap * 1e-6
+    texts = labels(found)
+    assert len(set(texts)) == len(texts) and all(len(text) <= 9 for text in texts)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 120), (1, 2), (5, 5), (0, 3), (7, 100000)])
+def test_ticks_of_steps_are_whole_and_inside(low: int, high: int) -> None:
+    found = ticks(low, high, 5, whole=True)
+    assert found and all(low <= tick <= high and tick == int(tick) for tick in found)
+
+
+def test_thinning_keeps_the_mean() -> None:
+    points = [(float(step), float(step)) for step in range(1600)]
+    thinned = thin(points)
+    assert len(thinned) == 160 and math.isclose(sum(value or 0 for _, value in thinned) / 160, 799.5)
+    assert thin([(0.0, None), (1.0, 2.0)]) == [(0.0, None), (1.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "values", [[0.5, 0.5 - 1e-16, 0.5], [1e-200, 3e-200], [-1e200, 1e200], [0.0], [7.0] * 200, [-0.0, 0.0]]
+)
+def test_any_finite_values_can_be_drawn(values: list[float]) -> None:
+    points = [(float(step), value) for step, value in enumerate(values)]
+    root = ElementTree.fromstring(chart([("x", points)]))
+    for text in root.iter("text"):
+        assert text.text and len(text.text) <= 9
+    for circle in root.iter("circle"):
+        assert 0 <= float(circle.attrib["cy"]) <= 190
+
+
+def test_a_chart_is_well_formed_stays_in_its_frame_and_breaks_at_gaps() -> None:
+    points = [(float(step), None if step == 3 else step * 1e-3) for step in range(8)]
+    root = ElementTree.fromstring(chart([('a<b>&"', points), ("other", [(0.0, -1.0), (9.0, 1.0)])]))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    line = next(node for node in root if node.get("class") == "line line-0")
+    assert line.attrib["d"].count("M") == 2
+    for circle in root.iter("circle"):
+        assert 0 <= float(circle.attrib["cx"]) <= width and 0 <= float(circle.attrib["cy"]) <= height
+    titles = [node.text for node in root.iter("title")]
+    assert len(titles) == 9 and titles[0] == 'a<b>&", step 0: 0'
+    assert "no finite value" in chart([("x", [(1.0, None)])])

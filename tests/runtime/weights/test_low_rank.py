@@ -1,0 +1,96 @@
+"""Adapters compute in the precision of what they adapt."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from genrl.runtime.weights.low_rank import in_input_precision
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 48), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).view(-1, 3, 4, 4)).flatten(1)
+
+
+def adapted(dtype: torch.dtype, **settings: object) -> nn.Module:
+    """A network with one linear layer and one convolution, both with adapters in float32."""
+    torch.manual_seed(0)
+    net = inject_adapter_in_model(LoraConfig(r=4, target_modules=["first", "second"], **settings), Net().to(dtype))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape)
+    return net
+
+
+def kept(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The output, and what the backward pass keeps beside the parameters."""
+    own = {parameter.data_ptr() for parameter in net.parameters()}
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = net(x)
+    return out, found
+
+
+def test_nothing_is_kept_in_float32() -> None:
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    net = adapted(torch.bfloat16)
+    assert any(one.dtype == torch.float32 for one in kept(net, x)[1])  # as peft has it
+    in_input_precision(net)
+    out, found = kept(net, x)
+    assert out.dtype == torch.bfloat16 and all(one.dtype == torch.bfloat16 for one in found)
+
+
+def test_the_result_is_that_of_a_lora_loaded_in_half_precision() -> None:
+    """To the bit what diffusers computes with it; gradients come in float32 and within bfloat16's rounding."""
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    net = adapted(torch.bfloat16)
+    loaded, exact = copy.deepcopy(net).to(torch.bfloat16), copy.deepcopy(net).double()
+    in_input_precision(net)
+    assert torch.equal(net(x), loaded(x))
+    net(x).float().sum().backward()
+    exact(x.double()).sum().backward()
+    for (name, mine), truth in zip(net.named_parameters(), exact.parameters(), strict=True):
+        if "lora_" in name:
+            assert mine.dtype == torch.float32 and mine.grad is not None and mine.grad.dtype == torch.float32
+            assert truth.grad is not None
+            off = (mine.grad.double() - truth.grad).norm() / truth.grad.norm()
+            assert off < 0.02, (name, off)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "options"),
+    [(torch.float32, False, {}), (torch.float32, True, {}), (torch.bfloat16, False, {"use_dora": True})],
+    ids=["float32", "autocast", "dora"],
+)
+def test_what_stays_as_it_is(dtype: torch.dtype, autocast: bool, options: dict[str, bool]) -> None:
+    x, net = torch.randn(32, 64, dtype=dtype), adapted(dtype, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        before = net(x)
+        in_input_precision(net)
+        assert torch.equal(net(x), before)
+
+
+def test_names_and_copies() -> None:
+    """The names of its state stay, it can be done again, and a copy computes the same."""
+    net, x = adapted(torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    names = list(net.state_dict())
+    for _ in range(2):
+        in_input_precision(net)
+        assert list(net.state_dict()) == names
+        assert torch.equal(copy.deepcopy(net)(x), net(x))

@@ -1,0 +1,237 @@
+"""Configurations of a vision-language model's run: those that are shipped load, what cannot work is refused with
+advice, and the functions of a method are taken by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from genrl.cli.app import app
+from genrl.config import ConfigError, VLMConfig, check_files, load, load_located
+from genrl.vlm.recipe.advantages import LeaveOneOut, NormaliseThenSum
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.regularisers import Kl
+from genrl.vlm.recipe.surrogates import Clip
+from genrl.vlm.recipe.weights import TopEntropy
+from genrl_rewards.scorers.texts import verifiable
+from genrl_rewards.scorers.texts.completions import RULES
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted((ROOT / "configs" / "vlm").glob("*.yaml"))
+BASE: dict[str, Any] = {"vlm": {"path": "some/model"}, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "a.yaml"
+    path.write_text(yaml.safe_dump({**BASE, **changes}, sort_keys=False))
+    return path
+
+
+def made(folder: Path, **changes: Any) -> VLMConfig:
+    found = load(write(folder, **changes))
+    assert isinstance(found, VLMConfig)
+    return found
+
+
+def recipe_of(config: VLMConfig) -> Preset:
+    found = config.trainer.recipe(config)
+    assert isinstance(found, Preset)
+    return found
+
+
+def refused(folder: Path, **changes: Any) -> tuple[str, str]:
+    """The key and the text of the one problem."""
+    with pytest.raises(ConfigError) as caught:
+        load(write(folder, **changes))
+    assert len(caught.value.problems) == 1, str(caught.value)
+    problem = caught.value.problems[0]
+    assert problem.origin.line is not None or "(default)" in problem.path
+    return problem.path, problem.text
+
+
+OWN_DATA = ("janus_pro_7b_grpo", "janus_pro_7b_dpo", "paco_reward_7b", "shapellm_omni_7b_hi_grpo")
+"""Recipes for data of the user's own, which check names."""
+
+
+class TestShipped:
+    @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+    def test_is_possible(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(ROOT)
+        config, origins = load_located(path)
+        if path.stem in OWN_DATA:
+            with pytest.raises(ConfigError) as caught:
+                check_files(config, origins)
+            assert all("no such file" in problem.text for problem in caught.value.problems)
+        else:
+            check_files(config, origins)
+
+
+LIMITED = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
+"""Presets that need more than the default configuration."""
+
+
+class TestNames:
+    def test_the_rules_are_all_of_the_verifiable_rewards(self) -> None:
+        own = {n for n, f in vars(verifiable).items() if getattr(f, "__module__", "") == verifiable.__name__}
+        helpers = {"T", "answer_in", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of"}
+        assert {name for name in own - helpers if not name.startswith("_")} == set(RULES)
+
+    @pytest.mark.parametrize("name", [n for n, one in PRESETS.items() if one.output is None and n not in LIMITED])
+    def test_a_preset_is_itself(self, name: str, tmp_path: Path) -> None:
+        epochs = 2 if name in ("reg_grpo", "kl_cov") else 1
+        found, own = recipe_of(made(tmp_path, trainer={"preset": name, "epochs": epochs})), PRESETS[name]
+        changed = {f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(own, f.name)}
+        assert changed <= {"length", "reward_weights"} and (changed == set() or name in ("dr_grpo", "gdpo"))
+
+    def test_functions_are_changed_by_name_and_constant(self, tmp_path: Path) -> None:
+        changes = {
+            "preset": "dapo",
+            "advantage": "leave_one_out",
+            "surrogate": {"high": 0.5},
+            "weights": [{"name": "top_entropy", "share": 0.3}],
+            "regularisers": [{"name": "kl", "beta": 0.1}],
+            "aggregation": "const",
+        }
+        assert recipe_of(made(tmp_path, trainer={"preset": "grpo", "regularisers": []})).regularisers == ()
+        found = recipe_of(made(tmp_path, trainer=changes))
+        assert found.advantage == LeaveOneOut() and found.surrogate == Clip(low=0.2, high=0.5)
+        assert found.weights == (TopEntropy(share=0.3),) and found.regularisers == (Kl(beta=0.1),)
+        assert found.aggregation == "const" and found.length == 64
+
+    def test_gdpo_has_a_weight_for_each_reward(self, tmp_path: Path) -> None:
+        rewards = [{"name": "exact"}, {"name": "tag_format", "weight": 0.2}, {"name": "words", "weight": 0.1}]
+        found = recipe_of(made(tmp_path, rewards=rewards, trainer={"preset": "gdpo"}))
+        assert isinstance(found.advantage, NormaliseThenSum) and found.reward_weights == (1.0, 0.2, 0.1)
+
+
+REFUSED: list[tuple[str, str, str]] = [
+    # sections that are changed, the key and a part of the text of the one problem
+    ("task: {}", "task.name, task.train", "write one of them"),
+    ("task: {train: a.jsonl}", "task.eval, evaluation.every", "held-out data is needed"),
+    ("trainer: {preset: grpoo}", "trainer.preset", "grpo"),
+    ("trainer: {preset: vl_dac}", "trainer.preset, task", "environment"),
+    ("trainer: {preset: bgpo}", "trainer.preset, vlm.output", "output is masked_text"),
+    ("trainer: {preset: hi_grpo}", "trainer.preset, vlm.output", "voxels"),
+    ("trainer: {surrogate: linear_bound}", "trainer.surrogate, vlm.output", "masked_text"),
+    ("generation: {guidance_scale: 2.0}", "generation.guidance_scale, vlm.output", "only pictures"),
+    ("vlm: {path: x, output: image}, trainer: {preset: vppo}", "trainer.preset", "masked_image"),
+    ("vlm: {path: x, output: masked_text, lora: {}}", "vlm.lora", "leave it out"),
+    (
+        "vlm: {path: x, output: audio, gradient_checkpointing: true}",
+        *("vlm.gradient_checkpointing, vlm.output", "write false"),
+    ),
+    (
+        "vlm: {path: x, prefix_attention: sdpa, gradient_checkpointing: true}",
+        *("vlm.prefix_attention, vlm.gradient_checkpointing", "share no prompts"),
+    ),
+    (
+        "vlm: {path: x, output: audio}, trainer: {preset: music_rl, updates: 2}",
+        *("trainer.updates", "keys of trainer: algorithm, alpha"),
+    ),
+    ("trainer: {updates: 9}", "trainer.updates, generation.prompts_per_iteration", "9 updates need a group each"),
+    ("trainer: {resample: 2}", "trainer.resample, trainer.filter", "filter: spread"),
+    ("trainer: {surrogate: clib}", "trainer.surrogate.name", "did you mean clip?"),
+    ("trainer: {surrogate: {hihg: 0.3}}", "trainer.surrogate.hihg", "did you mean trainer.surrogate.high?"),
+    ("trainer: {surrogate: {high: much}}", "trainer.surrogate.high", "found 'much'"),
+    ("trainer: {weights: [{share: 0.1}]}", "trainer.weights.0.name", "one of clip_cov"),
+    ("trainer: {preset: reg_grpo}", "trainer.epochs", "2 or more"),
+    ("trainer: {preset: kl_cov}", "trainer.epochs", "2 or more"),
+    ("trainer: {preset: real, micro_batch: 4}", "trainer.micro_batch", "whole groups"),
+    ("trainer: {preset: real, weights: [top_entropy]}", "trainer.weights", "token weights"),
+    ("generation: {group_size: 1}", "generation.group_size", "write 2 or more"),
+    ("rewards: [{name: exact, weight: 0}]", "rewards", "all weights are 0"),
+    ("generation: {temperature: 0}", "generation.temperature", "allowed"),
+    ("stages: [{iterations: 5}]", "iterations, stages", "write iterations: 5"),
+    ("stages: [{iterations: 200, task: {}}]", "stages.0.task.name, task.train", "write one of them"),
+    ("stages: [{iterations: 200, preset: dapoo}]", "stages.0.preset", "did you mean dapo?"),
+    ("stages: [{iterations: 200, preset: bgpo}]", "stages.0.preset, trainer.preset, vlm.output", "masked_text"),
+    ("augmentation: {truth: '{question} {anser}'}", "augmentation.truth", "and no others"),
+    ("task: {name: shapes, passes: 1}", "task.passes", "allowed"),
+    ("distributed: {shard: node}", "distributed.shard, distributed.fsdp", "nothing is sharded"),
+    ("vlm: {path: x, output: audio}, distributed: {fsdp: true}", "distributed.fsdp, vlm.output", "built in"),
+    (
+        "vlm: {path: x, prefix_attention: sdpa}, distributed: {fsdp: true}",
+        *("vlm.prefix_attention, distributed.fsdp", "once for each answer"),
+    ),
+    (
+        "trainer: {fit_batch: true}, distributed: {fsdp: true}",
+        *("trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    ),
+    (
+        "stages: [{iterations: 200, trainer: {algorithm: sft, fit_batch: true}}], distributed: {fsdp: true}",
+        *("trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    ),
+    ("trainer: {preset: grpo_care}, distributed: {fsdp: true}", "distributed.fsdp, vlm.lora", "give vlm.lora"),
+    (
+        "synthesis: {pipeline: p/p, ask: '?', check: exact}, distributed: {fsdp: true}",
+        *("distributed.fsdp, synthesis", "write null"),
+    ),
+    ("optimizer: {name: muon}, distributed: {fsdp: true}", "optimizer.name, distributed.fsdp", "adamw or lion"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "text"), REFUSED, ids=[f"{key}-{text[:12]}" for _, key, text in REFUSED])
+def test_what_cannot_work_is_refused(changes: str, key: str, text: str, tmp_path: Path) -> None:
+    found, why = refused(tmp_path, **yaml.safe_load(f"{{{changes}}}"))
+    assert found.replace(" (default)", "") == key and text in why
+
+
+MODEL = {"path": str(ROOT / "assets" / "tiny-vlm")}
+
+
+class TestFiles:
+    def wrong(self, folder: Path, **changes: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            config, origins = load_located(write(folder, **changes))
+            check_files(config, origins)
+        return str(caught.value)
+
+    def test_a_model_without_a_processor(self, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llava"}')
+        assert "has no image processor" in self.wrong(tmp_path, vlm={"path": str(folder)})
+        assert "did you mean" in self.wrong(tmp_path, vlm={"path": str(tmp_path / "mode")})
+
+    @pytest.mark.parametrize(
+        ("row", "changes", "words"),
+        [
+            ({}, {}, "train.jsonl:2: no picture in the column 'image'"),
+            ({"image": "a.png", "anser": "1"}, {}, "asks for the column answer"),
+            ({"image": "a.png"}, {"rewards": [{"name": "tag_format"}], "augmentation": {}}, "from the column answer; "),
+        ],
+    )
+    def test_rows_that_lack_something(
+        self, row: dict[str, str], changes: dict[str, Any], words: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "a.png").write_bytes(b"")
+        rows = [{"prompt": "what ?", "image": "a.png", "answer": "1"}, {"prompt": "and ?"} | row]
+        (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        task = {"train": str(tmp_path / "train.jsonl"), "eval": "org/name:test"}
+        assert words in self.wrong(tmp_path, vlm=MODEL, task=task, **changes)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ("rewards: [{name: steadiness}]", "here completions are scored"),
+            ("rewards: [{name: exakt}]", "Did you mean 'exact'"),
+            ("stages: [{iterations: 200, task: {train: none.jsonl, eval: 'org/name:test'}}]", "stages.0.task.train"),
+            ("synthesis: {pipeline: ./none, ask: what, check: exact}", "./none is no folder of a diffusers pipeline"),
+            ("synthesis: {pipeline: ./none, ask: what, check: exakt}", "Did you mean 'exact'"),
+        ],
+    )
+    def test_what_is_named_and_is_not_there(self, changes: str, words: str, tmp_path: Path) -> None:
+        assert words in self.wrong(tmp_path, vlm=MODEL, **yaml.safe_load(f"{{{changes}}}"))
+
+
+def test_check_prints_what_the_method_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, ["check", "configs/vlm/grpo.yaml", "trainer.preset=vppo"])
+    assert result.exit_code == 0 and "top_dependency" in result.output and "masked_image" in result.output
