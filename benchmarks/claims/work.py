@@ -153,6 +153,8 @@ def train(
     cost = _cost(run)
     if cost.get("done"):
         return True
+    if run.folder.with_suffix(".failed").exists():
+        raise Failed(f"{key}, which is needed, has failed before: see {run.folder.name}.failed")
     resumes = checkpoint.latest(run.checkpoints) is not None
     if not resumes:
         shutil.rmtree(run.folder, ignore_errors=True)
