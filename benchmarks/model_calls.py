@@ -22,9 +22,9 @@ from genrl.config import Config, load
 from genrl.diffusion import train as trainer
 from genrl.diffusion.config.estimate import Plan, plan, read_components
 from genrl.diffusion.config.files import model_folder
-from genrl.diffusion.methods.layout import RANDOM
-from genrl.diffusion.methods.plans import window_of
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.diffusion.steps.layout import RANDOM
+from genrl.diffusion.steps.plans import window_of
+from genrl.diffusion.steps.settings import Windowed
 from genrl.runtime.folder.run import Run, read_metrics
 
 ITERATIONS = 2

@@ -31,14 +31,14 @@ import genrl_rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
-from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import actions_of, collect, sampler, update
 from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.steps.estimation import estimate
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import sampling_plan
+from genrl.diffusion.steps.transitions import actions_of, collect, sampler, update
 from genrl.runtime.weights.devices import default_device
 
 COMMON = (

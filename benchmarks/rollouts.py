@@ -40,14 +40,14 @@ from benchmarks.vlm_runs import stored
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
-from genrl.diffusion.methods.plans import sampling_plan, trained_steps
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.steps.plans import sampling_plan, trained_steps
+from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, lock, read_metrics, write_atomic
 from genrl.runtime.show.curves import chart

@@ -11,10 +11,10 @@ import torch
 from genrl.config import Config, ConfigError, load
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.fit import sizes
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import collect, sampler
 from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.rollout import iteration_rows
+from genrl.diffusion.steps.plans import sampling_plan
+from genrl.diffusion.steps.transitions import collect, sampler
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.pruning import max_variance
 from genrl.runtime.loop import economy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from genrl.diffusion.methods.layout import Layout, Round
+from genrl.diffusion.steps.layout import Layout, Round
 from genrl.mdp.plan import describe
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from genrl.config import Config
-from genrl.diffusion.methods.layout import roots_together
-from genrl.diffusion.methods.plans import sampling_plan, trained_steps, window_of
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.steps.layout import roots_together
+from genrl.diffusion.steps.plans import sampling_plan, trained_steps, window_of
+from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp.plan import extreme_count, unpruned_steps
 
 

@@ -14,10 +14,10 @@ from genrl.diffusion.methods.ddpo import train as ddpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.grpo_guard import train as grpo_guard
 from genrl.diffusion.methods.paco_grpo import train as paco_grpo
-from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
-from genrl.diffusion.methods.transitions import reference_kl
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.plans import choose_kernel, sampling_plan
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages

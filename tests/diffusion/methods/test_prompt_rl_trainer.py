@@ -15,7 +15,6 @@ from torch import Tensor
 from genrl.config import ConfigError, Model, check_files, load_located
 from genrl.config import load as load_config
 from genrl.diffusion.config.rewriter import Rewriter as Rewritten
-from genrl.diffusion.methods.plans import SamplingPlan
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
@@ -24,6 +23,7 @@ from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
+from genrl.diffusion.steps.plans import SamplingPlan
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
 from genrl.objectives.advantages.prompt_rl import tagged_rewards

@@ -12,11 +12,11 @@ import torch
 
 from genrl.config import Config, ConfigError
 from genrl.diffusion.config.estimate import plan
-from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move import train as talk2move
+from genrl.diffusion.methods.talk2move.shortcut import take_shortcut
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
-from genrl.diffusion.rollout.shortcut import take_shortcut
+from genrl.diffusion.steps.plans import choose_kernel, sampling_plan
 from genrl.diffusion.train import train
 from genrl.mdp.early_exit import exit_step
 from genrl.objectives.advantages.groups import group_advantages

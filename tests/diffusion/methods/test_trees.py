@@ -12,11 +12,11 @@ from genrl.config import Config, ConfigError
 from genrl.config.method import code_of
 from genrl.diffusion.config import estimate
 from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
-from genrl.diffusion.methods.edges import Edges, progress_table
-from genrl.diffusion.methods.plans import sampling_plan, trained_steps
-from genrl.diffusion.methods.transitions import actions_of
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import Edges, progress_table
+from genrl.diffusion.steps.plans import sampling_plan, trained_steps
+from genrl.diffusion.steps.transitions import actions_of
 from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree
 from tests.diffusion import runs

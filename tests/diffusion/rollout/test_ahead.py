@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from genrl.config import ConfigError
-from genrl.diffusion.methods import transitions
-from genrl.diffusion.methods.noising import solved
+from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.rollout import ahead
 from genrl.diffusion.rollout.ray_rollouts import Order
 from genrl.diffusion.rollout.rollout import Finished, Job, Sheet, Source, Worker
+from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs

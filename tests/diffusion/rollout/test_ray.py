@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from genrl.config import Config, ConfigError
-from genrl.diffusion.methods.noising import solved
+from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout import ray_rollouts

@@ -26,15 +26,15 @@ import genrl_rewards
 from genrl.config import Config
 from genrl.data import references
 from genrl.data.prompts import Prompt, PromptError
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import collect, flow_grpo_update, sampler
 from genrl.diffusion.rollout.adversary import ADVERSARY, Pairs, paired, scored_references, trainable_of
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import sampling_plan
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import collect, flow_grpo_update, sampler
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
 from genrl_rewards.scorers.preference.adversary import Trainable, checked_logits

@@ -16,15 +16,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.d3po.settings import D3PO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.plans import every_step
-from genrl.diffusion.methods.steps import Tensors, compared_steps, recorded_step
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.records import Tensors, compared_steps, recorded_step
+from genrl.diffusion.updating import update
 from genrl.objectives.preferences.preference import preference_pairs
 from genrl.runtime.loop.recorded import Recorded
 

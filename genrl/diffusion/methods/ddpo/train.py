@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.ddpo.settings import DDPO
-from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import Results, flow_grpo_update, penalised, train_policy_gradient
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.records import replayed
+from genrl.diffusion.steps.transitions import Results, flow_grpo_update, penalised, train_policy_gradient
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from genrl.objectives.surrogates.policy_losses import (

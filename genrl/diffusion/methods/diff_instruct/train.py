@@ -24,14 +24,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.noising import own_noise, solved
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.methods.diff_instruct.one_step import check_one_step
+from genrl.diffusion.methods.diff_instruct.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import own_noise, solved
 from genrl.diffusion.policy.guidance import without_prompts
-from genrl.diffusion.policy.one_step import check_one_step
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.measures import spread

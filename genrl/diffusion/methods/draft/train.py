@@ -24,9 +24,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.draft.settings import Draft
-from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece

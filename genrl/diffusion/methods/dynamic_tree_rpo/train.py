@@ -14,12 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
-from genrl.diffusion.methods.edges import Edges, progress_table
-from genrl.diffusion.methods.estimation import estimate
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import (
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import Edges, progress_table
+from genrl.diffusion.steps.estimation import estimate
+from genrl.diffusion.steps.records import replayed
+from genrl.diffusion.steps.transitions import (
     Action,
     Results,
     actions_of,
@@ -29,9 +32,6 @@ from genrl.diffusion.methods.transitions import (
     update,
     window_metrics,
 )
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages.groups import group_advantages

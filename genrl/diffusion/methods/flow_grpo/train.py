@@ -18,21 +18,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import (
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.estimation import estimate
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import sampling_plan
+from genrl.diffusion.steps.transitions import (
     actions_of,
     collect,
     sampler,
     update,
     window_metrics,
 )
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
 
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.grpo_guard.settings import GRPOGuard
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import (
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.estimation import estimate
+from genrl.diffusion.steps.records import replayed
+from genrl.diffusion.steps.transitions import (
     Action,
     Results,
     actions_of,
@@ -28,9 +31,6 @@ from genrl.diffusion.methods.transitions import (
     update,
     window_metrics,
 )
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.guard import guard_log_ratio, guard_surrogate

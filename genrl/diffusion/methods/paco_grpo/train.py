@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.paco_grpo.settings import PaCoGRPO
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import flow_grpo_update, train_policy_gradient
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import flow_grpo_update, train_policy_gradient
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
 

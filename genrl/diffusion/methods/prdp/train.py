@@ -20,14 +20,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import every_step
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.methods.prdp.settings import PRDP
-from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.records import Tensors, evidence, recorded_step, replayed
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient
 from genrl.runtime.loop.recorded import Recorded

@@ -22,18 +22,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.aggregation import named_rewards
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.methods.prompt_rl.rewriting import from_texts, rewritten, write
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
 from genrl.diffusion.policy.rewriter import Rewriter, Written
 from genrl.diffusion.policy.text_room import TextRoom
-from genrl.diffusion.rollout.rewriting import from_texts, rewritten, write
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.aggregation import named_rewards
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import sampling_plan
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import flow_grpo_update, sampler
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss, tagged_rewards
 from genrl.objectives.surrogates.policy_losses import kl_k3

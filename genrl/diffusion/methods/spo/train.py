@@ -23,16 +23,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.methods.spo.candidates import Candidates, Found, draw, judge
 from genrl.diffusion.methods.spo.settings import SPO
-from genrl.diffusion.methods.steps import Tensors, compared_steps, replayed
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.candidates import Candidates, Found, draw, judge
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.steps.records import Tensors, compared_steps, replayed
+from genrl.diffusion.updating import update
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences.preference import step_winners
 from genrl.runtime.loop.recorded import Recorded

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Ways
 from genrl.diffusion.config.method import AdvantageScale
-from genrl.diffusion.methods.layout import Layout, Round, Window, rounds_of
-from genrl.diffusion.methods.policy_gradient import GroupRelative
+from genrl.diffusion.steps.layout import Layout, Round, Window, rounds_of
+from genrl.diffusion.steps.settings import GroupRelative
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -18,16 +18,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move.settings import Talk2Move
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import flow_grpo_update
+from genrl.diffusion.methods.talk2move.shortcut import draw, take_shortcut
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
-from genrl.diffusion.rollout.shortcut import draw, take_shortcut
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import choose_kernel, sampling_plan
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import flow_grpo_update
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance
 from genrl.objectives.advantages.groups import group_advantages

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.edges import Edges, independent_edges, tree_edges
-from genrl.diffusion.methods.layout import Contrast
-from genrl.diffusion.methods.layout import Tree as TreeSettings
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.plans import trained_steps
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import Edges, independent_edges, tree_edges
+from genrl.diffusion.steps.layout import Contrast
+from genrl.diffusion.steps.layout import Tree as TreeSettings
+from genrl.diffusion.steps.plans import trained_steps
+from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.credit import PromptHistory, branch_extremes, signed_advantage
 from genrl.objectives.advantages.groups import group_statistics

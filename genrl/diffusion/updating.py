@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from genrl.diffusion.config.method import Updating
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.steps import Tensors
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.records import Tensors
 from genrl.runtime.loop.recorded import Recorded
 
 Loss = Callable[[Any, Policy, Recorded], Tensors]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.layout import Prune, Tree, pruned_depths
+from genrl.diffusion.steps.layout import Prune, Tree, pruned_depths
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
 from genrl.objectives.advantages.credit import (

@@ -13,20 +13,20 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.edges import Edges
-from genrl.diffusion.methods.estimation import estimate
-from genrl.diffusion.methods.layout import roots_together
-from genrl.diffusion.methods.metering import EVIDENCE, Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import choose_kernel, kept_steps, sampling_plan, trained_steps
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
-from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
+from genrl.diffusion.metering import EVIDENCE, Meter
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Replayed, Trajectory
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import Edges
+from genrl.diffusion.steps.estimation import estimate
+from genrl.diffusion.steps.layout import roots_together
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import choose_kernel, kept_steps, sampling_plan, trained_steps
+from genrl.diffusion.steps.records import evidence, recorded_step, replayed
+from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,

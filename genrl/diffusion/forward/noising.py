@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.matching import Matching
-from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.forward.settings import Matching
+from genrl.diffusion.metering import Meter
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.diffusion.methods.edges import Edges, from_table, independent_edges, progress_table, to_table, tree_edges
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
+from genrl.diffusion.steps.edges import Edges, from_table, independent_edges, progress_table, to_table, tree_edges
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow
 

@@ -22,10 +22,10 @@ from genrl.diffusion.config.method import (
     in_pieces,
     too_few_steps,
 )
-from genrl.diffusion.methods.layout import RANDOM, Layout, Round, Window, most_micro_batches, roots_together, rounds_of
-from genrl.diffusion.methods.layout_rules import layout_problems
 from genrl.diffusion.methods.layout_text import rounds_text, window_text
-from genrl.diffusion.methods.stochastic import Stochastic
+from genrl.diffusion.steps.layout import RANDOM, Layout, Round, Window, most_micro_batches, roots_together, rounds_of
+from genrl.diffusion.steps.layout_rules import layout_problems
+from genrl.diffusion.steps.stochastic import Stochastic
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from functools import partial
 
 from genrl.config import Config
-from genrl.diffusion.methods.layout import (
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.layout import (
     fixed_window,
     plan_of,
     pruned_depths,
     stochastic_steps,
     window_end,
 )
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
-from genrl.diffusion.methods.stochastic import EveryStep, Stochastic
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Draw, Drawn, independent
-from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.steps.stochastic import EveryStep, Stochastic
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
