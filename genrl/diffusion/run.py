@@ -22,7 +22,6 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.config.economy import Selection
-from genrl.config.method import Method
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
@@ -54,7 +53,6 @@ from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.monitor import ended_at
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import before_after, save_png
 from genrl.runtime.weights.weights import Weights
@@ -81,12 +79,13 @@ class DiffusionRun:
     """Samples of the running iteration."""
     replays: bool = False
     """Whether it was seen in this process that training replays what sampling did."""
+    passes: int = 1
+    """Micro-batches that this process trains on in the running iteration: each is as much of its progress."""
     rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
     """Where prompts are rewritten: their new texts. Evaluation renders both."""
     _train_started: float = 0.0
     _calls: int = 0
     _sample_calls: int = 0
-    _passes: int = 1
 
     @property
     def config(self) -> Config:
@@ -255,18 +254,9 @@ class DiffusionRun:
         return table
 
     def start_training(self, passes: int) -> None:
-        """The learning half of the iteration begins; this process will call `backward` so many times."""
-        self._passes = passes
+        """The learning half of the iteration begins; this process will go backward so many times."""
+        self.passes = passes
         self.loop.phase("training", self.config.sampling.images_per_iteration)
-
-    def backward(self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
-        """Add one micro-batch's share of the update: the gradient of `results["loss"].sum() / divisor`."""
-        self.loop.backward(settings, results, recorded, divisor=divisor)
-        self.loop.advance(self.config.sampling.images_per_iteration / self._passes)
-
-    def step(self) -> float:
-        """One optimiser step; returns the gradient's norm before clipping."""
-        return self.loop.step()["policy"]
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: what was sampled and how long it took, and the loop's own end."""

@@ -1,4 +1,4 @@
-"""The update that policy gradients on denoising steps share: trained transitions, their losses, and what they measure.
+"""What policy gradients on denoising steps share: samples, trained transitions, their losses, and what they measure.
 
 A method gives its loss of one transition, (settings, policy, what was recorded) -> results; what is recorded is the
 step, its advantage and weight, log p_old, and, with a divergence, what the reference says of the step.
@@ -6,28 +6,26 @@ step, its advantage and weight, log p_old, and, with a divergence, what the refe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from genrl.diffusion.metering import EVIDENCE, Meter
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Replayed, Trajectory
+from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
-from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import Edges
-from genrl.diffusion.steps.estimation import estimate
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.on_policy import check_on_policy
-from genrl.diffusion.steps.plans import choose_kernel, kept_steps, sampling_plan, trained_steps
-from genrl.diffusion.steps.records import evidence, recorded_step, replayed
+from genrl.diffusion.steps.plans import Steps, choose_kernel
+from genrl.diffusion.steps.records import Tensors, evidence, replayed
 from genrl.diffusion.steps.settings import PolicyGradient
-from genrl.mdp.plan import SamplingPlan
+from genrl.diffusion.updating import EVIDENCE, Meter, descend
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,
     clipped_surrogate,
@@ -41,7 +39,6 @@ from genrl.objectives.surrogates.policy_losses import (
 )
 from genrl.runtime.loop.recorded import Recorded
 
-Results = dict[str, Tensor]
 REFERENCE = {"gaussian": "mean", "gaussian_dt": "mean", "mean_square": "mean", "k2": "log_prob"}
 """What a divergence reads of the reference; the others read its output."""
 
@@ -63,87 +60,74 @@ class Action(NamedTuple):
     old_log_prob: Tensor
     importance: Tensor | None = None
 
+    @property
+    def slots(self) -> list[int]:
+        """Where its samples are in the tables of `Edges`."""
+        return self.piece.slots[self.step]
+
 
 Settings = TypeVar("Settings", bound=PolicyGradient)
-Loss = Callable[[Settings, Policy, Recorded], Results]
-Learn = Callable[[DiffusionRun, Settings, Rollouts, SamplingPlan], dict[str, float]]
-"""Estimate and update by the samples of an iteration; returns its metrics."""
-Further = Callable[[Action], Mapping[str, Tensor]]
-"""What a method records of a transition beside what all do."""
+Loss = Callable[[Settings, Policy, Recorded], Tensors]
+Actions = Mapping[int, list[Action]]
+"""First slot of a micro-batch -> its trained transitions."""
 
 
-def sampler(run: DiffusionRun, settings: PolicyGradient, plan: SamplingPlan) -> Draw:
+def sampler(run: DiffusionRun, settings: PolicyGradient, steps: Steps) -> Draw:
     """How the samples of a batch of prompts are made."""
-    return partial(
-        roll_out,
-        plan=plan,
-        kernel=choose_kernel(run, settings, plan),
-        batch_size=run.config.sampling.batch_size,
-        keep=kept_steps(run.config, settings, run.iteration),
-    )
+    kernel = choose_kernel(run, settings, steps.plan)
+    size = run.config.sampling.batch_size
+    return partial(roll_out, plan=steps.plan, kernel=kernel, batch_size=size, keep=steps.kept)
 
 
-def train_policy_gradient(
-    run: DiffusionRun, settings: Settings, learn: Learn[Settings], *, scaled: bool = False
-) -> None:
-    """Train until the configured number of iterations is done, or the process is asked to end: collect and score the
-    samples of each, and `learn` from them. scaled: as `check_on_policy` has it."""
-    for iteration in run.iterations():
-        plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, partial(sampler, run, settings))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
-        metrics = learn(run, settings, rollouts, plan)
-        del rollouts
-        run.finish(metrics)
-
-
-def collect(run: DiffusionRun, plan: SamplingPlan, draw_by: Callable[[SamplingPlan], Draw]) -> Rollouts:
-    """The scored samples of one iteration; trees that share a root are kept in one micro-batch."""
+def collect(run: DiffusionRun, settings: PolicyGradient, steps: Steps, *, scaled: bool = False) -> Rollouts:
+    """The scored samples of one iteration; trees that share a root are kept in one micro-batch. scaled: as
+    `check_on_policy` has it."""
+    plan = steps.plan
     together = roots_together(run.config, plan, run.process.replicas) if plan.splits else None
 
-    def another(iteration: int) -> Draw:
-        return draw_by(sampling_plan(run.config, run.settings, iteration))
+    def later(iteration: int) -> Draw:
+        return sampler(run, settings, Steps.of(run.config, settings, iteration))
 
     leaves = plan.leaves // plan.roots
-    return run.collect(draw_by(plan), draws=another, leaves=leaves, roots_together=together)
+    rollouts = run.collect(sampler(run, settings, steps), draws=later, leaves=leaves, roots_together=together)
+    check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
+    return rollouts
 
 
 @torch.no_grad()
-def actions_of(
-    run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, edges: Edges
-) -> dict[int, list[Action]]:
-    """First slot of a micro-batch -> its trained transitions. log p_old is as recorded; or, where the trained policy
-    goes without the guidance that sampled, or older weights drew, evaluated now, before the first update, under the
-    conditions it is trained in. Steps of which no sample is trained are left out."""
-    found: dict[int, list[Action]] = {}
+def actions_of(run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, edges: Edges) -> Actions:
+    """The trained transitions of this process. log p_old is as recorded; or, where the trained policy goes without the
+    guidance that sampled, or older weights drew, evaluated now, before the first update, under the conditions it is
+    trained in. Steps of which no sample is trained are left out."""
+    actions: dict[int, list[Action]] = {}
     number = 0
     for micro_batch in rollouts.mine.values():
-        actions = found[micro_batch.slots[0]] = []
+        actions[micro_batch.slots[0]] = []
         for piece in micro_batch.pieces:
-            trajectory = piece.trajectory
-            logs = {i: p for i, p in trajectory.log_probs.items() if bool(edges.weight[i, piece.slots[i]].any())}
-            importance: dict[int, Tensor] = {}
-            if run.age or not settings.guidance_in_training:
-                batch = trained_under(run.policy, settings, trajectory.batch)
-                drawn, logs = logs, {i: replayed_before(run, trajectory, i, batch).log_prob for i in logs}
-                importance = {i: staleness_weight(logs[i], drawn[i]) for i in logs} if run.age else {}
-            for i, log_prob in logs.items():
-                actions.append(Action(number, piece, i, log_prob, importance.get(i)))
+            for i, log_prob in piece.trajectory.log_probs.items():
+                if not bool(edges.weight[i, piece.slots[i]].any()):
+                    continue
+                importance = None
+                if run.age or not settings.guidance_in_training:
+                    sampled, log_prob = log_prob, replayed_before(run, step_of(run, settings, piece, i)).log_prob
+                    importance = staleness_weight(log_prob, sampled) if run.age else None
+                actions[micro_batch.slots[0]].append(Action(number, piece, i, log_prob, importance))
                 number += 1
-    return found
+    return actions
 
 
-def replayed_before(run: DiffusionRun, trajectory: Trajectory, step: int, batch: Batch) -> Replayed:
+def replayed_before(run: DiffusionRun, step: StepRecord) -> Replayed:
     """A transition before the first update, where the iteration can be left."""
     with run.loop.fitting():
-        found = run.policy.replay(trajectory, step, batch)
+        result = run.policy.replay(step)
     run.loop.advance_or_leave(0)
-    return found
+    return result
 
 
-def trained_under(policy: Policy, settings: PolicyGradient, batch: Batch) -> Batch:
-    """The conditions of the policy that is trained: those of sampling, or the same without guidance."""
-    return batch if settings.guidance_in_training else without_guidance(policy, batch)
+def step_of(run: DiffusionRun, settings: PolicyGradient, piece: Piece, i: int) -> StepRecord:
+    """A recorded step under the conditions of the policy that is trained: those of sampling, or without guidance."""
+    batch = piece.trajectory.batch
+    return piece.trajectory.step(i, batch if settings.guidance_in_training else without_guidance(run.policy, batch))
 
 
 def update(
@@ -151,46 +135,52 @@ def update(
     settings: Settings,
     rollouts: Rollouts,
     edges: Edges,
-    actions: Mapping[int, list[Action]],
     loss: Loss[Settings],
     meter: Meter,
     *,
-    further: Further = lambda action: {},
-    seen: Callable[[Action, Results], None] = lambda action, results: None,
+    actions: Actions | None = None,
+    further: Callable[[Action], Mapping[str, Tensor]] = lambda action: {},
+    seen: Callable[[Action, Tensors], None] = lambda action, results: None,
 ) -> None:
-    """The optimiser steps of one iteration. further: what the method's loss reads beside the step; seen: is told what
-    came of each."""
-    run.start_training(settings.epochs * sum(map(len, actions.values())))
+    """The optimiser steps of one iteration. actions: None = all that are trained; further: what the method's loss reads
+    beside the step; seen: is told what came of each."""
+    every = actions_of(run, settings, rollouts, edges) if actions is None else actions
+
+    def measured(results: Tensors, recorded: Recorded, action: Action) -> None:
+        measure(meter, results, recorded)
+        seen(action, results)
+
+    def parts(micro_batches: list[MicroBatch]) -> Iterator[tuple[Action]]:
+        return ((action,) for micro_batch in micro_batches for action in every[micro_batch.slots[0]])
+
+    def prepare(action: Action) -> Recorded:
+        return record(run, settings, edges, action, further(action))
+
+    run.start_training(settings.epochs * sum(map(len, every.values())))
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = float(edges.weight[:, slots].sum())
-            for action in [action for micro_batch in micro_batches for action in actions[micro_batch.slots[0]]]:
-                with run.loop.fitting():
-                    recorded = record(run, settings, edges, action, further(action))
-                    results = loss(settings, run.policy, recorded)
-                    run.backward(settings, results, recorded, divisor=divisor)
-                measure(meter, results, recorded)
-                seen(action, results)
-            meter.add("grad_norm", torch.tensor([run.step()]))
+            descend(run, settings, parts(micro_batches), prepare, loss, meter, divisor=divisor, measure=measured)
 
 
 def record(
     run: DiffusionRun, settings: PolicyGradient, edges: Edges, action: Action, further: Mapping[str, Tensor]
 ) -> Recorded:
     """All that the loss of a transition reads."""
-    policy, trajectory, i = run.policy, action.piece.trajectory, action.step
-    batch, slots = trained_under(policy, settings, trajectory.batch), action.piece.slots[action.step]
+    policy, i = run.policy, action.step
+    step = step_of(run, settings, action.piece, i)
     tables = {"advantage": edges.advantage, "weight": edges.weight, "moves": edges.moves}
-    given = {name: table[i, slots].to(policy.device) for name, table in tables.items()}
+    given = {name: table[i, action.slots].to(policy.device) for name, table in tables.items()}
     given |= {"old_log_prob": action.old_log_prob, **further}
     if action.importance is not None:  # surrogates are linear in it where they are not clipped
         given |= {"importance": action.importance, "advantage": given["advantage"] * action.importance}
     if settings.kl_weight > 0:
         with torch.no_grad(), run.weights.reference():
-            found = policy.replay(trajectory, i, batch)
-        given["reference"] = getattr(found, REFERENCE.get(settings.kl, "model_output"))
-    graph = trajectory.graphs.pop(i) if settings.keep_graph else None
-    return recorded_step(trajectory, i, given, batch=batch, graph=graph)
+            reference = policy.replay(step)
+        given["reference"] = getattr(reference, REFERENCE.get(settings.kl, "model_output"))
+    # A kept graph is freed by its one backward pass, so it leaves the trajectory here.
+    graph = action.piece.trajectory.graphs.pop(i) if settings.keep_graph else None
+    return Recorded(step.batch, step.tensors() | given, graph)
 
 
 def penalised(
@@ -199,7 +189,7 @@ def penalised(
     new: Replayed,
     given: Recorded,
     further: Mapping[str, tuple[float, Tensor]] | None = None,
-) -> Results:
+) -> Tensors:
     """The loss of a transition, [B]: surrogate + kl_weight KL + further terms, each (weight, value) by the name it is
     logged under; times its weight in the update. And what it is made of."""
     value, terms = surrogate.loss, {}
@@ -221,7 +211,7 @@ def penalised(
     }
 
 
-def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> Results:
+def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> Tensors:
     """Flow-GRPO's loss of one transition, [B]: the clipped surrogate and its divergence (arXiv 2505.05470, eq. 5)."""
     new = replayed(settings, policy, given)
     low, high = settings.clip_bounds
@@ -229,25 +219,7 @@ def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> R
     return penalised(settings, surrogate, new, given)
 
 
-def flow_grpo_update(
-    run: DiffusionRun,
-    settings: Settings,
-    rollouts: Rollouts,
-    plan: SamplingPlan,
-    advantages: Tensor,
-    loss: Loss[Settings] = clipped_loss,
-    *,
-    grouped: bool = True,
-) -> dict[str, float]:
-    """Steps 3 and 4 of Flow-GRPO on samples with these advantages, float64 [N]; returns the iteration's metrics.
-    grouped: as `estimate` has it."""
-    meter = Meter()
-    edges = estimate(run, settings, rollouts, plan, advantages, meter, grouped=grouped)
-    update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), loss, meter)
-    return meter.result() | window_metrics(run, settings)
-
-
-def measure(meter: Meter, results: Results, given: Recorded) -> None:
+def measure(meter: Meter, results: Tensors, given: Recorded) -> None:
     """Log what came of a transition."""
     advantage, weight = given["advantage"], given["weight"]
     for name in [name for name in results if name not in (*OWN, *EVIDENCE)]:
@@ -276,9 +248,3 @@ def reference_kl(kind: str, new: Replayed, reference: Tensor) -> Tensor:
     if kind == "k2":
         return kl_k2(new.log_prob, reference)
     return kl_velocity(new.model_output, reference)
-
-
-def window_metrics(run: DiffusionRun, settings: PolicyGradient) -> dict[str, float]:
-    """Where the trained steps of this iteration are."""
-    steps = trained_steps(run.config, settings, run.iteration)
-    return {"window/first": float(steps[0]), "window/size": float(len(steps))}

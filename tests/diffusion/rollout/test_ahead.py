@@ -89,13 +89,13 @@ def test_the_samples_are_those_of_the_earlier_weights(
     seen: list[float] = []
     collect = transitions.collect
 
-    def watched(run: Any, plan: Any, draw_by: Callable[..., Any]) -> Any:
-        rollouts = collect(run, plan, draw_by)
+    def watched(run: Any, *given: Any) -> Any:
+        rollouts = collect(run, *given)
         trajectory = next(iter(rollouts.mine.values())).pieces[0].trajectory
         step, recorded = next(iter(trajectory.log_probs.items()))
 
         def apart() -> float:
-            return float((run.policy.replay(trajectory, step).log_prob - recorded).abs().max())
+            return float((run.policy.replay(trajectory.step(step)).log_prob - recorded).abs().max())
 
         with torch.no_grad(), run.policy.uncounted():
             if run.iteration:
