@@ -37,15 +37,17 @@ from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
+    Finishing,
     Rollouts,
     Sheet,
-    Source,
     Worker,
-    collect,
     drawn_here,
+    gathered,
+    handed_on,
     iteration_rows,
+    jobs_of,
 )
-from genrl.diffusion.rollout.scoring import Scorers
+from genrl.diffusion.rollout.scoring import Scorers, Scoring
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import economy
@@ -190,14 +192,19 @@ class DiffusionRun:
             rollouts, calls = self.ahead.take(self.iteration, worker, running=running)
             self._count(calls)
             return self.take(rollouts)
+        sheet = sheet_of(self.iteration)
+        jobs = jobs_of(config, sheet, worker)
         if self.far is not None:
             with drawing():
                 order = self.far.order(draw, self.weights.named, worker)
-            source = self._unpacked(self.far.source(order, worker, self._count))
+            finishing = self._unpacked(self.far.drawn(order, jobs, worker, self._count))
         else:
-            beat = partial(self.loop.advance_or_leave, 0)
-            source = drawn_here(config, self.policy, draw, worker, under=drawing, beat=beat)
-        return self.take(collect(config, self.scorers, sheet_of(self.iteration), source, worker, running=running))
+            beat, size = partial(self.loop.advance_or_leave, 0), config.sampling.batch_size
+            finishing = drawn_here(jobs, self.policy, draw, worker, size, under=drawing, beat=beat)
+        rows, background = sheet.rows, config.sampling.score_in_background
+        with Scoring(self.scorers, rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
+            rollouts = gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running=running)
+        return self.take(rollouts)
 
     def _begin(self, draws: Callable[[int], Draw], sheet_of: Callable[[int], Sheet]) -> None:
         """Let all iterations be drawn whose weights are there, from the running one on."""
@@ -208,9 +215,9 @@ class DiffusionRun:
                 order = self.far.order(draws(iteration), self.versions.of(iteration), self.worker)
                 self.ahead.begin(self.config, sheet_of(iteration), order, self.worker)
 
-    def _unpacked(self, source: Source) -> Source:
-        """With what was on the device of a worker on this process's."""
-        return lambda jobs: ((position, unpacked(found, self.policy.device)) for position, found in source(jobs))
+    def _unpacked(self, finishing: Finishing) -> Finishing:
+        """Micro-batches with what was on the device of a worker on this process's."""
+        return ((position, unpacked(finished, self.policy.device)) for position, finished in finishing)
 
     def _count(self, calls: int) -> None:
         """Model calls that were made elsewhere."""
