@@ -35,12 +35,12 @@ from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
-from genrl.diffusion.methods.edges import to_table
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.steps.edges import to_table
 from genrl.diffusion.train import trainable_weights
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow

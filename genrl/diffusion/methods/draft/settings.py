@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Number
 from genrl.diffusion.config.method import Calls, Guided
-from genrl.diffusion.methods.differentiable import Differentiating
+from genrl.diffusion.direct.settings import Differentiating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.matching import Matching
-from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.forward.settings import Matching
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter
 from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.noise_levels import logit_normal_draws

@@ -7,21 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import (
+from genrl.diffusion.forward.noising import (
     REFERENCE,
     Tensors,
     drawn_level,
     noised_by,
     under,
 )
-from genrl.diffusion.methods.preferences import DiffusionDPO
-from genrl.diffusion.methods.updating import update
+from genrl.diffusion.pairs.settings import DiffusionDPO
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter, update
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.groups import best_and_worst
 from genrl.objectives.forward.forward_process import matching_error

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple, Self
 
 from genrl.config import Config
-from genrl.diffusion.methods.layout import (
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.layout import (
     fixed_window,
     plan_of,
     pruned_depths,
     stochastic_steps,
     window_end,
 )
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
-from genrl.diffusion.methods.stochastic import EveryStep, Stochastic
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Draw, Drawn, independent
-from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.steps.stochastic import EveryStep, Stochastic
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
@@ -41,26 +42,32 @@ def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range
     return fixed_window(window, steps=steps, iteration=iteration, iterations=config.iterations)
 
 
-def trained_steps(config: Config, settings: PolicyGradient, iteration: int) -> tuple[int, ...]:
+class Steps(NamedTuple):
+    """What an iteration samples and trains: made once, and handed to whatever collects, estimates and logs."""
+
+    plan: SamplingPlan
+    """How the group of one prompt is sampled."""
+    trained: tuple[int, ...]
     """Steps whose transitions are trained: the window and the splits, or all but the last step."""
-    window = window_of(config, settings, iteration)
-    return stochastic_steps(settings.layout, window, steps=config.sampling.num_inference_steps)
-
-
-def kept_steps(config: Config, settings: PolicyGradient, iteration: int) -> tuple[int, ...]:
+    kept: tuple[int, ...]
     """Steps whose graphs sampling keeps: the trained ones, but for pruned depths; none without `keep_graph`."""
-    if not settings.keep_graph:
-        return ()
-    steps, prune = trained_steps(config, settings, iteration), settings.layout.prune
-    if prune is None:
-        return steps
-    plan = sampling_plan(config, settings, iteration)
-    return unpruned_steps(steps, pruned_depths(prune, plan, iteration=iteration, iterations=config.iterations))
+    window: range | None
 
+    @classmethod
+    def of(cls, config: Config, settings: PolicyGradient, iteration: int) -> Self:
+        """A function of these alone, so that all processes agree without a word."""
+        layout, window = settings.layout, window_of(config, settings, iteration)
+        plan = plan_of(config.sampling, layout, window)
+        trained = stochastic_steps(layout, window, steps=config.sampling.num_inference_steps)
+        pruned = range(0)
+        if layout.prune is not None:
+            pruned = pruned_depths(layout.prune, plan, iteration=iteration, iterations=config.iterations)
+        return cls(plan, trained, unpruned_steps(trained, pruned) if settings.keep_graph else (), window)
 
-def sampling_plan(config: Config, settings: PolicyGradient, iteration: int) -> SamplingPlan:
-    """How the group of one prompt is drawn in this iteration."""
-    return plan_of(config.sampling, settings.layout, window_of(config, settings, iteration))
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Where the trained steps are."""
+        return {"window/first": float(self.trained[0]), "window/size": float(len(self.trained))}
 
 
 def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -> Kernel:

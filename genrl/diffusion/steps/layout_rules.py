@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from genrl.config.method import Finding
 from genrl.diffusion.config.kernels import UP_TO_ONE
-from genrl.diffusion.methods.layout import Layout, Tree, Window, most_micro_batches, most_splits, window_end
+from genrl.diffusion.steps.layout import Layout, Tree, Window, most_micro_batches, most_splits, window_end
 from genrl.mdp.plan import extreme_count
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
-    from genrl.diffusion.methods.policy_gradient import PolicyGradient
+    from genrl.diffusion.steps.settings import PolicyGradient
 
 # Keys of a window that only some of its schedules read.
 OF_SCHEDULE = {

@@ -22,10 +22,10 @@ from genrl.diffusion.config.method import (
     in_pieces,
     too_few_steps,
 )
-from genrl.diffusion.methods.layout import RANDOM, Layout, Round, Window, most_micro_batches, roots_together, rounds_of
-from genrl.diffusion.methods.layout_rules import layout_problems
-from genrl.diffusion.methods.layout_text import rounds_text, window_text
-from genrl.diffusion.methods.stochastic import Stochastic
+from genrl.diffusion.steps.layout import Layout, Round, Window, most_micro_batches, roots_together, rounds_of
+from genrl.diffusion.steps.layout_rules import layout_problems
+from genrl.diffusion.steps.stochastic import Stochastic
+from genrl.mdp.plan import describe
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -232,18 +232,16 @@ class PolicyGradient(Stochastic, Updating):
         return most * config.sampling.prompts_per_iteration / config.sampling.batch_size
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
-        rounds = self.rounds(config)
-        yield from self.rollout_title(config, rounds)
-        random = self.layout.window is not None and self.layout.window.schedule in RANDOM
-        yield from rounds_text(rounds, random, guidance, self.replays_per_state(guidance))
+        """How the samples of a group come about, for `genrl plan`: the first and the last shape of a run."""
+        rounds, replays = self.rounds(config), self.replays_per_state(guidance)
+        for one in dict.fromkeys((rounds[0], rounds[-1])):
+            if len(rounds) > 1:
+                trained = ", ".join(map(str, one.trained))
+                yield f"steps {trained} trained, in {one.share:.1%} of the iterations ({len(rounds)} shapes)"
+            yield describe(one.plan, one.trained, calls_per_state=guidance, replays_per_state=replays)
         tree, prune = self.layout.tree, self.layout.prune
         if (tree is not None and tree.contrast is not None) or (prune is not None and prune.width is not None):
             yield "which leaves are trained depends on their scores: training calls are at most these"
-
-    def rollout_title(self, config: Config, rounds: Sequence[Round]) -> Iterator[str]:
-        """Where the noise is, in words."""
-        yield from window_text(self.layout, config.sampling.num_inference_steps, moves=len(rounds) > 1)
 
 
 class GroupRelative(PolicyGradient):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from genrl.config.method import Finding
 from genrl.diffusion.config.method import FileFinding
-from genrl.diffusion.methods.layout import Tree
+from genrl.diffusion.steps.layout import Tree
 
 if TYPE_CHECKING:
     from genrl.data.prompts import Prompt

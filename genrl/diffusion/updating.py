@@ -1,18 +1,33 @@
-"""Running means over the micro-batches of an iteration, over all processes."""
+"""The one inner loop of pipelines, and the meter of what came of it.
+
+A method is what it makes of a part of the iteration (`prepare`) and its `loss`; `descend` does what all have in common.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from genrl.config.method import Method
+from genrl.diffusion.config.method import Updating
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import GroupStatistics
 from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+from genrl.runtime.loop.recorded import Recorded
 
+Tensors = dict[str, Tensor]
+Loss = Callable[[Any, Policy, Recorded], Tensors]
+"""(settings, policy, what was recorded) -> "loss" [B], metrics by name, and the model's output."""
 EVIDENCE = ("model_output", "log_prob", "mean", "std")
 """What losses return for dumps and no metric."""
 
@@ -90,3 +105,68 @@ class Meter:
             else:
                 found[name] = mean
         return found
+
+
+def descend(
+    run: DiffusionRun,
+    settings: Method,
+    parts: Iterable[tuple[Any, ...]],
+    prepare: Callable[..., Recorded | None],
+    loss: Loss,
+    meter: Meter,
+    *,
+    divisor: float,
+    measure: Callable[..., None] | None = None,
+) -> None:
+    """One optimiser step on these parts of an iteration, by the gradient of the sum of their losses over `divisor`.
+
+    prepare(*part): all that the loss reads; None = nothing to train. measure(results, recorded, *part): is told what
+    came of each.
+    """
+    share = run.config.sampling.images_per_iteration / run.passes
+    for part in parts:
+        # Memory may run out in any of the three: the iteration is then done again in smaller micro-batches.
+        with run.loop.fitting():
+            recorded = prepare(*part)
+            if recorded is None:
+                continue
+            results = loss(settings, run.policy, recorded)
+            run.loop.backward(settings, results, recorded, divisor=divisor)
+        run.loop.advance(share)
+        if measure is not None:
+            measure(results, recorded, *part)
+    # Processes without a part step too: gradients are summed over all of them.
+    meter.add("grad_norm", torch.tensor([run.loop.step()["policy"]]))
+
+
+def update(
+    run: DiffusionRun,
+    settings: Updating,
+    rollouts: Rollouts,
+    num_draws: int,
+    prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
+    loss: Loss,
+    meter: Meter,
+    count: Callable[[list[int]], int] | None = None,
+) -> None:
+    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels or steps, per inner epoch.
+
+    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of; None = nothing to train.
+    `counts` among it is the weight of every metric, along its last dimension or [] for all: 0 = evaluated with the
+    other processes, but in no metric. loss: the method's.
+    count(slots): losses that the samples of an update have, over all draws and processes; None: each at every draw.
+    """
+
+    def recorded_of(micro_batch: MicroBatch, epoch: int, k: int) -> Recorded | None:
+        prepared = prepare(micro_batch, epoch, k)
+        return None if prepared is None else Recorded(*prepared)
+
+    def measure(results: Tensors, recorded: Recorded, *part: object) -> None:
+        meter.add_all(results, recorded["counts"] if "counts" in recorded else None)
+
+    run.start_training(settings.epochs * num_draws * len(rollouts.mine))
+    for epoch in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
+            divisor = len(slots) * num_draws if count is None else count(slots)
+            parts = product(micro_batches, [epoch], range(num_draws if divisor else 0))
+            descend(run, settings, parts, recorded_of, loss, meter, divisor=divisor, measure=measure)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.diffusion.methods.edges import Edges, from_table, independent_edges, progress_table, to_table, tree_edges
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
+from genrl.diffusion.steps.edges import Edges, from_table, independent_edges, progress_table, to_table, tree_edges
+from genrl.diffusion.steps.plans import Steps
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow
 
@@ -85,7 +86,7 @@ def test_tables_are_values_of_nodes(plan: SamplingPlan) -> None:
 
 def test_independent_samples_have_their_own_advantages() -> None:
     plan = make_plan(4, noise={1: 0.7, 2: 0.7}, roots=3)
-    found = independent_edges(torch.tensor([1.0, -2.0, 0.0]), plan, (1, 2))
+    found = independent_edges(torch.tensor([1.0, -2.0, 0.0]), Steps(plan, (1, 2), (), None))
     assert found.advantage.tolist() == [[0] * 3, [1, -2, 0], [1, -2, 0], [0] * 3]
     assert found.weight.tolist() == [[0] * 3, [1] * 3, [1] * 3, [0] * 3]
 

@@ -1,15 +1,13 @@
-"""One recorded step of a denoising chain as what a loss is made of, and the policy's replay of it."""
+"""The policy's replay of one recorded step, and losses that compare the actions of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Replayed, Trajectory
+from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss
 from genrl.runtime.loop.recorded import Recorded
 
@@ -33,53 +31,12 @@ class Comparison(Transition, Protocol):
     def clip_range(self) -> float: ...
 
 
-def recorded_step(
-    trajectory: Trajectory,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    batch: Batch | None = None,
-    graph: Replayed | None = None,
-) -> Recorded:
-    """Step `step` of a trajectory, and what else the loss reads.
-
-    batch: conditions that the step is replayed under; None = those it was sampled under. graph: kept from sampling.
-    """
-    kernel, rows = trajectory.kernel, trajectory.rows(step)
-    level = kernel.levels.get(step, kernel.noise_level)
-    given = {
-        "step": torch.tensor(step),
-        "noise_level": torch.tensor(level, dtype=torch.float64),
-        "state": trajectory.states[step],
-        "next_state": trajectory.next_states[step],
-        **tensors,
-    }
-    if rows is not None:  # the state of each action
-        given["rows"] = rows
-    return Recorded(batch or trajectory.batch, given, graph)
-
-
 def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
     """The step under the policy as it is: log-probability [B], mean, std and model output of its transition."""
-    if given.graph is not None:
+    if given.graph is not None:  # kept from sampling: the same numbers without a second pass
         kept: Replayed = given.graph
         return kept
-    step, state, next_state = int(given["step"]), given["state"], given["next_state"]
-    kernel = Kernel(settings.kernel, float(given["noise_level"]))
-    children = Children(given["rows"], []) if "rows" in given else None
-    recorded = Trajectory(
-        batch=given.batch,
-        kernel=kernel,
-        states={step: state},
-        next_states={step: next_state},
-        log_probs={},
-        final=next_state,
-        sigmas=torch.empty(0),
-        stop=step + 1,
-        initial=state,
-        children=children,
-    )
-    return policy.replay(recorded, step)
+    return policy.replay(StepRecord.of(given.batch, settings.kernel, given.tensors))
 
 
 def compared_steps(settings: Comparison, policy: Policy, given: Recorded) -> tuple[PreferenceOutput, Tensor, Tensors]:

@@ -1,8 +1,7 @@
 """Advantages and weights of the trained transitions of an iteration, as tables over (step, slot).
 
 An edge of a tree is known by its step and the slot of the first leaf below it (`forest`), so one table [T, N] serves
-all structures. Of independent samples every row is the advantages of the samples. All is a pure function of what every
-process knows.
+all structures. Of independent samples every row is the advantages of the samples. All processes know the same tables.
 """
 
 from __future__ import annotations
@@ -12,17 +11,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.layout import Prune, Tree, pruned_depths
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.layout import Contrast, Prune, Tree, pruned_depths
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.updating import Meter
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
 from genrl.objectives.advantages.credit import (
+    PromptHistory,
+    branch_extremes,
     edge_weights,
     leaf_counts,
     level_softmax,
     mean_of_leaves,
     normalise_per_depth,
     path_softmax,
+    signed_advantage,
 )
+from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.advantages.pruning import best_siblings, depth_pruned, extreme_leaves, width_pruned
 from genrl.objectives.surrogates.layer_tuning import progress_weights
 
@@ -40,11 +48,66 @@ class Edges(NamedTuple):
     """Depths with too few nodes to be normalised alone."""
 
 
-def independent_edges(advantages: Tensor, plan: SamplingPlan, trained: tuple[int, ...]) -> Edges:
-    """Of samples that share nothing: advantages [N], weight 1."""
-    table = torch.zeros(plan.steps, len(advantages), dtype=advantages.dtype)
+def estimate(
+    run: DiffusionRun,
+    settings: PolicyGradient,
+    rollouts: Rollouts,
+    steps: Steps,
+    advantages: Tensor,
+    meter: Meter,
+    *,
+    grouped: bool = True,
+) -> Edges:
+    """Advantage and weight of every trained transition, from the advantages of the samples, float64 [N].
+
+    grouped: whether these compare the samples of a prompt, whose spread is then logged.
+    """
+    config, iteration = run.config, run.iteration
+    advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+    meter.add_advantages(advantages, settings.advantage_clip)
+    if grouped:
+        meter.add_spread(group_statistics(rollouts.total, rollouts.group))
+    if settings.layout.tree is None:
+        return independent_edges(advantages, steps)
+    rewards = rollouts.total
+    if settings.layout.tree.contrast is not None:
+        advantages = contrasted(run, settings, settings.layout.tree, settings.layout.tree.contrast, rollouts)
+        rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
+    log_probs = torch.full((steps.plan.steps, rollouts.num_samples), torch.nan)
+    if settings.layout.tree.credit != "mean":
+        pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
+        mine = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        log_probs = run.gather(mine, log_probs)
+    edges = tree_edges(
+        settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
+        clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
+    )  # fmt: skip
+    meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)
+    if edges.skipped and iteration == 0:
+        run.process.progress.say(
+            f"depths {', '.join(map(str, edges.skipped))} have fewer than 4 states: measured against the leaves"
+        )
+    return edges
+
+
+def contrasted(
+    run: DiffusionRun, settings: PolicyGradient, tree: Tree, contrast: Contrast, rollouts: Rollouts
+) -> Tensor:
+    """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
+    history = PromptHistory(contrast.history)
+    history.rewards = run.loop.memory.setdefault("prompt_history", {})
+    scores = history.normalise(rollouts.total, rollouts.prompts)
+    branch = torch.arange(rollouts.num_samples) // tree.ways
+    chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
+    clip = settings.advantage_clip
+    return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
+
+
+def independent_edges(advantages: Tensor, steps: Steps) -> Edges:
+    """The edges of samples that share nothing: advantages [N], weight 1."""
+    table = torch.zeros(steps.plan.steps, len(advantages), dtype=advantages.dtype)
     weight = torch.zeros_like(table)
-    table[list(trained)], weight[list(trained)] = advantages, 1.0
+    table[list(steps.trained)], weight[list(steps.trained)] = advantages, 1.0
     return Edges(table, weight, table != 0, [])
 
 

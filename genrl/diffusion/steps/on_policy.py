@@ -28,7 +28,7 @@ def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scale
         with run.policy.uncounted(), run.drawing():
             for piece in first.pieces:
                 for i, old in piece.trajectory.log_probs.items():
-                    new = run.policy.replay(piece.trajectory, i)
+                    new = run.policy.replay(piece.trajectory.step(i))
                     # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
                     size = new.std.flatten() if scaled else 1.0
                     deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())

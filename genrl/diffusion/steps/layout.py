@@ -1,6 +1,6 @@
 """Which steps of a rollout are noisy, branch and are trained: settings, and the sampling plans made of them. No torch.
 
-A window that is placed at random is placed in `genrl.diffusion.methods.plans`; what can be said without a random number
+A window that is placed at random is placed in `genrl.diffusion.steps.plans`; what can be said without a random number
 is here.
 """
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.diffusion.methods.plans import last_step_is_drawn
+from genrl.diffusion.methods.spo.candidates import chosen_rows, crawl
 from genrl.diffusion.methods.spo.train import pair_of
-from genrl.diffusion.methods.steps import replayed as replayed_step
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.candidates import chosen_rows, crawl
+from genrl.diffusion.steps.plans import last_step_is_drawn
+from genrl.diffusion.steps.records import replayed as replayed_step
 from genrl.mdp.gaussian import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan
