@@ -30,11 +30,6 @@ from genrl.runtime.weights.sharding import unsharded
 from genrl.vla.config.schema import Diffusion, VLAConfig
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
-from genrl.vla.methods.decoupled import importance_figures, weighed
-from genrl.vla.methods.minibatches import Minibatch, minibatches
-from genrl.vla.methods.scores import context_of
-from genrl.vla.methods.shared_settings import Update
-from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.collect import RolloutPlan, collect
@@ -43,6 +38,10 @@ from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_ro
 from genrl.vla.rollout.sampling import Acting, Frozen, chunk_noise, replay, sample
 from genrl.vla.setup import load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
+from genrl.vla.update.decoupled import importance_figures, weighed
+from genrl.vla.update.learn import Figures, Minibatch, minibatches
+from genrl.vla.update.scores import context_of
+from genrl.vla.update.settings import Update
 
 FPS = 4
 """Of films, which have a frame for every decision."""

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods import gae
-from genrl.vla.methods.scores import (
+from genrl.vla.methods.ppo import train as gae
+from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
+from genrl.vla.run import VLARun, check_on_policy
+from genrl.vla.update.learn import Figures, Loss, learn
+from genrl.vla.update.scores import (
     Decisions,
     Scored,
     actor_loss,
@@ -28,11 +32,7 @@ from genrl.vla.methods.scores import (
     recorded_decisions,
     score,
 )
-from genrl.vla.methods.shared_settings import Update
-from genrl.vla.methods.update import Figures, Loss, learn
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
-from genrl.vla.run import VLARun, check_on_policy
+from genrl.vla.update.settings import Update
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {

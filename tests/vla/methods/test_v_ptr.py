@@ -12,9 +12,9 @@ import torch
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
-from genrl.vla.methods.icvf import ICVF, draw, order, train_icvf
-from genrl.vla.methods.shared_settings import Pretraining
 from genrl.vla.methods.v_ptr import train as v_ptr
+from genrl.vla.methods.v_ptr.icvf import ICVF, draw, order, train_icvf
+from genrl.vla.methods.v_ptr.settings import Pretraining
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS
 from tests.vla.methods.test_vla_offline_trainers import small

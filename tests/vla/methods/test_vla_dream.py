@@ -11,12 +11,12 @@ from torch.nn import functional
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.contrastive import supervised_contrastive
 from genrl.playground.minitable import INSTRUCTIONS, PUT, task
+from genrl.playground.minitable.play import play, seen
 from genrl.vla.methods.diwa.calibration import calibration, fulfilled
 from genrl.vla.methods.diwa.classifier import RewardClassifier, encode_demonstrations, encode_play, train_classifier
+from genrl.vla.methods.diwa.dreams import Dream, LatentTable, Starts
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
-from genrl.vla.methods.dreams import Dream, LatentTable, Starts
-from genrl.vla.methods.play import play, seen
-from genrl.vla.methods.rssm import Latent, WorldModel
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from tests.vla.tiny_policies import WORDS
 

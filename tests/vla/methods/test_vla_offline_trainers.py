@@ -14,8 +14,8 @@ from PIL import Image
 import genrl_rewards
 from genrl.config import ConfigError, VLAConfig, load
 from genrl.playground.minitable import MiniTable, expert_chunk
-from genrl.vla.methods.critics import seen_statistics
-from genrl.vla.methods.offline import Transitions
+from genrl.vla.offline.critics import seen_statistics
+from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import Statistics
 from genrl.vla.setup import load_trained

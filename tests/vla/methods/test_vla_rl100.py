@@ -12,13 +12,13 @@ from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.playground.minitable import MiniTable
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.critics import Critics, seen_statistics
-from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
-from genrl.vla.methods.offline import from_rollout
 from genrl.vla.methods.rl100 import train as rl100
 from genrl.vla.methods.rl100.distillation import distil, one_step
+from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import seen
 from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.offline.critics import Critics, seen_statistics
+from genrl.vla.offline.transitions import from_rollout
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect

@@ -19,7 +19,7 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.methods.imitation import imitation_loss, recorded_frames
+from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies import resnet
 from genrl.vla.policies.act import ACT, ACTConfig
 from genrl.vla.policies.folder import load_policy, save_policy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.methods.imitation import noise_matching_loss
+from genrl.vla.offline.imitation import noise_matching_loss
 from genrl.vla.policies import diffusion_policy
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt

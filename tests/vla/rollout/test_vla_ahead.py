@@ -18,13 +18,13 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import ahead
 from genrl.runtime.loop.loop import MemoryRanOut
-from genrl.vla.methods.decoupled import importance_figures, weighed
-from genrl.vla.methods.scores import actor_loss, context_of, decisions, recorded_decisions, score
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Acting, replay
 from genrl.vla.run import VLARun
 from genrl.vla.train import train
+from genrl.vla.update.decoupled import importance_figures, weighed
+from genrl.vla.update.scores import actor_loss, context_of, decisions, recorded_decisions, score
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here

@@ -21,8 +21,8 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.sharding import unsharded
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger.settings import DAgger
-from genrl.vla.methods.imitation import imitation_loss, imitation_updates
-from genrl.vla.methods.offline import Store
+from genrl.vla.offline.imitation import imitation_loss, imitation_updates
+from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.policy import ACTION, Batch, joined_batches, rows
 from genrl.vla.rollout.collect import observe
 from genrl.vla.rollout.sampling import Acting, act

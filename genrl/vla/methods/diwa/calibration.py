@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from genrl.mdp.noise import generator
+from genrl.playground.minitable.play import Play, table_of
 from genrl.playground.minitable.task import INSTRUCTIONS, Floats, is_success
 from genrl.vla.methods.diwa.classifier import RewardClassifier
-from genrl.vla.methods.dreams import as_observation
-from genrl.vla.methods.play import Play, table_of
-from genrl.vla.methods.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.dreams import as_observation
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 
 
 @torch.no_grad()

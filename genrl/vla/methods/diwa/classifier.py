@@ -13,12 +13,12 @@ from torch.nn import functional
 from genrl.mdp.noise import generator
 from genrl.objectives.contrastive import supervised_contrastive
 from genrl.playground.minitable import task
+from genrl.playground.minitable.play import seen
 from genrl.playground.minitable.task import INSTRUCTIONS
-from genrl.vla.methods.descent import descend
+from genrl.vla.methods.diwa.dreams import as_observation, latent_inputs
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
-from genrl.vla.methods.dreams import as_observation, latent_inputs
-from genrl.vla.methods.play import seen
-from genrl.vla.methods.rssm import Latent, WorldModel
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.encoder import ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise

@@ -14,11 +14,11 @@ import torch
 
 from genrl.mdp.noise import derive_seed, seeded
 from genrl.playground.minitable import INSTRUCTIONS, task
+from genrl.playground.minitable.play import play
 from genrl.playground.minitable.task import task_numbers
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.descent import followed
 from genrl.vla.methods.diwa.calibration import calibration
 from genrl.vla.methods.diwa.classifier import (
     Encoded,
@@ -27,20 +27,20 @@ from genrl.vla.methods.diwa.classifier import (
     encode_play,
     train_classifier,
 )
+from genrl.vla.methods.diwa.dreams import Dream, LatentTable, Starts, latent_inputs
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA, World
-from genrl.vla.methods.dreams import Dream, LatentTable, Starts, latent_inputs
-from genrl.vla.methods.gae import estimated_decisions
-from genrl.vla.methods.gae import loss as ppo_loss
-from genrl.vla.methods.imitation import imitate
-from genrl.vla.methods.offline import Store
-from genrl.vla.methods.play import play
-from genrl.vla.methods.rssm import Latent, WorldModel, world_step
-from genrl.vla.methods.update import Figures, learn
+from genrl.vla.methods.ppo.train import estimated_decisions
+from genrl.vla.methods.ppo.train import loss as ppo_loss
+from genrl.vla.offline.descent import followed
+from genrl.vla.offline.imitation import imitate
+from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
+from genrl.vla.update.learn import Figures, learn
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

@@ -20,18 +20,18 @@ from genrl.mdp import forward
 from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.playground.minitable import INSTRUCTIONS, task
+from genrl.playground.minitable.hazard import HazardTable, mixed_quality
 from genrl.playground.minitable.task import MAX_STEPS, task_numbers
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.show.intervals import wilson
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.recordings import Steps, extremes
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
-from genrl.vla.methods.imitation import observation_of
-from genrl.vla.methods.offline import (
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.imitation import observation_of
+from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,
     Step,
@@ -45,10 +45,10 @@ from genrl.vla.methods.offline import (
     stepper,
     take,
 )
-from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion, sample
+from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from genrl.mdp.noise import generator, seeded
 from genrl.vla.evaluate import evaluate
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.imitation import mean_of_last
 from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.imitation import mean_of_last
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA

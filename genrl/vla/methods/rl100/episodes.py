@@ -16,7 +16,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.playground.minitable.task import MAX_STEPS, task_numbers
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.methods.offline import Transitions, from_rollout, from_steps, merge, play
+from genrl.vla.offline.transitions import Transitions, from_rollout, from_steps, merge, play
 from genrl.vla.policies.policy import IMAGE, POINTS, SEEN, TOKENS, Batch, rows
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout

@@ -23,21 +23,20 @@ from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
-from genrl.vla.methods.descent import descend, followed
-from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
-from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
-from genrl.vla.methods.minibatches import minibatches
-from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
 from genrl.vla.methods.rl100.distillation import distilled
+from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
-from genrl.vla.methods.update import Figures
+from genrl.vla.offline.critics import Critics, seen_statistics, train_iql
+from genrl.vla.offline.descent import descend, followed
+from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
+from genrl.vla.offline.transitions import Step, Store, Transitions, frames_of, merge, stepper, successful, take
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
 from genrl.vla.setup import sampler_of
+from genrl.vla.update.learn import Figures, minibatches
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

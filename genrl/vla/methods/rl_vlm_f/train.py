@@ -16,15 +16,10 @@ from torch import Tensor
 
 import genrl_rewards
 from genrl.mdp.noise import derive_seed, seeded
+from genrl.playground.minitable import wayward
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.methods import wayward
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.offline import (
-    Store,
-    Transitions,
-)
-from genrl.vla.methods.preference_labels import (
+from genrl.vla.methods.rl_vlm_f.preference_labels import (
     UNUSABLE,
     LabelCache,
     Pairs,
@@ -35,11 +30,16 @@ from genrl.vla.methods.preference_labels import (
     relabel,
     train_rewards,
 )
-from genrl.vla.methods.regression import advantage_of, regress, weighted_cloning
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
-from genrl.vla.methods.update import Figures
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.regression import advantage_of, regress, weighted_cloning
+from genrl.vla.offline.transitions import (
+    Store,
+    Transitions,
+)
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.learn import Figures
 from genrl_rewards.placing import open_reward
 from genrl_rewards.service.remote import Outage
 

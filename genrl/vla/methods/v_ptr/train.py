@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, seeded
-from genrl.playground.minitable import render
+from genrl.playground.minitable import render, wayward
+from genrl.playground.minitable.play import play, table_of
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods import wayward
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.icvf import ICVF, order, train_icvf
-from genrl.vla.methods.imitation import imitate, mean_of_last
-from genrl.vla.methods.offline import Store, Transitions, frames_of
-from genrl.vla.methods.play import play, table_of
-from genrl.vla.methods.regression import advantage_of, regress, weighted_cloning
-from genrl.vla.methods.shared_settings import Pretraining
-from genrl.vla.methods.v_ptr.settings import VPTR
+from genrl.vla.methods.v_ptr.icvf import ICVF, order, train_icvf
+from genrl.vla.methods.v_ptr.settings import VPTR, Pretraining
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.imitation import imitate, mean_of_last
+from genrl.vla.offline.regression import advantage_of, regress, weighted_cloning
+from genrl.vla.offline.transitions import Store, Transitions, frames_of
 from genrl.vla.policies.encoder import LOOKS, Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.sampling import Acting

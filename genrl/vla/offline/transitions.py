@@ -20,7 +20,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
 from genrl.vla.config.schema import Environment
 from genrl.vla.data.recordings import Steps, split
-from genrl.vla.methods.imitation import observation_of
+from genrl.vla.offline.imitation import observation_of
 from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates.policy_losses import truncated_weight
-from genrl.vla.methods.scores import at_level, context_of
-from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import replay
+from genrl.vla.update.scores import at_level, context_of
+from genrl.vla.update.settings import Update
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.shared_settings import Update
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, replay
+from genrl.vla.update.settings import Update
 
 
 class Decisions(NamedTuple):

@@ -15,7 +15,7 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.methods.descent import descend
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Acting
 

@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.minibatches import Minibatch
-from genrl.vla.methods.scores import Decisions, recorded_decisions
-from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.scores import Decisions, recorded_decisions
+from genrl.vla.update.settings import Update
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
+
+
+class Minibatch(NamedTuple):
+    """mine int64 [n]: which of this process's decisions; total: how many there are over all processes; most: the n of
+    the process that has most of them."""
+
+    mine: Tensor
+    total: int
+    most: int
+
+
+def minibatches(counts: Sequence[int], process: int, size: int, *keys: int | str) -> Iterator[Minibatch]:
+    """One pass over all decisions in parts of about `size`, in an order that the keys decide.
+
+    counts: decisions of each process. The parts differ by one decision at most, so that none is a small remainder; a
+    process may have nothing of a part. Without decisions there is no part.
+    """
+    total = sum(counts)
+    if total == 0:
+        return
+    ends = torch.tensor(counts).cumsum(0)
+    order = torch.randperm(total, generator=generator(*keys))
+    for part in order.tensor_split(max(1, round(total / size))):
+        owner = torch.bucketize(part, ends, right=True)
+        own = part[owner == process] - sum(counts[:process])
+        yield Minibatch(own, len(part), int(owner.bincount().max()))
+
 
 Loss = Callable[[Any, Acting, Recorded], dict[str, torch.Tensor]]
 """(settings, policy and sampler, what was recorded) -> "loss" [], and sums of figures by name."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
 from genrl.playground.minitable import INSTRUCTIONS, MiniTable, expert_chunk, render
+from genrl.playground.minitable.play import table_of
 from genrl.playground.minitable.task import MAX_STEPS, task_numbers
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.methods.offline import Reader, Transitions, Words, frames_of, play
-from genrl.vla.methods.play import table_of
-from genrl.vla.methods.shared_settings import Critics
+from genrl.vla.offline.settings import Critics
+from genrl.vla.offline.transitions import Reader, Transitions, Words, frames_of, play
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
 
 NOISE = 0.3

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.offline import Transitions, take
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, SEEN, STATE, Batch, Policy, Statistics

@@ -12,13 +12,13 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods import shared_settings
-from genrl.vla.methods.critics import Critics, train_iql
-from genrl.vla.methods.descent import followed
-from genrl.vla.methods.offline import Loss, Transitions, cloning_errors, recorded_chunks, stepper, successful, take
-from genrl.vla.methods.update import Figures
+from genrl.vla.offline import settings as offline_settings
+from genrl.vla.offline.critics import Critics, train_iql
+from genrl.vla.offline.descent import followed
+from genrl.vla.offline.transitions import Loss, Transitions, cloning_errors, recorded_chunks, stepper, successful, take
 from genrl.vla.policies.policy import PredictsNoise
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -32,7 +32,7 @@ class Regressing(Protocol):
 
     episodes: int
     """How many the data have."""
-    critics: shared_settings.Critics
+    critics: offline_settings.Critics
     critic_steps: int
     temperature: float
     steps_per_iteration: int

@@ -16,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.descent import descend
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 
 _LEAST_STD = 0.05

@@ -17,9 +17,9 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed
 from genrl.playground.minitable import MiniTable, task
 from genrl.playground.minitable import render as draw
+from genrl.playground.minitable.play import seen, table_of
 from genrl.playground.minitable.task import Floats
-from genrl.vla.methods.play import seen, table_of
-from genrl.vla.methods.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
 from genrl.vla.simulators.contract import Step
