@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from genrl.config.method import Finding
 from genrl.config.section import Count, Positive, Section, Share
 from genrl.vla.config.method import Row
+from genrl.vla.config.names import WORLDS
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -40,8 +41,8 @@ def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
 
 def on_the_table(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
     """Methods that make their own data on MiniTable, from states, for a new policy."""
-    if config.environment.name != "minitable":
-        yield ("environment.name",), f"{algorithm} knows the table only; write minitable"
+    if config.environment.name not in WORLDS.built_in:
+        yield ("environment.name",), f"{algorithm} makes its own data; write {' or '.join(WORLDS.built_in)}"
     yield from for_a_new_policy(config, algorithm, diffusion=diffusion)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk
-from genrl.vla.data.demonstrations import (
+from genrl.playground.minitable.demonstrations import (
     expert_demonstrations,
     minitable_episodes,
     minitable_frames,

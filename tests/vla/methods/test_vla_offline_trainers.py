@@ -139,7 +139,7 @@ def test_a_served_model_labels_pairs(root: Path, tmp_path: Path) -> None:
         ("rl_vlm_f", "trainer.labels.outage.policy=drop", "write stop or pause"),
         ("rl100", "sampler.selection=last", "write all"),
         ("diwa", "demonstrations=null", "expert"),
-        ("v_ptr", "environment.name=metaworld", "on the table only; write minitable"),
+        ("v_ptr", "environment.name=metaworld", "write minitable"),
         ("v_ptr", "policy.new.type=my.py:Policy", "pre-trains the picture encoder of embedded policies; write tiny_fl"),
         ("v_ptr", "policy.new.points=8", "pre-trains what looks at pictures; write 0"),
         ("v_ptr", "policy.new.image_size=0", "pre-trains what looks at pictures; write 32"),

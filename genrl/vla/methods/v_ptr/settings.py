@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Share, Ways
 from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.config.names import EMBEDDED
+from genrl.vla.config.names import EMBEDDED, WORLDS
 from genrl.vla.offline.settings import FROM_DATA, Critics
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class VPTR(VLAMethod):
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """Anything but a new policy that looks at MiniTable."""
-        if config.environment.name != "minitable":
-            yield ("environment.name",), "v_ptr makes its videos on the table only; write minitable"
+        if config.environment.name not in WORLDS.built_in:
+            yield ("environment.name",), f"v_ptr makes its videos itself; write {' or '.join(WORLDS.built_in)}"
         if config.policy.new is None:
             yield ("policy.new",), "v_ptr begins with a new policy; write `new: {...}`"
         elif config.policy.new.type not in EMBEDDED:
