@@ -35,7 +35,7 @@ from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Acting, Frozen, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.decoupled import importance_figures, weighed
@@ -390,7 +390,7 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
     """
     rows = training_rows(rollout, slots)
     context = context_of(policy, rows.observation, rows.context)
-    again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
+    again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
     off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
     if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
         raise RuntimeError(
@@ -410,9 +410,9 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
     chunks, first = [], None
     for k in range(8):
         rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
-        random = chunk_noise(rollout.sampler, policy, rngs, torch.Generator().manual_seed(seed + k))
+        random = rollout.sampler.noise(policy, rngs, torch.Generator().manual_seed(seed + k))
         first = random.noise[:, :1] if first is None else first
         noise = torch.cat([first, random.noise[:, 1:]], 1)
-        chunks.append(sample(policy, rollout.sampler, context, random._replace(noise=noise), frozen=before).chunk)
+        chunks.append(rollout.sampler.sample(policy, context, random._replace(noise=noise), frozen=before).chunk)
     size = rollout.rewards.shape[-1]
     return float(torch.stack(chunks)[:, :, :size, : rollout.action_dim].std(0).mean())

@@ -36,7 +36,7 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Acting, Denoising, Sampler, transition
+from genrl.vla.rollout.sampling import Acting, Denoising, Sampler
 from genrl.vla.simulators.contract import Tables
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
     chunk, reached = rollout.next_states[:, :, -1][kept], rollout.step_index[..., -1][kept]
     if bool((reached == last - 1).all()):
         index, drawn = torch.full_like(reached, last), torch.zeros(len(reached))
-        chunk = transition(policy, rollout.sampler, policy.encode(now), chunk, index, drawn).mean
+        chunk = rollout.sampler.transition(policy, policy.encode(now), chunk, index, drawn).mean
     elif not bool((reached == last).all()):
         raise ValueError("the rollout does not hold its chunks: draw all denoising steps, or record it by `play`")
     smdp = chunk_rewards(rollout.rewards, rollout.n_executed, gamma=gamma, mode="smdp")

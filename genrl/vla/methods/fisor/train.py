@@ -45,7 +45,7 @@ from genrl.vla.offline.transitions import (
 )
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
-from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion, sample
+from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.learn import Figures
 
@@ -173,7 +173,7 @@ def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) 
     policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
     drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
-    actions: Tensor = policy.actions(sample(policy, sampler, context, drawn).chunk)
+    actions: Tensor = policy.actions(sampler.sample(policy, context, drawn).chunk)
     return actions.view(count, candidates, *actions.shape[1:])
 
 
