@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +39,6 @@ from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.decoupled import importance_figures, weighed
-from genrl.vla.update.learn import Figures, Minibatch, minibatches
 from genrl.vla.update.scores import context_of
 from genrl.vla.update.settings import Update
 
@@ -196,13 +195,6 @@ class VLARun:
         policy = self.config.policy
         return policy.frozen and policy.keep_features and isinstance(self.policy, KeepsFeatures)
 
-    def dealt(self, decisions: int, settings: Update, epoch: int) -> Iterator[Minibatch]:
-        """The minibatches of an epoch, of `decisions` of this process."""
-        loop = self.loop
-        counts = gather_object([decisions])
-        keys = (self.config.seed, "minibatches", loop.iteration, epoch)
-        return minibatches(counts, loop.process.accelerator.process_index, settings.minibatch, *keys)
-
     def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
         """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
         every = torch.cat(gather_object([advantages[kept].double()]))
@@ -217,8 +209,8 @@ class VLARun:
         table = torch.stack([value.double() for value in values.values()])
         return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
 
-    def finish(self, rollout: ChunkRollout, figures: Figures, found: Mapping[str, float]) -> None:
-        """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""
+    def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
+        """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
         loop = self.loop
         first = rollout.valid & (rollout.episode == 0)
         whole = first.any(0)  # of the others the first episode was lost with its simulator
@@ -240,7 +232,7 @@ class VLARun:
         lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
-        row = figures.means | dict(found) | self.told
+        row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
             "rollout/return_mean": sum(sum(one["returns"]) for one in every) / max(1, len(success)),

@@ -19,7 +19,6 @@ from genrl.vla.offline import settings as offline_settings
 from genrl.vla.offline.critics import Critics, train_iql
 from genrl.vla.offline.descent import followed
 from genrl.vla.offline.transitions import (
-    Loss,
     Transitions,
     Words,
     cloning_errors,
@@ -31,6 +30,7 @@ from genrl.vla.offline.transitions import (
 )
 from genrl.vla.policies.policy import PredictsNoise, vocabulary
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.inner import Loss
 from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:

@@ -107,7 +107,7 @@ class Scored(NamedTuple):
 
 def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
     """The log-probabilities of some decisions under the policy as it is, and as they were sampled."""
-    context = context_of(acting.policy, _named(given, "observation/"), _named(given, "context/"))
+    context = context_of(acting.policy, named(given, "observation/"), named(given, "context/"))
     again = acting.sampler.replay(acting.policy, context, given["states"], given["next_states"], given["step_index"])
     executed, size, action_dim = given["executed"], int(given["size"]), int(given["action_dim"])
     now = at_level(again.log_prob[:, 0], executed, size, action_dim, settings)
@@ -120,7 +120,8 @@ def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
     return Scored(now, then, counted, context, reaching.flatten(1).mean(1))
 
 
-def _named(given: Recorded, prefix: str) -> Batch:
+def named(given: Recorded, prefix: str) -> Batch:
+    """The recorded tensors under a prefix ("observation/"), by what follows it."""
     return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
 
 

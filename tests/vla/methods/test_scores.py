@@ -21,7 +21,8 @@ from genrl.vla.methods.ppo import train as gae
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
 from genrl.vla.run import VLARun, check_on_policy
-from genrl.vla.update.learn import Figures, Loss, learn
+from genrl.vla.update.inner import Loss
+from genrl.vla.update.learn import Figures, learn
 from genrl.vla.update.scores import (
     Decisions,
     Scored,
@@ -383,5 +384,5 @@ def test_lost_episodes_are_not_counted_as_failures(tmp_path: Path) -> None:
         run.loop.finish = rows.append  # type: ignore[method-assign, assignment]
         for lost in (torch.arange(8) < 3, torch.ones(8, dtype=torch.bool)):
             less = won._replace(valid=won.valid & ~lost, success=won.success & ~lost)
-            run.finish(less, Figures(), {})
+            run.finish(less, {})
         assert rows[0]["rollout/success"] == 1.0 and rows[1]["rollout/success"] == 0.0

@@ -103,7 +103,7 @@ def train(run: VLARun, settings: DiWA) -> None:
         chosen, explained = estimated_decisions(run, rollout, settings)
         figures, trains_policy = Figures(), iteration >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
-        run.finish(rollout, figures, explained)
+        run.finish(rollout, figures.means | explained)
 
 
 def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Tensor]:

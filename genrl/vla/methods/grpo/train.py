@@ -37,4 +37,4 @@ def train(run: VLARun, settings: GRPO) -> None:
         chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
         figures = Figures()
         learn(run, rollout, chosen, settings, figures, loss, policy=True, critic=False)
-        run.finish(rollout, figures, {})
+        run.finish(rollout, figures.means)

@@ -30,7 +30,7 @@ def train(run: VLARun, settings: PPO) -> None:
         # values are those of the critic that acted: it must have had its warm-up
         figures, trains_policy = Figures(), iteration - run.age >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
-        run.finish(rollout, figures, explained)
+        run.finish(rollout, figures.means | explained)
 
 
 def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tuple[Decisions, dict[str, float]]:
