@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Positive, Section
 from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.methods.shared_settings import on_the_table
+from genrl.vla.offline.settings import on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

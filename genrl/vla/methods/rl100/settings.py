@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Margin, Share, Whole
 from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, from_demonstrations
+from genrl.vla.offline.settings import FROM_DATA, Critics, from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -7,7 +7,7 @@ Everything random is a function of the seed; nothing here touches a policy's wei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
 from genrl.vla.config.schema import Environment
 from genrl.vla.data.recordings import Steps, split
-from genrl.vla.methods.imitation import observation_of
+from genrl.vla.offline.imitation import observation_of
 from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,
@@ -36,11 +36,10 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Acting, Denoising, Sampler, transition
+from genrl.vla.rollout.sampling import Acting, Denoising, Sampler
+from genrl.vla.run import VLARun
 from genrl.vla.simulators.contract import Tables
-
-if TYPE_CHECKING:
-    from genrl.vla.run import VLARun
+from genrl.vla.update.inner import Loss, gradients
 
 
 class Transitions(NamedTuple):
@@ -87,7 +86,6 @@ class Words:
 Behaviour = Callable[[Batch, int], Tensor]
 """(observation of B tables, number of the decision) -> chunks float32 [B, H, A] in the robot's units."""
 
-Loss = Callable[[Any, Acting, Recorded], dict[str, Tensor]]
 Step = Callable[[Recorded], Mapping[str, Tensor]]
 """Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
 
@@ -100,10 +98,9 @@ def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = No
     def step(recorded: Recorded) -> Mapping[str, Tensor]:
         loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
         acting = run.acting if sampler is None else Acting(run.policy, sampler)
-        results = loss(settings, acting, recorded)
-        loop.backward(settings, results, recorded)
+        found = gradients(run, settings, loss, acting, [(0, lambda: recorded)])
         loop.step(["policy"])
-        return results
+        return found
 
     return step
 
@@ -189,7 +186,7 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
     chunk, reached = rollout.next_states[:, :, -1][kept], rollout.step_index[..., -1][kept]
     if bool((reached == last - 1).all()):
         index, drawn = torch.full_like(reached, last), torch.zeros(len(reached))
-        chunk = transition(policy, rollout.sampler, policy.encode(now), chunk, index, drawn).mean
+        chunk = rollout.sampler.transition(policy, policy.encode(now), chunk, index, drawn).mean
     elif not bool((reached == last).all()):
         raise ValueError("the rollout does not hold its chunks: draw all denoising steps, or record it by `play`")
     smdp = chunk_rewards(rollout.rewards, rollout.n_executed, gamma=gamma, mode="smdp")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.shared_settings import Pretraining
+from genrl.vla.methods.v_ptr.settings import Pretraining
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.encoder import LANGUAGE, PICTURE, ObservationEncoder
 
 CURRENT, FUTURE = 0.2, 0.5

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
-from genrl.vla.methods import shared_settings
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.offline import Transitions, take
+from genrl.vla.offline import settings as offline_settings
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Statistics
@@ -84,7 +84,7 @@ class Critics(nn.Module):
 
 
 def train_iql(
-    critics: Critics, transitions: Transitions, settings: shared_settings.Critics, *, steps: int, seed: int
+    critics: Critics, transitions: Transitions, settings: offline_settings.Critics, *, steps: int, seed: int
 ) -> Iterator[dict[str, float]]:
     """Train the critics by IQL, yielding {"q_loss", "value_loss", "value"} of every step.
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.descent import descend
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 
 _LEAST_STD = 0.05
@@ -31,6 +33,10 @@ class Latent(NamedTuple):
     def rows(self, index: Tensor) -> Latent:
         """The rows `index` (numbers or a mask)."""
         return Latent(self.h[index], self.z[index])
+
+    def shown(self) -> dict[str, NDArray[np.float32]]:
+        """A copy under the environments' names."""
+        return {"agent_pos": self.h.numpy().copy(), "environment_state": self.z.numpy().copy()}
 
 
 class WorldModel(nn.Module):

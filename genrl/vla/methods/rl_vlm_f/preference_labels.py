@@ -21,9 +21,9 @@ from torch.nn import functional
 
 import genrl_rewards
 from genrl.mdp.noise import generator
-from genrl.vla.methods.critics import CriticNet
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.offline import Transitions
+from genrl.vla.offline.critics import CriticNet
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, Statistics, rows
 

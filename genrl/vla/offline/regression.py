@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,26 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods import shared_settings
-from genrl.vla.methods.critics import Critics, train_iql
-from genrl.vla.methods.descent import followed
-from genrl.vla.methods.offline import Loss, Transitions, cloning_errors, recorded_chunks, stepper, successful, take
-from genrl.vla.methods.update import Figures
-from genrl.vla.policies.policy import PredictsNoise
+from genrl.vla import setup
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import world_of
+from genrl.vla.offline import settings as offline_settings
+from genrl.vla.offline.critics import Critics, train_iql
+from genrl.vla.offline.descent import followed
+from genrl.vla.offline.transitions import (
+    Transitions,
+    Words,
+    cloning_errors,
+    frames_of,
+    recorded_chunks,
+    stepper,
+    successful,
+    take,
+)
+from genrl.vla.policies.policy import PredictsNoise, vocabulary
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.inner import Loss
+from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -32,11 +45,20 @@ class Regressing(Protocol):
 
     episodes: int
     """How many the data have."""
-    critics: shared_settings.Critics
+    critics: offline_settings.Critics
     critic_steps: int
     temperature: float
     steps_per_iteration: int
     batch_size: int
+
+
+def new_policy(config: VLAConfig, settings: Any, inputs: tuple[str, ...]) -> Any:
+    """A policy for wayward data (`demonstrations.World`), which reads these inputs, with weights by the seed."""
+    assert config.policy.new is not None
+    world = world_of(config)
+    words = vocabulary(world.lines)
+    data = world.wayward_data(config, settings, Words(words, inputs), config.policy.new.horizon)
+    return setup.new_policy(config, frames_of(data), words)
 
 
 def advantage_of(

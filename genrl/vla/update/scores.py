@@ -13,10 +13,10 @@ from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.shared_settings import Update
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Acting, replay
+from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.settings import Update
 
 
 class Decisions(NamedTuple):
@@ -107,8 +107,8 @@ class Scored(NamedTuple):
 
 def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
     """The log-probabilities of some decisions under the policy as it is, and as they were sampled."""
-    context = context_of(acting.policy, _named(given, "observation/"), _named(given, "context/"))
-    again = replay(acting.policy, acting.sampler, context, given["states"], given["next_states"], given["step_index"])
+    context = context_of(acting.policy, named(given, "observation/"), named(given, "context/"))
+    again = acting.sampler.replay(acting.policy, context, given["states"], given["next_states"], given["step_index"])
     executed, size, action_dim = given["executed"], int(given["size"]), int(given["action_dim"])
     now = at_level(again.log_prob[:, 0], executed, size, action_dim, settings)
     then = at_level(given["old_log_prob"][:, 0].to(now.device), executed, size, action_dim, settings)
@@ -120,7 +120,8 @@ def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
     return Scored(now, then, counted, context, reaching.flatten(1).mean(1))
 
 
-def _named(given: Recorded, prefix: str) -> Batch:
+def named(given: Recorded, prefix: str) -> Batch:
+    """The recorded tensors under a prefix ("observation/"), by what follows it."""
     return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
 
 

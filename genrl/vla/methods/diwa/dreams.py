@@ -1,12 +1,13 @@
-"""Imagination as an environment, and the real table seen through the same model (DiWA, arXiv 2508.03645).
+"""Imagination as an environment (DiWA, arXiv 2508.03645).
 
-Both show latents, "agent_pos" the deterministic h and "environment_state" the drawn z of `rssm.Latent`, and both
-follow the contract of `rollout.Tables`: a policy on latents acts in either, and trainers of tables train in dreams.
+It shows latents, "agent_pos" the deterministic h and "environment_state" the sampled z of `rssm.Latent`, and follows
+the contract of `contract.Tables`, as the real world does that the same model looks at (`demonstrations.World.seen_by`):
+a policy on latents acts in either, and trainers of tables train in dreams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,16 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.playground.minitable import MiniTable, task
-from genrl.playground.minitable import render as draw
-from genrl.playground.minitable.task import Floats
-from genrl.vla.methods.play import seen, table_of
-from genrl.vla.methods.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
-from genrl.vla.simulators.contract import Step
 
 Shown = dict[str, NDArray[Any]]
+Floats = NDArray[np.float32]
 
 
 def latent_inputs(world: WorldModel, vocabulary: tuple[str, ...]) -> Inputs:
@@ -35,11 +32,6 @@ def latent_inputs(world: WorldModel, vocabulary: tuple[str, ...]) -> Inputs:
 def as_observation(latent: Latent, tokens: Tensor) -> Batch:
     """A latent and its instruction under the policy's names."""
     return {STATE: latent.h, ENVIRONMENT: latent.z, TOKENS: tokens}
-
-
-def shown_as(latent: Latent) -> Shown:
-    """A latent under the environments' names."""
-    return {"agent_pos": latent.h.numpy().copy(), "environment_state": latent.z.numpy().copy()}
 
 
 class Judge(Protocol):
@@ -60,8 +52,9 @@ class Starts(NamedTuple):
 class Dream:
     """`num_envs` dreams: chunks are executed in the frozen world model, one latent step per action.
 
-    judge: says after every step whether the instruction is fulfilled, which is reward 1 and ends the dream; max_steps
-    actions without it truncate. Next-step auto-reset, "rewards", "n_executed" and "is_success" as in `MiniTable`.
+    draw: pictures of the observations that latents stand for. judge: says after every step whether the instruction is
+    fulfilled, which is reward 1 and ends the dream; max_steps actions without it truncate. Next-step auto-reset,
+    "rewards", "n_executed" and "is_success" as in `contract.Tables`.
     Episode k of dream i begins from a start, and draws z with noise, that are functions of (seed, i // group_size, k);
     actions are clipped to [-1, 1].
     """
@@ -72,6 +65,7 @@ class Dream:
         judge: Judge,
         starts: Starts,
         *,
+        draw: Callable[[Floats, int], NDArray[np.uint8]],
         num_envs: int,
         chunk: int,
         max_steps: int,
@@ -80,7 +74,7 @@ class Dream:
         places, lines = len(starts.latent.h), len(starts.instructions)
         if places != lines or not lines:
             raise ValueError(f"{places} starts have {lines} instructions: one each, and one at least")
-        self.world, self.judge, self.starts = world, judge, starts
+        self.world, self.judge, self.starts, self.draw = world, judge, starts, draw
         self.num_envs, self.chunk, self.group_size, self._limit = num_envs, chunk, group_size, max_steps
         self.max_steps: int | None = max_steps
         self.waited_s, self.dropped, self.restarts, self.action_dim, self.first_slot = 0.0, 0, 0, 3, 0
@@ -106,7 +100,7 @@ class Dream:
         self._rngs = [torch.Generator() for _ in range(self.num_envs)]
         self._begin(np.ones(self.num_envs, dtype=np.bool_))
         empty = np.zeros((self.num_envs, self.chunk), dtype=np.float32)
-        return shown_as(self._latent), self._info(empty, np.zeros(self.num_envs, dtype=np.int64))
+        return self._latent.shown(), self._info(empty, np.zeros(self.num_envs, dtype=np.int64))
 
     def step(self, actions: Floats, /) -> tuple[Shown, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Imagine a chunk in every dream that goes on; begin the next one in the others."""
@@ -142,13 +136,13 @@ class Dream:
             self._count[resetting] += 1
             self._begin(resetting)
         self._ended = terminated | truncated
-        return shown_as(self._latent), rewards.sum(1), terminated, truncated, self._info(rewards, executed)
+        return self._latent.shown(), rewards.sum(1), terminated, truncated, self._info(rewards, executed)
 
     def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
         """What some dreams look like: the tables that their latents stand for, [n, 128, 128, 3]."""
         shown = self.world.decode(self._latent.rows(torch.tensor(list(slots)))).detach().numpy()
         shown[:, 2] -= 0.5  # a number, not a flag: held from the half on
-        return draw(table_of(shown), 128)
+        return self.draw(shown, 128)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -165,37 +159,3 @@ class Dream:
 
     def _info(self, rewards: Floats, executed: NDArray[np.int64]) -> dict[str, Any]:
         return {"rewards": rewards, "n_executed": executed, "is_success": rewards.any(1)}
-
-
-class LatentTable(MiniTable):
-    """The real table, shown as latents: the world model looks after every executed action. For evaluation."""
-
-    def __init__(self, world: WorldModel, num_envs: int, *, tasks: Sequence[int], chunk: int, max_steps: int) -> None:
-        super().__init__(num_envs, tasks=tasks, image_size=0, chunk=chunk, max_steps=max_steps)
-        self.world, self.latent = world, world.start(num_envs)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Shown, dict[str, Any]]:
-        """As `MiniTable.reset`."""
-        _, info = super().reset(seed=seed, options=options)
-        self.latent = self.world.first(torch.from_numpy(seen(self.state)))
-        return shown_as(self.latent), info
-
-    def step(self, actions: Floats, /) -> Step:
-        """As `MiniTable.step`."""
-        state, resetting = self.state, ~self._running
-        _, rewards, terminated, truncated, info = super().step(actions)
-        chunks = torch.from_numpy(np.asarray(actions, dtype=np.float32)).clamp(-1.0, 1.0)
-        for k in range(self.chunk):  # the executed actions once more: the table is deterministic
-            executed = k < info["n_executed"]
-            if not executed.any():
-                break
-            state = state.replaced(executed, task.step(state.rows(executed), actions[executed, k]))
-            at = torch.from_numpy(np.flatnonzero(executed))
-            shown = torch.from_numpy(seen(state.rows(executed)))
-            after = self.world.look(self.latent.rows(at), chunks[at, k], shown)
-            self.latent.h[at], self.latent.z[at] = after.h, after.z
-        if resetting.any():
-            at = torch.from_numpy(np.flatnonzero(resetting))
-            begun = self.world.first(torch.from_numpy(seen(self.state.rows(resetting))))
-            self.latent.h[at], self.latent.z[at] = begun.h, begun.z
-        return shown_as(self.latent), rewards, terminated, truncated, info

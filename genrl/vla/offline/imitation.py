@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,14 +16,13 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.methods.descent import descend
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Acting
-
-if TYPE_CHECKING:
-    from genrl.vla.run import VLARun
-
-Loss = Callable[[Any, Acting, Recorded], dict[str, Tensor]]
+from genrl.vla.run import VLARun
+from genrl.vla.update.inner import Loss, gradients
+from genrl.vla.update.learn import Figures
+from genrl.vla.update.scores import named
 
 
 def flow_matching_loss(
@@ -54,7 +54,7 @@ def own_loss(policy: Imitates, context: Batch, actions: Tensor, given: Recorded)
     """The part [] of a policy's own loss that these frames have: of all actions, and of all frames."""
     whole = actions.new_ones(actions.shape[:2], dtype=torch.bool)
     valid = given["valid"].to(actions.device) if "valid" in given else whole
-    found = policy.errors(context, actions, valid, _named(given, "noise/"))
+    found = policy.errors(context, actions, valid, named(given, "noise/"))
     mean = torch.where(valid, found.actions, 0.0).sum() / valid.sum().clamp(min=1)
     return mean * float(given["share"]) + found.frames.mean() * float(given["share_of_frames"])
 
@@ -113,11 +113,7 @@ def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
 
 def observation_of(given: Recorded) -> Batch:
     """The observation that was recorded, by the policy's names."""
-    return _named(given, "observation/")
-
-
-def _named(given: Recorded, prefix: str) -> Batch:
-    return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
+    return named(given, "observation/")
 
 
 def imitation_updates(run: VLARun, settings: Any, frames: Batch, loss: Loss) -> dict[str, float]:
@@ -128,20 +124,17 @@ def imitation_updates(run: VLARun, settings: Any, frames: Batch, loss: Loss) -> 
     acting = Acting(policy, None)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
     loop.phase("training", settings.steps_per_iteration * settings.batch_size)
-    losses, norms = [], []
+    mine, figures = slice(process, None, processes), Figures()
     with loop.timed("train"):
         for _ in range(settings.steps_per_iteration):
             rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
             index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
-            mine = slice(process, None, processes)
-            recorded = recorded_frames(policy, frames, index, rng, alpha_bars, mine)
-            results = loss(settings, acting, recorded)
-            loop.backward(settings, results, recorded)
-            losses.append(float(results["loss"].detach()))
-            norms.append(loop.step(["policy"])["policy"])
-            loop.advance(settings.batch_size)
-    total = sum(sum(own) for own in gather_object([losses]))
-    return {"loss": total / len(losses), "grad_norm/policy": sum(norms) / len(norms)}
+            record = partial(recorded_frames, policy, frames, index, rng, alpha_bars, mine)
+            found = gradients(run, settings, loss, acting, [(settings.batch_size, record)])
+            figures.add({"loss": found["loss"].item(), "grad_norm/policy": loop.step(["policy"])["policy"]})
+    # a loss is this process's part of the mean over a batch
+    total = sum(sum(losses) for losses in gather_object([figures.values["loss"]]))
+    return figures.means | {"loss": total / settings.steps_per_iteration}
 
 
 def imitate(

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates.policy_losses import truncated_weight
-from genrl.vla.methods.scores import at_level, context_of
-from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import replay
+from genrl.vla.update.scores import at_level, context_of
+from genrl.vla.update.settings import Update
 
 
 @torch.no_grad()
@@ -34,7 +33,7 @@ def weighed(
         rows = training_rows(rollout, part)
         with fitting():
             context = context_of(policy, rows.observation, rows.context)
-            again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
+            again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
         proximal[part] = again.log_prob.cpu()
     now = rollout._replace(log_prob=proximal.view(rollout.log_prob.shape))
     if settings.importance == "none":

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.offline import Transitions, take
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, SEEN, STATE, Batch, Policy, Statistics
-from genrl.vla.rollout.sampling import Sampler, act
+from genrl.vla.rollout.sampling import Sampler
 
 
 class Dynamics(nn.Module):
@@ -95,7 +95,7 @@ def offline_value(
     kept, total = torch.zeros(count), 0.0
     for step in range(steps):
         noise = torch.randn(count, policy.horizon, policy.action_dim, generator=generator(seed, "judged", step))
-        actions = policy.actions(act(policy, sampler, policy.encode(observation), noise))
+        actions = policy.actions(sampler.act(policy, policy.encode(observation), noise))
         kept = torch.where(over, kept, critics.slow_q(observation, actions).amin(0).cpu())
         total += float(kept.mean())
         following, ended = model.after(observation, actions)

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from accelerate.utils import gather_object
+from torch import Tensor
 
-from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.minibatches import Minibatch
-from genrl.vla.methods.scores import Decisions, recorded_decisions
-from genrl.vla.methods.shared_settings import Update
+from genrl.mdp.noise import generator
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.run import VLARun
+from genrl.vla.update.inner import Loss, gradients
+from genrl.vla.update.scores import Decisions, recorded_decisions
+from genrl.vla.update.settings import Update
 
-if TYPE_CHECKING:
-    from genrl.vla.run import VLARun
 
-Loss = Callable[[Any, Acting, Recorded], dict[str, torch.Tensor]]
-"""(settings, policy and sampler, what was recorded) -> "loss" [], and sums of figures by name."""
+class Minibatch(NamedTuple):
+    """mine int64 [n]: which of this process's decisions; total: how many there are over all processes; most: the n of
+    the process that has most of them."""
+
+    mine: Tensor
+    total: int
+    most: int
+
+
+def minibatches(counts: Sequence[int], process: int, size: int, *keys: int | str) -> Iterator[Minibatch]:
+    """One pass over all decisions in parts of about `size`, in an order that the keys decide.
+
+    counts: decisions of each process. The parts differ by one decision at most, so that none is a small remainder; a
+    process may have nothing of a part. Without decisions there is no part.
+    """
+    total = sum(counts)
+    if total == 0:
+        return
+    ends = torch.tensor(counts).cumsum(0)
+    order = torch.randperm(total, generator=generator(*keys))
+    for part in order.tensor_split(max(1, round(total / size))):
+        owner = torch.bucketize(part, ends, right=True)
+        own = part[owner == process] - sum(counts[:process])
+        yield Minibatch(own, len(part), int(owner.bincount().max()))
+
+
 PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
 """Figures that are means over ratios; the others are over decisions."""
 
@@ -61,7 +87,10 @@ def learn(
     loop.phase("training", settings.epochs * len(chosen.row))
     with loop.timed("train"):
         for epoch in range(settings.epochs):
-            for batch in run.dealt(len(chosen.row), settings, epoch):
+            # the order is one of all processes' decisions, so it does not depend on how many there are
+            counts = gather_object([len(chosen.row)])
+            keys = (run.config.seed, "minibatches", loop.iteration, epoch)
+            for batch in minibatches(counts, loop.process.accelerator.process_index, settings.minibatch, *keys):
                 if not update(run, rollout, chosen, batch, settings, figures, loss, groups):
                     return
 
@@ -83,24 +112,14 @@ def update(
     """
     mine, acting = chosen.chosen(batch.mine), Acting(run.policy, rollout.sampler)
     trains = {"policy": "policy" in groups, "critic": "critic" in groups}
+    record = partial(recorded_decisions, rollout, total=batch.total, **trains)
     passes = math.ceil(batch.most / (settings.microbatch or batch.most))
+    parts = torch.arange(len(mine.row)).tensor_split(passes)
+    records = ((len(part), partial(record, mine.chosen(part))) for part in parts)
+    sums = gradients(run, settings, loss, acting, records, idle=partial(record, chosen.idle()))
+    # all processes name the same figures, also one that had no decision
     names = [*PER_RATIO, *["loss/value"] * trains["critic"], *["entropy"] * (settings.entropy_weight > 0), "number"]
-    sums = {name: torch.zeros(()) for name in names}
-    with torch.set_grad_enabled(True):
-        for part in torch.arange(len(mine.row)).tensor_split(passes):
-            results, recorded = {"loss": torch.zeros(())}, Recorded(None, {})
-            with run.loop.fitting():
-                if len(part):  # else it is another process that has the last ones
-                    recorded = recorded_decisions(rollout, mine.chosen(part), total=batch.total, **trains)
-                    results = loss(settings, acting, recorded)
-                    sums = {name: value + results[name].detach().cpu() for name, value in sums.items()}
-                elif run.loop.weights.in_step:  # which needs this one's share of the weights
-                    recorded = recorded_decisions(rollout, chosen.idle(), total=batch.total, **trains)
-                    results = {"loss": 0.0 * loss(settings, acting, recorded)["loss"]}
-                run.loop.backward(settings, results, recorded)
-            run.loop.advance(len(part))
-    run.loop.check_stop()
-    summed = run.summed(sums)
+    summed = run.summed({name: sums.get(name, torch.zeros(())) for name in names})
     number = max(1.0, summed.pop("number"))
     means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}
     if "policy" in groups:

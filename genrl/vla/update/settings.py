@@ -1,4 +1,4 @@
-"""Settings that several methods share: of the clipped surrogate, and of critics that are learned from data."""
+"""The clipped surrogate's keys, what they refuse, and what its methods begin with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from genrl.config.method import Finding
-from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Section, Share, Ways
+from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Share
 from genrl.vla.config.method import Row, VLAMethod
 
 if TYPE_CHECKING:
@@ -100,45 +100,6 @@ class Update(VLAMethod):
         return [*rows, ("epochs", f"{self.epochs:,}", f"in minibatches of {self.minibatch:,} decisions")]
 
 
-class Critics(Section):
-    """Two Q and a V, learned from data by implicit Q-learning."""
-
-    gamma: Share = 0.98
-    """Discount of one action: gamma^n over a chunk of n."""
-    expectile: Share = 0.7
-    """Which expectile of Q is V: above 0.5 it leans to the best actions of the data (RL-100: 0.7)."""
-    lr: Positive = 1e-3
-    """Learning rate."""
-    batch_size: Count = 256
-    """Transitions per step."""
-    target_rate: Share = 0.01
-    """How fast the slow copies follow in a step (FISOR: 0.005)."""
-
-
-class Pretraining(Section):
-    """The value function of videos."""
-
-    videos: Ways = 400
-    """Videos of play: no actions, no rewards, no instructions."""
-    length: Ways = 40
-    """Actions between the first and the last frame of a video."""
-    steps: Count = 300
-    """Steps, of the imitation with encoder: imitation, too."""
-    batch_size: Count = 48
-    """Pairs of neighbouring frames per step; frames of the imitation."""
-    lr: Positive = 1e-3
-    """Learning rate."""
-    discount: Share = 0.9
-    """Discount of an action (ICVF: 0.99)."""
-    expectile: Share = 0.9
-    """Weight of steps towards the intent; that of others is what is missing to 1 (ICVF: 0.9)."""
-    target_rate: Share = 0.02
-    """How fast the slow copy follows in a step (ICVF: 0.005, for a hundred times the steps)."""
-
-
-FROM_DATA: Row = ("learns", "from data", "see docs/vla_offline.md")
-
-
 def from_a_loaded_policy(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
     """Methods that reinforce what a policy can do: it has to be able to do something."""
     if config.policy.new is not None:
@@ -146,31 +107,3 @@ def from_a_loaded_policy(config: VLAConfig, algorithm: str) -> Iterator[Finding]
         yield ("policy.new",), f"{algorithm} {text}"
     if config.demonstrations is not None:
         yield ("demonstrations",), f"{algorithm} does not imitate; take them out, or use algorithm sft"
-
-
-def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
-    """Methods that imitate need exactly one source of demonstrations."""
-    shown = config.demonstrations
-    if shown is None or (shown.expert is None) == (shown.dataset is None):
-        text = "imitates: write `expert: N`, or `dataset: FOLDER`, and not both (null takes one out)"
-        yield ("demonstrations",), f"{algorithm} {text}"
-
-
-def on_the_table(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
-    """Methods that make their own data on MiniTable, from states, for a new policy."""
-    if config.environment.name != "minitable":
-        yield ("environment.name",), f"{algorithm} knows the table only; write minitable"
-    yield from for_a_new_policy(config, algorithm, diffusion=diffusion)
-
-
-def for_a_new_policy(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
-    """Methods that learn from data what a new policy of states does."""
-    new = config.policy.new
-    if new is None:
-        yield ("policy.new",), f"{algorithm} begins with a new policy; write `new: {{...}}`"
-    else:
-        for key in ("image_size", "points"):
-            if getattr(new, key):
-                yield (f"policy.new.{key}",), f"{algorithm} works on states; write 0"
-    if diffusion and new is not None and new.type != "diffusion_mlp":
-        yield ("policy.new.type",), f"{algorithm} trains a diffusion policy; write diffusion_mlp"

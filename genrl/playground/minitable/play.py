@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from genrl.playground.minitable import task
-from genrl.playground.minitable.task import PUT, Floats, State
+from genrl.playground.minitable.task import INSTRUCTIONS, PUT, Flags, Floats, Keys, State
 
 
 class Play(NamedTuple):
@@ -15,6 +16,17 @@ class Play(NamedTuple):
 
     observations: Floats
     actions: Floats
+
+
+class Walk(NamedTuple):
+    """The expert's episodes: observations float32 [n, T + 1, 9], chunks float32 [n, T, H, 3] from each of the first T;
+    done bool [n, T]: fulfilled; counted bool [n, T]: not yet over; lines: the instruction of each."""
+
+    observations: Floats
+    chunks: Floats
+    done: Flags
+    counted: Flags
+    lines: list[str]
 
 
 def seen(state: State) -> Floats:
@@ -68,3 +80,19 @@ def play(tables: int, steps: int, *, seed: int, noise: float = 0.3) -> Play:
         observations.append(seen(state))
         actions.append(action)
     return Play(np.stack(observations, 1), np.stack(actions, 1))
+
+
+def walk(keys: Keys, tasks: Sequence[int], *, horizon: int, still: int) -> Walk:
+    """The expert's episodes, `still` more steps after each success; all go on until the last one is over."""
+    state = task.initial_state(keys, tasks)
+    lines, after = [INSTRUCTIONS[number] for number in state.task], np.zeros(len(keys), dtype=np.int64)
+    observations, chunks, dones, counted = [seen(state)], [], [], []
+    while (after <= still).any():
+        chunks.append(task.expert_chunk(state, horizon))
+        dones.append(task.is_success(state))
+        counted.append(after <= still)
+        after += dones[-1]
+        state = task.step(state, chunks[-1][:, 0])
+        observations.append(seen(state))
+    columns = (np.stack(column, 1) for column in (observations, chunks, dones, counted))
+    return Walk(*columns, lines)

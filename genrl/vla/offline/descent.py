@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from genrl.vla.methods.update import Figures
+from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
