@@ -12,10 +12,7 @@ from torch import Tensor
 
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vlm.methods.policy_loss import policy_loss
 from genrl.vlm.methods.sharing import Update
-from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.rollout.recorded import token_batch
 
 ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """How far a log-probability may be from that before the update where nothing was trained yet."""
@@ -38,13 +35,6 @@ EVIDENCE = ("loss", "log_prob")
 """What a loss returns beside its metrics."""
 
 Loss = Callable[[Any, Any, Recorded], Mapping[str, Tensor]]
-
-
-def recipe_loss(preset: Preset, log_prob: Tensor, extra: Mapping[str, Tensor], given: Recorded) -> dict[str, Tensor]:
-    """The loss of rows, [], from their log-probabilities [b, T] under the weights as they are, and what it measures."""
-    part = token_batch(given.tensors).with_log_prob(log_prob, extra)
-    found = policy_loss(preset, part)
-    return {"loss": found.loss, "log_prob": log_prob, **found.metrics}
 
 
 def update(
