@@ -30,9 +30,10 @@ from torch import Tensor
 import genrl_rewards
 from benchmarks.common import parser, save
 from benchmarks.methods import TRAINING_CALL, panels
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.methods.edges import to_table
 from genrl.diffusion.policy.loading import load_pipeline

@@ -32,7 +32,8 @@ from typing import Any
 import yaml
 
 from benchmarks.diversity import measure
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, lock, read_metrics, write_atomic
 from genrl.runtime.show.curves import chart

@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks.common import RESULTS
 from benchmarks.methods import complete, cost_of, reached
 from benchmarks.prompt_rl_world import mixed
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 
 FOUND = RESULTS / "prompt_rl.json"

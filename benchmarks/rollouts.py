@@ -37,9 +37,10 @@ import torch
 import genrl_rewards
 from benchmarks.diversity import PICTURES, distance
 from benchmarks.vlm_runs import stored
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.policy.adapters import load_lora

@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.vlm_runs import Summary, situations
-from genrl.config import VLMConfig, load
+from genrl.config import load
 from genrl.runtime.folder.run import Run, read_metrics
+from genrl.vlm.config.schema import VLMConfig
 
 RESULTS = Path(__file__).with_suffix(".json")
 WORLD = "benchmarks/vlm_claims_world.py"

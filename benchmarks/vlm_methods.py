@@ -15,8 +15,9 @@ from pathlib import Path
 
 from benchmarks.methods import change, panels
 from benchmarks.vlm_runs import Results, Summary, average, command, cpu_seconds
-from genrl.config import VLMConfig, load
+from genrl.config import load
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.vlm.config.schema import VLMConfig
 
 METHODS = {
     "quickstart": "DAPO's loss",

@@ -13,7 +13,7 @@ import torch
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
-from genrl.diffusion.config.method import Updating
+from genrl.diffusion.config.schema import Updating
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import noised, own_noise, require_flow, solved
 from genrl.diffusion.methods.updating import update

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import vlm_claims
 from benchmarks.vlm_claims import CLAIMS, at, compared, interval, page, verdict
-from genrl.config import VLMConfig, load
+from genrl.config import load
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.layout import (
     fixed_window,
     plan_of,

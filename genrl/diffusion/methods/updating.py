@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from genrl.diffusion.config.method import Updating
+from genrl.diffusion.config.schema import Updating
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.steps import Tensors
 from genrl.diffusion.policy.policy import Policy

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.layout import roots_together
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps, window_of
 from genrl.diffusion.methods.policy_gradient import PolicyGradient

@@ -23,9 +23,9 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config
 from genrl.data import references
 from genrl.data.prompts import Prompt, PromptError
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
