@@ -100,7 +100,7 @@ def _validated(tree: _Tree) -> tuple[RunConfig, Origins]:
 def dump(config: RunConfig) -> str:
     """The configuration as YAML, with its defaults; `load` of it gives an equal one."""
     values = config.model_dump(mode="json")
-    values = {key: values[key] for key in config.keys()}
+    values = {key: values[key] for key in config.in_order()}
     text = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
     return OBJECTS + text if PREFIX in text else text
 

@@ -66,7 +66,7 @@ def _section(section: type[Section], name: str, lines: list[str], known: dict[ty
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[Section], str]] = []
     functions: list[tuple[str, list[type[Section]]]] = []
-    for own in section.keys() if issubclass(section, RunConfig) else section.model_fields:
+    for own in section.in_order() if issubclass(section, RunConfig) else section.model_fields:
         field = section.model_fields[own]
         key, models = field.alias or own, _models(field.annotation)
         inner = [model for model in models if model not in known]

@@ -86,7 +86,7 @@ class RunConfig(Section):
         return written
 
     @classmethod
-    def keys(cls) -> list[str]:
+    def in_order(cls) -> list[str]:
         """The names of the sections and keys, a kind's own first: in the order in which they are shown and saved."""
         return sorted(cls.model_fields, key=lambda key: key in RunConfig.model_fields)
 
