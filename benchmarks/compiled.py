@@ -37,7 +37,7 @@ def sampled(policy: Policy, batch: Batch) -> Trajectory:
 
 def trained(policy: Policy, recorded: Trajectory) -> None:
     for i in recorded.log_probs:
-        policy.replay(recorded, i).log_prob.sum().backward()
+        policy.replay(recorded.step(i)).log_prob.sum().backward()
 
 
 def measured(policy: Policy, forwards: Forwards, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:

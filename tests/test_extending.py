@@ -46,7 +46,7 @@ class Own(VLAMethod):
 TRAIN = """
 import torch
 from genrl.mdp.noise import generator
-from genrl.vla.methods.imitation import imitation_loss, recorded_frames
+from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.rollout.sampling import Acting
 
 

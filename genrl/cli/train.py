@@ -112,6 +112,8 @@ def _launch(nproc: int) -> None:
             continue
         arguments.append(argument)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # `-m` would search the current folder first, where a user's datasets.py or tests.py may lie
+    os.environ["PYTHONSAFEPATH"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command += ["-m", "genrl", *arguments]
     if sys.platform == "win32":  # has no exec: the shell would go on while it runs

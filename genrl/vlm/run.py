@@ -116,6 +116,8 @@ class AnswersRun:
         if whole.stages and whole.stages[number].optimizer is not None:
             first = sum(stage.iterations for stage in whole.stages[:number])
             self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)
+        elif number:  # not the schedule of the stage before, which a run that is resumed here would not know
+            self.loop.reschedule(config.optimizer, 0, whole.iterations)
         leave_out(config, self.questions, self.policy, self.loop, number)
 
     def draw(self) -> tuple[Answers, dict[str, float]]:

@@ -12,7 +12,7 @@ import torch
 from genrl.config import ConfigError, load
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.loop import Loop
-from genrl.vla.methods import gae
+from genrl.vla.methods.ppo import train as gae
 from genrl.vla.run import VLARun
 from genrl.vla.setup import load_trained
 from genrl.vla.train import train

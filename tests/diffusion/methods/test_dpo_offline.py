@@ -17,8 +17,8 @@ from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dpo_offline import train as dpo_offline
 from genrl.diffusion.methods.dpo_offline.train import PAIR
-from genrl.diffusion.methods.given import given_pictures, picture_size
 from genrl.diffusion.policy import inverse
+from genrl.diffusion.rollout.given import given_pictures, picture_size
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch

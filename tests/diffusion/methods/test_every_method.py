@@ -14,8 +14,8 @@ from PIL import Image
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy import inverse
+from genrl.diffusion.updating import Meter
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
 from genrl.runtime.folder.run import Run, read_metrics

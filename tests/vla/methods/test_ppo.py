@@ -12,13 +12,13 @@ import torch
 
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods import gae
+from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.scores import decisions, score
-from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
+from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 
 Opened = Callable[..., AbstractContextManager[VLARun]]

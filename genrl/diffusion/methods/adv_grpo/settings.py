@@ -11,7 +11,7 @@ from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Fraction, Positive, Section, Text, Whole
 from genrl.data import references
 from genrl.data.prompts import PromptError, is_data_set
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

@@ -9,8 +9,8 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
 from genrl.diffusion.config.schema import Calls, Guided, first_update
-from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls
-from genrl.diffusion.methods.policy_gradient import METRICS as POLICY_METRICS
+from genrl.diffusion.forward.settings import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls
+from genrl.diffusion.steps.settings import METRICS as POLICY_METRICS
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

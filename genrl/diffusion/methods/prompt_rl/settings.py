@@ -10,8 +10,8 @@ from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
 from genrl.config.section import NonNegative, Text, Whole
 from genrl.diffusion.config.rewriter import Rewriter
-from genrl.diffusion.methods.aggregation import named_rewards
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.diffusion.steps.aggregation import named_rewards
+from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Flag, NonNegative, Positive, Share
+from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, for_a_new_policy, on_the_table
+from genrl.vla.offline.settings import FROM_DATA, Critics, for_a_new_policy, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -95,7 +96,7 @@ class FISOR(VLAMethod):
             yield from on_the_table(config, self.algorithm, diffusion=True)
             return
         yield from for_a_new_policy(config, self.algorithm, diffusion=True)
-        if env.name == "minitable":
+        if env.name in WORLDS.built_in:
             text = "a file of steps is of a gymnasium environment; name it, or take the data set out"
             yield ("environment.name", "demonstrations.dataset"), text
         if env.cost_key is None:
