@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks.claims import stored
 from benchmarks.common import Parts, Seconds, Turns, opened, parser, save, train
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluate_held_out
 from genrl.diffusion.rollout.rollout import Worker
 from genrl.diffusion.run import DiffusionRun

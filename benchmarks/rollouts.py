@@ -36,9 +36,10 @@ import torch
 
 import genrl_rewards
 from benchmarks.diversity import PICTURES, distance
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy

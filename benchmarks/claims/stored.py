@@ -17,8 +17,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.claims.plan import Recipe
-from genrl.config import VLAConfig, VLMConfig, load
+from genrl.config import load
 from genrl.runtime.folder.run import Run, read_metrics, run_info, write_atomic
+from genrl.vla.config.schema import VLAConfig
+from genrl.vlm.config.schema import VLMConfig
 
 FOLDER = Path("benchmarks/runs")
 TRAINING_CALL = 3

@@ -16,8 +16,9 @@ from filelock import FileLock, Timeout
 from benchmarks.claims import cells, plan, stored, tables, work
 from benchmarks.claims.plan import Claim, Plan, Recipe
 from benchmarks.claims.statistics import Interval, at, paired, reached, stratified, student, verdict
-from genrl.config import VLMConfig, load
+from genrl.config import load
 from genrl.runtime.folder.run import Run
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
 
 

@@ -10,7 +10,8 @@ import torch
 from peft import load_peft_weights
 from safetensors.torch import load_file
 
-from genrl.config import Config, ConfigError, load
+from genrl.config import ConfigError, load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint

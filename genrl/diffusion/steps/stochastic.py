@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import NonNegative
 from genrl.diffusion.config.kernels import Kernel, kernel_problem, noise_problem
-from genrl.diffusion.config.method import Calls, DiffusionMethod, Guided, too_few_steps
+from genrl.diffusion.config.schema import Calls, DiffusionMethod, Guided, too_few_steps
 from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:

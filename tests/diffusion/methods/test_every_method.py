@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.updating import Meter
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate

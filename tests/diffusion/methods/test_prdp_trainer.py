@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError
+from genrl.config import ConfigError
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.talk2move import train as talk2move
 from genrl.diffusion.methods.talk2move.shortcut import take_shortcut
 from genrl.diffusion.policy.trajectory import Batch

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.diffusion.config.schema import Offload
+from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Policy

@@ -12,7 +12,8 @@ import transformers
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from genrl.config import Config, Model
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.single_file import loading_code

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from genrl.config import ConfigError
-from genrl.diffusion.config.files import check_files
+from genrl.config import ConfigError, check_files
 from genrl.vlm.engines.contract import Drawn, Reply
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Server
