@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
@@ -401,8 +402,8 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
     before = None if frozen is None else Frozen(frozen, frozen.encode(rows.observation))
     chunks, first = [], None
     for k in range(8):
-        rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
-        random = rollout.sampler.noise(policy, rngs, torch.Generator().manual_seed(seed + k))
+        rngs = [generator(seed, "exploration", k, row) for row in range(len(rows.states))]
+        random = rollout.sampler.noise(policy, rngs, generator(seed, "exploration", k))
         first = random.noise[:, :1] if first is None else first
         noise = torch.cat([first, random.noise[:, 1:]], 1)
         chunks.append(rollout.sampler.sample(policy, context, random._replace(noise=noise), frozen=before).chunk)
