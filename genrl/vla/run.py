@@ -87,7 +87,7 @@ class VLARun:
 
     @property
     def settings(self) -> Any:
-        """Of the method."""
+        """Settings of the method."""
         return self.config.trainer
 
     @property
@@ -122,7 +122,7 @@ class VLARun:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 
     def remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Else the command, put right, would be refused because of the folder."""
+        """Remove the policy: else the command, put right, would be refused because of the folder."""
         run = self.process.run
         if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
             shutil.rmtree(run.folder / "policy")
@@ -297,7 +297,7 @@ class VLARun:
         return halvings(settings.microbatch or settings.minibatch)
 
     def resize(self, size: int) -> None:
-        """From here on a pass has so many decisions."""
+        """Give a pass so many decisions from here on."""
         trainer = self.settings.model_copy(update={"microbatch": size})
         self.loop.config = self.config.model_copy(update={"trainer": trainer})
 
