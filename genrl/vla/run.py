@@ -28,7 +28,8 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.weights.sharding import unsharded
-from genrl.vla.config.schema import Diffusion, VLAConfig
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.sections import Diffusion
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.policies.folder import save_first_steps, save_policy

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count, Positive, Section, Share
-from genrl.vla.config.method import Row
 from genrl.vla.config.names import WORLDS
+from genrl.vla.config.schema import Row
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -18,7 +18,7 @@ from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
-from genrl.vla.config.schema import Environment
+from genrl.vla.config.sections import Environment
 from genrl.vla.data.recordings import Steps, split
 from genrl.vla.policies.policy import (
     ACTION,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Share
-from genrl.vla.config.method import Row, VLAMethod
+from genrl.vla.config.schema import Row, VLAMethod
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.vla.config.schema import Environment
+from genrl.vla.config.sections import Environment
 from genrl.vla.data.frames import episode_frames
 from genrl.vla.data.recordings import episodes_of, read_steps, split
 from genrl.vla.offline.transitions import Words, from_steps

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 import genrl_rewards
-from genrl.config import ConfigError, VLAConfig, load
+from genrl.config import ConfigError, load
 from genrl.playground.minitable import MiniTable, expert_chunk
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.offline.critics import seen_statistics
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.folder import load_policy

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.config import ConfigError, VLAConfig, check_files, load
+from genrl.config import ConfigError, check_files, load
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.recordings import extremes, read_steps
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.offline.transitions import Words

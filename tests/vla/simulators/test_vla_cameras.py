@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.config import VLAConfig
-from genrl.vla.config.schema import Demonstrations
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.sections import Demonstrations
 from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt

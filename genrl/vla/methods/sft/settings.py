@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count
-from genrl.vla.config.method import Row, VLAMethod
+from genrl.vla.config.schema import Row, VLAMethod
 from genrl.vla.offline.settings import from_demonstrations
 
 if TYPE_CHECKING:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Share, Ways
-from genrl.vla.config.method import Row, VLAMethod
 from genrl.vla.config.names import EMBEDDED, WORLDS
+from genrl.vla.config.schema import Row, VLAMethod
 from genrl.vla.offline.settings import FROM_DATA, Critics
 
 if TYPE_CHECKING:
