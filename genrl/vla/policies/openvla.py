@@ -39,7 +39,7 @@ EMPTY = "\u2581"
 
 
 def edges() -> Tensor:
-    """Centres of the bins, float64 [256]."""
+    """Edges of the bins, float64 [256]."""
     return torch.linspace(-1.0, 1.0, BINS, dtype=torch.float64)
 
 
