@@ -31,7 +31,7 @@ class Judged(NamedTuple):
     clips: list[Clip]
 
     def joined(self, other: Judged) -> Judged:
-        """These episodes and then the others."""
+        """Joins these episodes and then the others."""
         return Judged(
             self.instruction + other.instruction,
             self.success + other.success,

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
@@ -87,7 +88,7 @@ class VLARun:
 
     @property
     def settings(self) -> Any:
-        """Of the method."""
+        """Settings of the method."""
         return self.config.trainer
 
     @property
@@ -122,7 +123,7 @@ class VLARun:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 
     def remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Else the command, put right, would be refused because of the folder."""
+        """Remove the policy: else the command, put right, would be refused because of the folder."""
         run = self.process.run
         if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
             shutil.rmtree(run.folder / "policy")
@@ -297,7 +298,7 @@ class VLARun:
         return halvings(settings.microbatch or settings.minibatch)
 
     def resize(self, size: int) -> None:
-        """From here on a pass has so many decisions."""
+        """Give a pass so many decisions from here on."""
         trainer = self.settings.model_copy(update={"microbatch": size})
         self.loop.config = self.config.model_copy(update={"trainer": trainer})
 
@@ -402,8 +403,8 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
     before = None if frozen is None else Frozen(frozen, frozen.encode(rows.observation))
     chunks, first = [], None
     for k in range(8):
-        rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
-        random = rollout.sampler.noise(policy, rngs, torch.Generator().manual_seed(seed + k))
+        rngs = [generator(seed, "exploration", k, row) for row in range(len(rows.states))]
+        random = rollout.sampler.noise(policy, rngs, generator(seed, "exploration", k))
         first = random.noise[:, :1] if first is None else first
         noise = torch.cat([first, random.noise[:, 1:]], 1)
         chunks.append(rollout.sampler.sample(policy, context, random._replace(noise=noise), frozen=before).chunk)

@@ -181,7 +181,7 @@ def with_own_heads(config: VLAConfig, policy: Any) -> Any:
 
 
 def policy_folder(path: Path) -> Path:
-    """Where the policy of a run is, or of a folder as LeRobot saves it: the folder itself."""
+    """The folder of a run's policy; of a policy as LeRobot saves it, the folder itself."""
     return path / "policy" if (path / "run.json").is_file() else path
 
 

@@ -190,7 +190,7 @@ def _on_device(config: VLAConfig, model: Path) -> Any:
 
 
 def _first_steps(config: VLAConfig, model: Path) -> Any:
-    """Of DPPO: who does the first denoising steps, that of the folder, or what the configuration begins with.
+    """The policy that does DPPO's first denoising steps: that of the folder, or what the configuration begins with.
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """

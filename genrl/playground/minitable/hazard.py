@@ -18,7 +18,7 @@ class HazardTable(MiniTable):
     """`MiniTable` whose info also has "costs" float32 [n, chunk]: 1 for an executed action that ended in a hazard."""
 
     def step(self, actions: Floats, /) -> Step:
-        """As `MiniTable.step`."""
+        """Steps as `MiniTable` does."""
         state = self.state
         observation, rewards, terminated, truncated, info = super().step(actions)
         costs = np.zeros((self.num_envs, self.chunk), dtype=np.float32)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from genrl.playground.minitable import task
-from genrl.playground.minitable.task import INSTRUCTIONS, PUT, Flags, Floats, Keys, State
+from genrl.playground.minitable.task import INSTRUCTIONS, PUT, Flags, Floats, State
+from genrl.vla.simulators.contract import Keys
 
 
 class Play(NamedTuple):
@@ -94,5 +95,4 @@ def walk(keys: Keys, tasks: Sequence[int], *, horizon: int, still: int) -> Walk:
         after += dones[-1]
         state = task.step(state, chunks[-1][:, 0])
         observations.append(seen(state))
-    columns = (np.stack(column, 1) for column in (observations, chunks, dones, counted))
-    return Walk(*columns, lines)
+    return Walk(np.stack(observations, 1), np.stack(chunks, 1), np.stack(dones, 1), np.stack(counted, 1), lines)

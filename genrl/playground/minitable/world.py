@@ -108,7 +108,7 @@ class TableWorld:
         return walk(episode_keys(seed, np.arange(count), np.zeros(count)), self.tasks, horizon=horizon, still=still)
 
     def fulfilled(self, numbers: Floats) -> Tensor:
-        """Of tables as `play.seen` shows them [B, 9], bool [B, tasks]."""
+        """Which of the tasks are fulfilled in tables of `play.seen` [B, 9], bool [B, tasks]."""
         tables = table_of(numbers)
         flags = [task.is_success(tables._replace(task=np.full(len(numbers), number))) for number in self.tasks]
         return torch.from_numpy(np.stack(flags, 1))
@@ -138,13 +138,13 @@ class LatentTable(MiniTable):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """As `MiniTable.reset`."""
+        """Resets as `MiniTable` does."""
         _, info = super().reset(seed=seed, options=options)
         self.latent = self.world.first(torch.from_numpy(seen(self.state)))
         return self.latent.shown(), info
 
     def step(self, actions: Floats, /) -> Step:
-        """As `MiniTable.step`."""
+        """Steps as `MiniTable` does."""
         state, resetting = self.state, ~self._running
         _, rewards, terminated, truncated, info = super().step(actions)
         chunks = torch.from_numpy(np.asarray(actions, dtype=np.float32)).clamp(-1.0, 1.0)

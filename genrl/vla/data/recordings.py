@@ -140,8 +140,8 @@ def _minari(file: Any, path: Path, success_key: str | None, cost_key: str | None
 
 
 def _ended(columns: list[Any]) -> Steps:
-    """Of columns: a success terminates its episode, what was recorded after it until the episode's end is left out, and
-    the last step ends one."""
+    """Steps of columns: a success terminates its episode, what was recorded after it until the episode's end is left
+    out, and the last step ends one."""
     done = columns[-1].copy()
     done[-1] = True
     steps = Steps(*columns)._replace(done=done)

@@ -57,7 +57,7 @@ class Critics(nn.Module):
         self.v = CriticNet(inputs, stats, 0, width)
 
     def normalise_by(self, stats: Statistics) -> None:
-        """From here on by these statistics, too: those of `SEEN` are known when there are data."""
+        """Normalise by these statistics, too, from here on: those of `SEEN` are known when there are data."""
         for net in (*self.q, *self.slow, self.v):
             net.encoder.stats = net.encoder.stats | stats
 

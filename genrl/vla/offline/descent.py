@@ -1,17 +1,36 @@
-"""Training of networks beside the policy, by an optimiser of their own."""
+"""Optimiser steps on data: of the policy by the run's own optimiser, of networks beside it by theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.rollout.sampling import Acting, Sampler
+from genrl.vla.run import VLARun
+from genrl.vla.update.inner import Loss, gradients
 from genrl.vla.update.learn import Figures
 
-if TYPE_CHECKING:
-    from genrl.vla.run import VLARun
+Step = Callable[[Recorded], Mapping[str, Tensor]]
+"""Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
+
+
+def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = None) -> Step:
+    """An optimiser step of a run's own optimiser on the policy, by the method's loss. sampler: None = that of the
+    running iteration."""
+    loop = run.loop
+
+    def step(recorded: Recorded) -> Mapping[str, Tensor]:
+        loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
+        acting = run.acting if sampler is None else Acting(run.policy, sampler)
+        found = gradients(run, settings, loss, acting, [(0, lambda: recorded)])
+        loop.step(["policy"])
+        return found
+
+    return step
 
 
 def descend(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float | None = None) -> float:

@@ -17,14 +17,13 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import world_of
 from genrl.vla.offline import settings as offline_settings
 from genrl.vla.offline.critics import Critics, train_iql
-from genrl.vla.offline.descent import followed
+from genrl.vla.offline.descent import followed, stepper
 from genrl.vla.offline.transitions import (
     Transitions,
     Words,
     cloning_errors,
     frames_of,
     recorded_chunks,
-    stepper,
     successful,
     take,
 )

@@ -6,7 +6,7 @@ Everything random is a function of the seed; nothing here touches a policy's wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
 from genrl.vla.config.sections import Environment
 from genrl.vla.data.recordings import Steps, split
-from genrl.vla.offline.imitation import observation_of
 from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,
@@ -36,10 +35,9 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Acting, Denoising, Sampler
-from genrl.vla.run import VLARun
+from genrl.vla.rollout.sampling import Denoising
 from genrl.vla.simulators.contract import Tables
-from genrl.vla.update.inner import Loss, gradients
+from genrl.vla.update.scores import named
 
 
 class Transitions(NamedTuple):
@@ -85,24 +83,6 @@ class Words:
 
 Behaviour = Callable[[Batch, int], Tensor]
 """(observation of B tables, number of the decision) -> chunks float32 [B, H, A] in the robot's units."""
-
-Step = Callable[[Recorded], Mapping[str, Tensor]]
-"""Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
-
-
-def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = None) -> Step:
-    """An optimiser step of a run's own optimiser on the policy, by the method's loss. sampler: None = that of the
-    running iteration."""
-    loop = run.loop
-
-    def step(recorded: Recorded) -> Mapping[str, Tensor]:
-        loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
-        acting = run.acting if sampler is None else Acting(run.policy, sampler)
-        found = gradients(run, settings, loss, acting, [(0, lambda: recorded)])
-        loop.step(["policy"])
-        return found
-
-    return step
 
 
 def play(
@@ -338,7 +318,7 @@ def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
     Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
     """
     actions, level = given["actions"], given["level"]
-    noise, context = given["noise"].to(actions), policy.encode(observation_of(given))
+    noise, context = given["noise"].to(actions), policy.encode(named(given, "observation/"))
     if isinstance(policy, PredictsVelocity):
         sigma = level.to(actions)
         x = forward.flow_sample(actions, noise, sigma)

@@ -384,7 +384,7 @@ def _places(count: int, size: int) -> Tensor:
 
 
 def _cells(height: int, width: int, size: int) -> Tensor:
-    """Of the cells of a map, row by row: sines and cosines of down and across, both up to 2 pi: [H W, size]."""
+    """Places of a map's cells, row by row: sines and cosines of down and across, both up to 2 pi: [H W, size]."""
 
     def along(count: int) -> Tensor:
         place = torch.arange(1, count + 1, dtype=torch.float32) / (count + 1e-6) * (2.0 * math.pi)

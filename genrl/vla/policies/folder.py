@@ -56,7 +56,7 @@ def load_policy(folder: Path, *, device: torch.device | str = "cpu", adapt: Adap
 
 
 def save_first_steps(policy: Policy, folder: Path, steps: int, trained: int) -> None:
-    """Beside the policy of a folder, that which does all but the last `trained` of its denoising steps (DPPO)."""
+    """Save, beside the policy of a folder, that which does all but the last `trained` of its denoising steps (DPPO)."""
     save_policy(policy, folder / FIRST_STEPS)
     write(folder / FIRST_STEPS / "sampler.json", {"steps": steps, "ft_denoising_steps": trained})
 

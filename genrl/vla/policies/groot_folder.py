@@ -70,8 +70,8 @@ PROMPT = 64
 
 
 def base_sizes(folder: Folder) -> dict[str, Any]:
-    """Those of the base model, by its own names. Raises FileNotFoundError where they are not known, and ValueError for
-    a part that is not supported."""
+    """Sizes of the base model, by its own names. Raises FileNotFoundError where they are not known, and ValueError
+    for a part that is not supported."""
     name = str(folder.config.get("base_model_path") or f"{PUBLISHED}-3B")
     found = _inside(folder, name)
     if found is None and not name.startswith(PUBLISHED):
@@ -316,7 +316,7 @@ class GrootPrompts(Prompts):
 
 
 def plain(text: str) -> str:
-    """In lower case, and nothing but letters, digits, spaces and underscores."""
+    """The text in lower case, with nothing but letters, digits, spaces and underscores."""
     return "".join(sign for sign in text.lower() if sign.isalnum() or sign.isspace() or sign == "_")
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def layers_of(policy: nn.Module) -> list[list[Any]]:
-    """Its stacks of layers, each in the order of computation: eyes, language model, action expert."""
+    """Stacks of layers of a policy, each in the order of computation: eyes, language model, action expert."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     stacks = [list(module) for module in policy.modules() if isinstance(module, nn.ModuleList)]
@@ -28,7 +28,7 @@ def require_layers(policy: nn.Module, key: str) -> None:
 
 
 def compute_again(policy: nn.Module) -> None:
-    """From here on a backward pass computes the activations of every layer again."""
+    """Make backward passes compute the activations of every layer again from here on."""
     for stack in layers_of(policy):
         for layer in stack:
             layer.gradient_checkpointing = True

@@ -39,7 +39,7 @@ EMPTY = "\u2581"
 
 
 def edges() -> Tensor:
-    """Of the bins, float64 [256]."""
+    """Edges of the bins, float64 [256]."""
     return torch.linspace(-1.0, 1.0, BINS, dtype=torch.float64)
 
 
@@ -127,7 +127,7 @@ class OpenVLA(PublishedPolicy):
         return {"logits": logits.view(len(hidden), self.horizon, self.action_dim, BINS)}
 
     def logits(self, context: Batch) -> Tensor:
-        """Of the action tokens, float32 [B, H, A, 256]."""
+        """Logits of the action tokens, float32 [B, H, A, 256]."""
         return context["logits"]
 
     def demonstration_error(self, context: Batch, actions: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class PolicyClass(Protocol):
     """How a policy comes to be."""
 
     def new(self, inputs: Inputs, action_dim: int, stats: Statistics, settings: NewPolicy) -> Policy:
-        """With fresh weights, by torch's global generator; only where `policy.new` may name it."""
+        """A policy with fresh weights, by torch's global generator; only where `policy.new` may name it."""
         ...
 
     def load(self, folder: Path, device: torch.device | str, adapt: Adapt | None) -> Policy:
@@ -170,7 +170,7 @@ class PredictsTokens(Protocol):
         ...
 
     def logits(self, context: Batch) -> Tensor:
-        """Of the tokens, float32 [B, H, A, K]."""
+        """Logits of the tokens, float32 [B, H, A, K]."""
         ...
 
 
@@ -211,7 +211,7 @@ class Imitates(Protocol):
         ...
 
     def errors(self, context: Batch, actions: Tensor, valid: Tensor, noise: Batch) -> Errors:
-        """Of the chunks that were demonstrated, normalised [B, H, A]; valid bool [B, H]: those of them that were.
+        """Errors at demonstrated chunks, normalised [B, H, A]; valid bool [B, H]: what of them was demonstrated.
 
         The loss is the mean of the actions' errors over the valid ones, and of the frames' over all.
         """

@@ -38,7 +38,7 @@ class PublishedPolicy(nn.Module):
 
     @property
     def tokenizer(self) -> Any:
-        """That of transformers, where it reads instructions."""
+        """The tokeniser of transformers, where it reads instructions."""
         return None
 
     @property

@@ -149,7 +149,7 @@ class RayRollouts:
         weights: Mapping[str, Tensor] | None = None,
         advance: Callable[[], None] = lambda: None,
     ) -> ChunkRollout:
-        """As `collect.collect`, always with the same policy, whose weights may have moved. weights: of what is trained,
+        """`collect.collect`, always with the same policy, whose weights may have moved. weights: of what is trained,
         None = as it is.
 
         `advance` is called for as many messages as there are actors: about once per decision.
@@ -231,7 +231,7 @@ class RayRollouts:
 
 
 def gpu_share(actors: int) -> float:
-    """Of a GPU for each actor, of those that the cluster has. Raises ValueError where it has none."""
+    """Share of a GPU for each actor, of those that the cluster has. Raises ValueError where it has none."""
     share = ray_cluster.gpu_share(actors)
     if not share:
         raise ValueError(

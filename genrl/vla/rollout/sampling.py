@@ -219,7 +219,7 @@ class FlowSteps(Denoising):
             raise ValueError("the last step of Flow-CPS is deterministic and cannot be scored: set skip_last")
 
     def _noisy(self, generators: Sequence[torch.Generator], shared: torch.Generator | None) -> Tensor:
-        """Those of `selection`: by each chunk's own generator, or the same ones for all."""
+        """Steps of `selection`: by each chunk's own generator, or the same ones for all."""
 
         def choose(rows: int, rng: torch.Generator | None) -> Tensor:
             how = {"count": self.count, "skip_last": self.skip_last}

@@ -38,15 +38,15 @@ class Batch(ABC):
 
     @abstractmethod
     def instructions(self) -> list[str]:
-        """Of every slot."""
+        """The instruction of every slot."""
 
     @abstractmethod
     def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
         """uint8 [m, size, size, 3] of some slots."""
 
     def keep(self, rows: Flags) -> None:  # noqa: B027 - most simulators leave slots that are over as they are
-        """These slots are over for this round. For simulators that step all slots along: what they show now is what
-        `observe` is to return."""
+        """Keep what these slots show, for they are over for this round: where a simulator steps all slots along, it is
+        what `observe` is to return."""
 
     def run(self, work: Run) -> Iterator[Outcome]:
         """See `contract.Host`."""

@@ -46,7 +46,7 @@ class BulletSafetyEnv(gymnasium.Env[NDArray[np.float64], NDArray[np.float32]]):
         return first
 
     def step(self, action: NDArray[np.float32]) -> Any:
-        """As the package's; goals that move are drawn by the numbers of the episode, too."""
+        """Resets as the package does; goals that move are drawn by the numbers of the episode, too."""
         with self._own_draws():
             return self.inner.step(action)
 

@@ -52,7 +52,7 @@ def expanded(tasks: Sequence[str]) -> tuple[str, ...]:
 
 
 def time_limit(tasks: Sequence[str]) -> int:
-    """Of the longest suite among tasks."""
+    """Limit of the longest suite among tasks."""
     return max(SUITES[task.partition("/")[0]][1] for task in tasks)
 
 

@@ -39,7 +39,7 @@ class OnDevice(Protocol):
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """These tasks. settings: of `gymnasium.make`; `sim_backend: gpu` makes one batch of one task."""
+    """Describes these tasks. settings: of `gymnasium.make`; `sim_backend: gpu` makes one batch of one task."""
     names = tuple(tasks) or ("PickCube-v1",)
     limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
     told = {"tasks": names, "reading": replace(reading, success_key="success", max_steps=limit), "settings": settings}
@@ -86,7 +86,7 @@ def observed(env: Any, image_size: int) -> Observation:
 
 
 def pictures(env: Any) -> NDArray[np.uint8]:
-    """Of the first camera, [n, H, W, 3]."""
+    """Picture of the first camera, [n, H, W, 3]."""
     return array(next(iter(env.get_sensor_images().values()))["rgb"])
 
 
@@ -119,7 +119,7 @@ class ManiSkillEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         return self._observation(), float(array(reward)[0]), bool(array(terminated)[0]), False, found
 
     def picture(self, size: int) -> NDArray[np.uint8]:
-        """Of the first camera."""
+        """Picture of the first camera."""
         return as_picture(pictures(self.env)[0], size, self.env.spec.id)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class BatchHost(Batch):
         return sentence(self.env, self.reading)
 
     def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
-        """Of the first camera."""
+        """Picture of the first camera."""
         shown = pictures(self.env)
         return np.stack([as_picture(shown[slot], size, "ManiSkill") for slot in slots])
 

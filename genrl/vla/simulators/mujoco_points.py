@@ -41,7 +41,7 @@ def cloud(mujoco: Any, renderer: Any, count: int, box: Box) -> Floats:
 
 
 def placed(depth: Floats, camera: Any) -> Floats:
-    """Where the middles of a depth picture's pixels [H, W] are in the world, [H W, 3]: distances along the axis of an
+    """Places of the middles of a depth picture's pixels [H, W] in the world, [H W, 3]: distances along the axis of an
     OpenGL camera (`mjvGLCamera`), whose frustum at its near plane says how far apart the pixels' rays are."""
     height, width = depth.shape
     top, bottom, near = camera.frustum_top, camera.frustum_bottom, camera.frustum_near

@@ -153,7 +153,7 @@ class ActorLoss(NamedTuple):
 
 
 def spread_out(values: Tensor, like: Tensor) -> Tensor:
-    """Of decisions or actions, to every ratio of them, in the shape of `like`."""
+    """Values of decisions or actions spread to every ratio of them, in the shape of `like`."""
     found = values.to(like.device, torch.float32)
     return found.view(*found.shape, *[1] * (like.dim() - found.dim())).expand(like.shape)
 

@@ -58,7 +58,7 @@ def _video_info(fps: int, height: int, width: int) -> dict[str, Any]:
 
 
 def schema(features: Mapping[str, Mapping[str, Any]]) -> pa.Schema:
-    """Of the data files, with the metadata by which `datasets` knows pictures and fixed lengths."""
+    """Features of the data files, with the metadata by which `datasets` knows pictures and fixed lengths."""
     from datasets import Features, Image, List, Value
 
     kinds: dict[str, Any] = {}

@@ -25,7 +25,7 @@ def numeric_stats(values: NDArray[Any]) -> dict[str, list[Any]]:
 
 
 def picture_stats(histogram: NDArray[np.int64], count: int) -> dict[str, list[Any]]:
-    """The same per channel of pictures in [0, 1], [3, 1, 1], exactly, from how often each value 0..255 occurs [3, 256].
+    """Exact statistics per channel of pictures in [0, 1], [3, 1, 1], from how often each value occurs [3, 256].
 
     count: number of pictures.
     """

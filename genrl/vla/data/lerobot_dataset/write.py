@@ -215,7 +215,7 @@ class _Writer:
         return picture_stats(histogram, len(values))
 
     def _write_episodes(self) -> None:
-        """In `_META_ROWS` rows at a time, into a new file wherever the last one is full."""
+        """Writes `_META_ROWS` rows at a time, into a new file wherever the last one is full."""
         shard = _Shard(self.limits.data_mb, self.limits.chunks_size)
         writer, path = None, self._path(layout.EPISODES, **shard.place)
         for start in range(0, len(self.rows), _META_ROWS):

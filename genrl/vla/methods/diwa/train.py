@@ -114,7 +114,7 @@ def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Ten
 
 
 def recorded_statistics(stats: Statistics) -> dict[str, torch.Tensor]:
-    """Those of a policy, as its loss reads them."""
+    """Statistics of a policy, as its loss reads them."""
     return {f"statistics/{feature}/{key}": value for feature, found in stats.items() for key, value in found.items()}
 
 

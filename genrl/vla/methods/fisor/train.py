@@ -27,12 +27,11 @@ from genrl.vla.data.demonstrations import world_of
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import Step, descend, stepper
 from genrl.vla.offline.imitation import observation_of
 from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,
-    Step,
     Store,
     Transitions,
     Words,
@@ -40,7 +39,6 @@ from genrl.vla.offline.transitions import (
     from_steps,
     merge,
     play,
-    stepper,
     take,
 )
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP

@@ -21,7 +21,7 @@ class GRPO(Update):
     """Which trainer."""
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
-        """Beside those of the surrogate: groups of one episode."""
+        """Problems beside those of the surrogate: groups of one episode."""
         yield from from_a_loaded_policy(config, self.algorithm)
         yield from super().problems(config)
         if config.environment.group_size < 2:

@@ -80,7 +80,7 @@ class PPO(Update):
         return horizon if self.values == "action" else 1
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
-        """Beside those of the surrogate: what values and DPPO's chain need."""
+        """Problems beside those of the surrogate: what values and DPPO's chain need."""
         yield from self._start(config)
         yield from super().problems(config)
         if self.episodes == "all" and (self.weighting == "episodes" or self.success_filter):

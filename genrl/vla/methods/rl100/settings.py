@@ -128,5 +128,5 @@ class RL100(VLAMethod):
             yield ("policy.freeze",), "rl100 trains the whole policy, and freezes by itself what looks; write nothing"
 
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
-        """Its rounds differ too much for one number."""
+        """Nothing: the rounds differ too much for one number."""
         return [FROM_DATA]

@@ -28,9 +28,9 @@ from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dyna
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.offline.critics import Critics, seen_statistics, train_iql
-from genrl.vla.offline.descent import descend, followed
+from genrl.vla.offline.descent import Step, descend, followed, stepper
 from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
-from genrl.vla.offline.transitions import Step, Store, Transitions, frames_of, merge, stepper, successful, take
+from genrl.vla.offline.transitions import Store, Transitions, frames_of, merge, successful, take
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows

@@ -168,7 +168,7 @@ def label_pairs(
 
 
 def label_of(first: float, second: float, margin: float) -> int:
-    """Of the scores of a pair: as `label_pairs`."""
+    """Label of the scores of a pair: as `label_pairs`."""
     if math.isnan(first) or math.isnan(second):
         return UNUSABLE
     return -1 if abs(first - second) <= margin else int(first > second)

@@ -34,7 +34,7 @@ PROPRIOCEPTION = 4
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """These tasks, all fifty where there are none."""
+    """Describes these tasks, all fifty where there are none."""
     if settings:
         raise ValueError(f"metaworld has no settings, got {sorted(settings)}")
     limit = MAX_STEPS if reading.max_steps is None else reading.max_steps

@@ -177,7 +177,7 @@ def twin(made: Any, **own: Any) -> Any:
 def describe(
     family: type[RoboticsEnv], name: str, tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
 ) -> Description:
-    """These tasks of a family, all where there are none."""
+    """Describes these tasks of a family, all where there are none."""
     if settings:
         raise ValueError(f"{name} has no settings, got {sorted(settings)}")
     names = checked(family, name, tasks)

@@ -52,7 +52,7 @@ class FetchEnv(RoboticsEnv):
         self.inner.data.site("target0").xpos[:] = self.inner.goal
 
     def view(self) -> View:
-        """From the front left and above, where the arm hides the least."""
+        """Looks from the front left and above, where the arm hides the least."""
         return View((1.34, 0.75, 0.47), 0.75, 135.0, -35.0)
 
     def expert(self, seen: Seen) -> NDArray[np.float64]:
@@ -80,5 +80,5 @@ class FetchEnv(RoboticsEnv):
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """These tasks, both where there are none."""
+    """Describes these tasks, both where there are none."""
     return env.describe(FetchEnv, "fetch", tasks, reading, settings)

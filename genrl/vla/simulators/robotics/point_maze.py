@@ -59,13 +59,13 @@ class PointMazeEnv(RoboticsEnv):
         self.inner.data.site("target").xpos[:] = [*self.inner.goal, self.inner.maze.maze_height / 2]
 
     def view(self) -> View:
-        """From straight above, with no more of the outer walls than shows where they are."""
+        """Looks from straight above, with no more of the outer walls than shows where they are."""
         maze = self.inner.maze
         half = max(maze.map_length, maze.map_width) / 2 - 0.8
         return View((0.0, 0.0, 0.0), half / np.tan(FIELD_OF_VIEW / 2), 90.0, -90.0)
 
     def expert(self, seen: Seen) -> NDArray[np.float64]:
-        """To the middle of the next cell of a shortest way, or to the target once it is in the same one."""
+        """Moves to the middle of the next cell of a shortest way, or to the target once it is in the same one."""
         maze, place, velocity = self.inner.maze, seen["agent_pos"][:2], seen["agent_pos"][2:]
         here, there = (tuple(maze.cell_xy_to_rowcol(xy).tolist()) for xy in (place, seen["environment_state"]))
         walls = tuple(tuple(cell == 1 for cell in row) for row in maze.maze_map)
@@ -91,5 +91,5 @@ def steps_to(walls: tuple[tuple[bool, ...], ...], goal: Cell) -> dict[Cell, Cell
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """These mazes, all where there are none."""
+    """Describes these mazes, all where there are none."""
     return env.describe(PointMazeEnv, "point_maze", tasks, reading, settings)

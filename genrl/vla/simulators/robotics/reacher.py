@@ -49,11 +49,11 @@ class ReacherEnv(RoboticsEnv):
         return bool(-info["reward_dist"] < WITHIN)
 
     def view(self) -> View:
-        """From straight above: as far as the arm reaches, and no walls."""
+        """Looks from straight above: as far as the arm reaches, and no walls."""
         return View((0.0, 0.0, 0.0), 0.23 / np.tan(FIELD_OF_VIEW / 2), 90.0, -90.0)
 
     def expert(self, seen: Seen) -> NDArray[np.float64]:
-        """To the posture, bent to the left, that touches the target, each joint at the speed that it wants there."""
+        """Moves to the posture, bent left, that touches the target, each joint at the speed that it wants there."""
         joints = np.arctan2(seen["agent_pos"][2:4], seen["agent_pos"][:2])
         way = posture(seen["environment_state"]) - joints
         way[0] = (way[0] + np.pi) % (2 * np.pi) - np.pi  # the first joint turns freely, the second does not
@@ -70,5 +70,5 @@ def posture(target: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """Its one task."""
+    """Describes the one task."""
     return env.describe(ReacherEnv, "reacher", tasks, reading, settings)
