@@ -31,8 +31,7 @@ def train(run: AnswersRun, settings: VLMSFT) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         row = learn(run, settings)
-        row["lr"] = run.loop.lr
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def learn(run: AnswersRun, settings: VLMSFT) -> dict[str, float]:
