@@ -4,7 +4,7 @@ what is said and saved at the end."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -144,9 +144,12 @@ class VLMRun:
         if self.versions is not None:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self) -> AbstractContextManager[None]:
         """Context with the weights that draw the running iteration, where these are older than the present ones."""
+        return self._older()
+
+    @contextmanager
+    def _older(self) -> Iterator[None]:
         if self.versions is None or not self.age:
             yield
             return
@@ -158,8 +161,15 @@ class VLMRun:
     def updates(self, mask: Tensor, size: int) -> list[Update]:
         """How rows mask [B, T], in groups of `size`, are shared out to optimiser steps and micro-batches."""
         settings = cast(RecipeMethod, self.config.trainer)
-        constants = {"updates": settings.updates, "micro": settings.micro_batch, "seed": self.config.seed}
-        return updates_of(mask, size, loop=self.loop, whole_groups=self.whole_groups, **constants)
+        return updates_of(
+            mask,
+            size,
+            updates=settings.updates,
+            micro=settings.micro_batch,
+            seed=self.config.seed,
+            loop=self.loop,
+            whole_groups=self.whole_groups,
+        )
 
     def estimated(self, rows: Mapping[str, Tensor], size: int, updates: list[Update], **known: Any) -> Estimated:
         """Advantages and weights of this process's rows, tensors by name, from those of all processes. known: further

@@ -266,7 +266,7 @@ class AnswersRun(VLMRun):
 
     def rows_at_most(self) -> int:
         """The answers that a process has in an update."""
-        config, parts = self.config, self.process.accelerator.num_processes
+        config, parts = self.config, int(self.process.accelerator.num_processes)
         if isinstance(config.trainer, RecipeMethod):
             parts = max(parts, config.trainer.updates)  # of one update, a process may have all groups
         groups = -(-config.generation.prompts_per_iteration // parts)
