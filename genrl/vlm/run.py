@@ -18,8 +18,7 @@ from torch import nn
 from genrl.config.method import module_of
 from genrl.runtime.loop import economy
 from genrl.vlm.common import Estimated, VLMRun, share_of
-from genrl.vlm.config.method import columns_of
-from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.extras import Average, computed

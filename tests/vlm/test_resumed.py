@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.recipe.advantages import ConsistencyBonus
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count
 from genrl.config.unions import AnyOf
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
-from genrl.vlm.config.method import Row, VLMMethod
 from genrl.vlm.config.names import OUTPUTS
+from genrl.vlm.config.schema import Row, VLMMethod
 from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,

@@ -13,7 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import ConfigError, VLMConfig, check_files, load, load_located
+from genrl.config import ConfigError, check_files, load, load_located
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.recipe.advantages import LeaveOneOut
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
