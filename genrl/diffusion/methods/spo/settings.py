@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
 from genrl.diffusion.config.method import Calls, Guided, Updating
-from genrl.diffusion.steps.stochastic import Stochastic
+from genrl.diffusion.steps.settings import Stochastic
 from genrl.mdp.plan import SamplingPlan, caterpillar, describe
 
 if TYPE_CHECKING:
