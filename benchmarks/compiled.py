@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import clock, parser, save
 from genrl.config import LoRA
-from genrl.diffusion.config.schema import Model
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy

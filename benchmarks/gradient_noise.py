@@ -28,11 +28,13 @@ import torch
 from torch import Tensor
 
 import genrl_rewards
+from benchmarks.claims.figures import panels
+from benchmarks.claims.stored import TRAINING_CALL
 from benchmarks.common import parser, save
-from benchmarks.methods import TRAINING_CALL, panels
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy

@@ -18,10 +18,11 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.common import parser, save
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion import train as trainer
 from genrl.diffusion.config.estimate import Plan, plan, read_components
 from genrl.diffusion.config.files import model_folder
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.steps.layout import RANDOM
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import Windowed

@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import genrl_rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.policy.loading import load_pipeline

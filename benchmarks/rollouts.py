@@ -36,10 +36,10 @@ import torch
 
 import genrl_rewards
 from benchmarks.diversity import PICTURES, distance
-from benchmarks.vlm_runs import stored
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -91,6 +91,10 @@ OVERHEAD = Path(__file__).parent / "results" / "rollouts_overhead.json"
 NOISE = "-noise-"
 """Between a learning rate and a level of noise; without it the noise is that of `BASE`."""
 TUNED = OVERHEAD.with_name("rollouts_tuned.json")
+
+
+def stored(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def cost(config: Config) -> int:

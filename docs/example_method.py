@@ -13,7 +13,7 @@ import torch
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
-from genrl.diffusion.config.method import Updating
+from genrl.diffusion.config.schema import Updating
 from genrl.diffusion.forward.noising import noised, own_noise, require_flow, solved
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch

@@ -63,7 +63,8 @@ def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> N
 
 
 def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
-    from genrl.config import Config, check_files, load_located
+    from genrl.config import check_files, load_located
+    from genrl.diffusion.config.schema import Config
     from genrl.diffusion.config.shares import processes_problem
 
     config, origins = load_located(*opened(file, overrides))
@@ -111,6 +112,8 @@ def _launch(nproc: int) -> None:
             continue
         arguments.append(argument)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # `-m` would search the current folder first, where a user's datasets.py or tests.py may lie
+    os.environ["PYTHONSAFEPATH"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command += ["-m", "genrl", *arguments]
     if sys.platform == "win32":  # has no exec: the shell would go on while it runs

@@ -20,9 +20,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.config.economy import Selection
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.fit import settle, sizes

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.method import Method
-from genrl.diffusion.config.method import Updating
+from genrl.diffusion.config.schema import Updating
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from genrl.cli.plan import lines
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 from tests.cli.commands import ROOT, run, words
 
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8, "noise_growth": 0}}

@@ -14,6 +14,15 @@ import pytest
 from tests.cli.commands import MODEL, ROOT, run, words
 
 
+def test_a_users_files_hide_no_package(folder: Path) -> None:
+    """A user's rewards.py beside the YAML is the most natural name there is."""
+    for name in ("rewards", "tests", "data", "utils"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('not this file')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'rewards'}"}
+    code = "import genrl, genrl_rewards; from genrl.config import load; load('small.yaml')"  # `-c` searches here first
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, timeout=120)
+
+
 class TestLaunch:
     """`--nproc`: torchrun of the same command, without the option."""
 
@@ -83,11 +92,13 @@ def test_a_whole_run(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
-    """`genrl train --nproc 2` as it is typed: it says once that one of them waits."""
-    if not MODEL.is_dir():
-        pytest.skip("assets/tiny-t2i is not built")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "genrl", "train", "small.yaml", "--nproc", "2", "output=two"]
+    """`genrl train --nproc 2` as it is typed: it says once that one of them waits. The reward runs isolated, a third
+    program. None of them takes a file beside the YAML for a package of the same name."""
+    for name in ("rewards", "tests", "data", "utils", "datasets", "genrl"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('not this file')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'rewards'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "genrl", "train", "small.yaml", "--nproc", "2", "output=two"]
+    command += ["rewards.0.isolate=true"]
     command += ["sampling.prompts_per_iteration=3"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import KIND, train
 from genrl.runtime.folder.run import Run

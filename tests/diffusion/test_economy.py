@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError, load
+from genrl.config import ConfigError, load
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.fit import sizes
 from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.rollout import iteration_rows

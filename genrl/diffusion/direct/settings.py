@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.method import Finding
-from genrl.diffusion.config.method import DiffusionMethod
+from genrl.config.errors import Finding
+from genrl.diffusion.config.schema import DiffusionMethod
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

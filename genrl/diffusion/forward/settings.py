@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
-from genrl.diffusion.config.method import AdvantageScale, Calls, Guided, Updating
+from genrl.diffusion.config.schema import AdvantageScale, Calls, Guided, Updating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive
-from genrl.diffusion.config.method import Calls, GuidanceInTraining, Guided, Updating
+from genrl.diffusion.config.schema import Calls, GuidanceInTraining, Guided, Updating
 from genrl.diffusion.forward.settings import FORWARD_ERROR, matching_calls
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from threading import Event
 
 import torch
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, Sheet, Worker, gathered, handed_on, jobs_of
 from genrl.diffusion.rollout.scoring import Scorers, Scoring

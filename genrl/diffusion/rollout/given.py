@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from genrl.config import Config
 from genrl.data.preferences import Reader, as_tensor, check_set
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.inverse import encode
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes

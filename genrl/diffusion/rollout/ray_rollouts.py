@@ -20,8 +20,8 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.config.method import code_of
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import Finished, Finishing, Job, Worker, finish
 from genrl.runtime.loop.frame import kind_of

@@ -23,8 +23,9 @@ from PIL import Image
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Sampling
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.forest import Draw, Drawn, Piece

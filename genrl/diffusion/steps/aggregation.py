@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
-from genrl.diffusion.config.method import FileFinding
+from genrl.config.errors import Finding
+from genrl.config.run_config import FileFinding
 from genrl.diffusion.steps.layout import Tree
 
 if TYPE_CHECKING:

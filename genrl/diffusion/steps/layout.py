@@ -23,7 +23,8 @@ from genrl.mdp.windows import (
 )
 
 if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Config, Sampling
+    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.sections import Sampling
 
 RANDOM = ("random", "geometric")  # schedules whose windows are placed at random
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.diffusion.config.kernels import UP_TO_ONE
 from genrl.diffusion.steps.layout import Layout, Tree, Window, most_micro_batches, most_splits, window_end
 from genrl.mdp.plan import extreme_count

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Flag, NonNegative, Positive
 from genrl.diffusion.config.kernels import Kernel, kernel_problem, noise_problem
-from genrl.diffusion.config.method import (
+from genrl.diffusion.config.schema import (
     AdvantageScale,
     Calls,
     DiffusionMethod,

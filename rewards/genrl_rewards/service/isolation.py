@@ -102,7 +102,8 @@ class Isolated(Remote):
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the run, which may still need scores before it ends
-                env=os.environ | {"PYTHONPATH": path, TOKEN_VARIABLE: self._secret},
+                # safe: a file of the current folder must not be taken for a package of the same name
+                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", TOKEN_VARIABLE: self._secret},
             )
         except OSError as error:
             folder.cleanup()

@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
 from genrl.data.preferences import as_tensor, open_set
 from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dpo_offline import train as dpo_offline
 from genrl.diffusion.methods.dpo_offline.train import PAIR
 from genrl.diffusion.policy import inverse

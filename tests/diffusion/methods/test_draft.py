@@ -11,8 +11,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.direct import gradient as direct
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.policy.policy import Policy

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.diffusion import run as diffusion_run
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.folder.run import read_metrics

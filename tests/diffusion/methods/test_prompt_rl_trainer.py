@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import ConfigError, Model, check_files, load_located
+from genrl.config import ConfigError, check_files, load_located
 from genrl.config import load as load_config
 from genrl.diffusion.config.rewriter import Rewriter as Rewritten
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.candidates import Found, draw, judge
 from genrl.diffusion.methods.spo.train import Pairs, compare

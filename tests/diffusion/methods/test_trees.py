@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError
+from genrl.config import ConfigError
 from genrl.config.method import code_of
 from genrl.diffusion.config import estimate
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun

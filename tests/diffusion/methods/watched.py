@@ -14,8 +14,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.config.method import code_of
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts

@@ -15,8 +15,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from genrl.config import Kernels, Model
 from genrl.diffusion import train
+from genrl.diffusion.config.sections import Kernels, Model
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.blocks import BLOCKS, install
 from genrl.diffusion.policy.loading import load_pipeline

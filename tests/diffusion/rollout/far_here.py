@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import Order, RolloutActor, Work

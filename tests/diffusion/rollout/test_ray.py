@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config, ConfigError
+from genrl.config import ConfigError
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent

@@ -22,9 +22,9 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config
 from genrl.data import references
 from genrl.data.prompts import Prompt, PromptError
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.rollout.adversary import ADVERSARY, Pairs, paired, scored_references, trainable_of
 from genrl.diffusion.rollout.scoring import Scorers

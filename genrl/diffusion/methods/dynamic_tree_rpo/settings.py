@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import NonNegative, Section
 from genrl.diffusion.steps.layout import Branching, Layout, Round, Tree
 from genrl.diffusion.steps.settings import Windowed, mean_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Flag, Share
 from genrl.diffusion.steps.aggregation import plain_scores, sum_of_tree
 from genrl.diffusion.steps.layout import Layout, Tree

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import genrl_rewards
-from genrl.config.method import Finding
-from genrl.diffusion.config.method import FileFinding
+from genrl.config.errors import Finding
+from genrl.config.run_config import FileFinding
 from genrl.diffusion.steps.aggregation import plain_scores
 from genrl.diffusion.steps.settings import Windowed
 

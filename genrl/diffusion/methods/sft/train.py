@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from genrl.config import Config
 from genrl.data.preferences import TARGET_COLUMNS, open_set
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import Tensors, drawn_level, noised_by, own_noise
 from genrl.diffusion.methods.sft.settings import PipelineSFT
 from genrl.diffusion.policy.guidance import without_guidance

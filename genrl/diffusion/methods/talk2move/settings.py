@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Ways
-from genrl.diffusion.config.method import AdvantageScale
+from genrl.diffusion.config.schema import AdvantageScale
 from genrl.diffusion.steps.layout import Layout, Round, Window, rounds_of
 from genrl.diffusion.steps.settings import GroupRelative
 
