@@ -34,7 +34,6 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
     Finishing,
@@ -47,7 +46,7 @@ from genrl.diffusion.rollout.rollout import (
     iteration_rows,
     jobs_of,
 )
-from genrl.diffusion.rollout.scoring import Scorers, Scoring
+from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder

@@ -366,3 +366,22 @@ def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection
         failed = sum(failure.samples for failure in of_label)
         genrl_rewards.check_failures(label, failed, count, genrl_rewards.first_failure(of_label))
     return Scored(values, parts)
+
+
+def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
+    """Means and spreads of an iteration's scores, over the samples that have one."""
+    metrics = {"reward/total_mean": _mean(total), "reward/total_std": _std(total)}
+    for label, values in scored.values.items():
+        metrics[f"reward/{label}_mean"] = _mean(values)
+        metrics[f"reward/{label}_std"] = _std(values)
+        metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
+    return metrics | {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
+
+
+def _std(values: Tensor) -> float:
+    kept = values[~values.isnan()]
+    return float(kept.std(correction=0)) if len(kept) else math.nan
