@@ -106,8 +106,10 @@ def resolve(name: str) -> Origin:
 
 @functools.cache
 def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The entry points of this group, read once for each `sys.path`: each look goes through the metadata of all installed
-    packages, a tenth of what `genrl check` does."""
+    """The entry points of this group, read once for each `sys.path`.
+
+    Each look goes through the metadata of all installed packages, a tenth of what `genrl check` does.
+    """
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
