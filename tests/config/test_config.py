@@ -438,6 +438,7 @@ def test_declared_columns_are_read_without_importing(source: str, columns: tuple
     assert declared_columns(genrl_rewards.Origin("r", "file", str(path), "r")) == columns
 
 
+@pytest.mark.slow
 def test_checking_never_imports_torch() -> None:
     """All shipped files, in a fresh interpreter."""
     program = """

@@ -40,6 +40,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(written[name], value) for name, value in average.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "call", "left"), [({}, 3, 0), (vla_runs.GRPO, 1, 0), (vla_runs.SFT, 4, 1)], ids=["ppo", "grpo", "sft"]
 )

@@ -101,6 +101,7 @@ def learn_ddpo(folder: Path, sd: Path, iterations: int = 4, **trainer: Any) -> W
     return run(runs.config(folder, sd, trainer=settings, sampling=sampling, iterations=iterations, **QUIET))
 
 
+@pytest.mark.slow
 def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypa
         assert found[2] == found[1] and found[1][1]["exit/variance"] > 0
 
 
+@pytest.mark.slow
 def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path) -> None:
     """2 x 3 chains of 4 drawn steps, left 4 times with a shortcut of 2, 2, 2 and 1 steps: in the first of two
     iterations. One is remembered over a stop, the next found after it."""

@@ -57,6 +57,7 @@ def batch_of(family: Family) -> Batch:
     return Batch(texts, [(7, 0, k) for k in range(2)], call, inputs=family.inputs)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_the_same_names(
     folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ TRACED = (
 """A pipeline of each kind of denoiser: the others are called alike."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(TRACED, ("sd15",)))
 def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
     """At most once per prediction and shape; the others are parts of models that torch cuts in pieces. Without

@@ -86,6 +86,7 @@ def quantised(trained_elsewhere: Any, tmp_path_factory: pytest.TempPathFactory) 
     return file
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_gguf_file(
     quantised: Path, trained_elsewhere: Any, model: Path, folder: Path
 ) -> None:

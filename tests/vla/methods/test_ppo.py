@@ -75,6 +75,7 @@ def test_a_frozen_encoder_stays_as_it_was(freeze: str, moves: bool, opened: Open
         assert any(name.startswith("encoder.") for name in saved) is moves  # a checkpoint has what is trained
 
 
+@pytest.mark.slow
 def test_the_frozen_half_of_dppo_stays_as_it_was(opened: Opened) -> None:
     with opened(sampler="diffusion") as run:
         before = vla_runs.weights(run.frozen)

@@ -91,6 +91,7 @@ def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
     assert found.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
 
 
+@pytest.mark.slow
 def test_old_weights_show_in_the_gap(installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda *_: None)
     trained = {"weights": [{"name": "engine_mismatch", "high": 1.01}]}
