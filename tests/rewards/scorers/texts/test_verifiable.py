@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import genrl_rewards
 from genrl_rewards.scorers.texts import verifiable as v
 from genrl_rewards.scorers.texts.completions import score_completions
+from genrl_rewards.scorers.texts.expected import number_in
 
 
 def tagged(*texts: str) -> list[str]:
@@ -29,7 +30,7 @@ def test_the_answer_is_the_last_complete_tag() -> None:
 def test_one_number() -> None:
     ones = {"3": 3.0, "-1,234.5 kg": -1234.5, "about 3/4": 0.75, "1e-3": 0.001, "$ .5": 0.5, "x = 7.": 7.0}
     none = ("3 or 4", "1/0", "none", "2024-05-06")
-    assert {text: v.number_in(text) for text in (*ones, *none)} == ones | dict.fromkeys(none)
+    assert {text: number_in(text) for text in (*ones, *none)} == ones | dict.fromkeys(none)
 
 
 @given(st.text(max_size=60))
@@ -62,7 +63,7 @@ def test_numbers_equal_in_digits_or_by_relative_error() -> None:
     assert v.numeric(tagged("3.14", "3.15", "two"), [3.1416] * 3) == [1.0, 0.0, 0.0]
     assert v.numeric(tagged("3.1416", "3.14"), [3.1416] * 2, decimals=None) == [1.0, 0.0]
     assert v.numeric(tagged("90", "250"), [100.0] * 2, relative=True) == pytest.approx([0.9, 0.0])
-    with pytest.raises(ValueError, match="the answer of row 1 is 'many', which is not one number"):
+    with pytest.raises(ValueError, match="row 1: the expected answer is 'many', which is not one number"):
         v.numeric(tagged("3", "3"), ["3", "many"])
 
 
@@ -200,7 +201,7 @@ def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
     texts = ["<answer> 3.5 </answer>", "<answer> 9 </answer>", "<answer> good </answer>"]
     assert v.rating(texts, [3.2, 5, 5]) == pytest.approx([math.exp(-1), 1.0, 0.0])
     assert v.rating(texts[:1], [""]) == [None]
-    with pytest.raises(ValueError, match="the answer of row 0 is 'bad', which is not one number"):
+    with pytest.raises(ValueError, match="row 0: the expected answer is 'bad', which is not one number"):
         v.rating(texts[:1], ["bad"])
 
 
