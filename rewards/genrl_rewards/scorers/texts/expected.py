@@ -53,6 +53,8 @@ def reads(kind: str, reader: Callable[[Any], Any], column: str = "answer") -> Ca
         value = reader(columns[column])
         if value is None or (hasattr(value, "__len__") and not len(value)):
             return NOTHING
+        if isinstance(found := getattr(value, "kind", None), str):
+            return found
         first = value if kind != "text" or isinstance(value, str) else value[0]
         return "number" if kind == "text" and _NUMBER.fullmatch(first) else kind
 
