@@ -74,10 +74,16 @@ def numeric(
 ) -> list[float | None]:
     """1 if the answer is one number that equals the expected one to `decimals` digits (null: within 1e-9).
 
+    They are digits behind the point, of an expected number below 0.1 significant ones: .001 is not .004, nor 0.
     relative: max(0, 1 - |number - expected| / |expected|) instead, for regression: smaller errors score more.
     Raises ValueError if an expected answer is not a number.
     """
-    tolerance = 0.5 * 10.0**-decimals if decimals is not None else 0.0
+
+    def tolerance(truth: float) -> float:
+        if decimals is None or not truth:
+            return 0.0
+        return 0.5 * 10.0 ** (min(0, math.floor(math.log10(abs(truth))) + 1) - decimals)
+
     scores: list[float | None] = []
     for written, truth in _rows(completions, truths(answer, number_of, "numeric"), tag):
         value = number_in(written)
@@ -86,7 +92,7 @@ def numeric(
         elif relative:
             scores.append(max(0.0, 1.0 - abs(value - truth) / max(abs(truth), 1e-9)))
         else:
-            scores.append(float(abs(value - truth) <= tolerance + 1e-9))
+            scores.append(float(abs(value - truth) <= tolerance(truth) + min(1e-9, abs(truth) * 1e-6 or 1e-9)))
     return scores
 
 
