@@ -154,6 +154,23 @@ def test_functions_of_trl_run_as_they_are() -> None:
     assert score_completions(length_reward, **row, completion_ids=[[1, 2], [3]]).values == [2, 1]
 
 
+def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> None:
+    def accuracy(completions, answer=None, **kwargs):
+        return [float(one[0]["content"] == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    def plain(completions, answer=()):
+        return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    async def slow(prompts, completions, answer=None, **kwargs):
+        return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    row = {"prompts": ["p", "p"], "completions": ["x", "y"], "columns": {"answer": ["x", "x"], "tag": ["counting"] * 2}}
+    assert score_completions(accuracy, **row, conversational=True).values == [1.0, 0.0]
+    assert score_completions(plain, **row).values == score_completions(slow, **row).values == [1.0, 0.0]
+    tagged_row = row | {"completions": tagged("x", "y")}
+    assert score_completions(v.exact, **tagged_row).values == [1.0, 0.0]
+
+
 def test_what_is_wrong_is_named() -> None:
     def needy(completions, anwser): ...
 
