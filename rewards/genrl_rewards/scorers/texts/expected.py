@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from genrl_rewards.rows import NOTHING as NOTHING
+
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-NOTHING = "nothing"
-"""The kind of a row that has nothing to compare with."""
 _DASHES = "\u2212\u2010\u2011\u2012\u2013\u2014\u2015\ufe58\ufe63\uff0d"
 _PLAIN_FORMS = str.maketrans(
     dict.fromkeys(_DASHES, "-")

@@ -77,9 +77,9 @@ def _several(options: Any) -> bool:
     return not is_nothing(options)
 
 
-def _read_either(answer: Any, options: Any) -> str:
-    rule = choice if _several(options) else math
-    kind: str = rule.read_row(answer=answer)  # type: ignore[attr-defined]
+def _read_either(**columns: Any) -> str:
+    rule = choice if _several(columns["options"]) else math
+    kind: str = rule.read_row(**columns)  # type: ignore[attr-defined]
     return kind
 
 

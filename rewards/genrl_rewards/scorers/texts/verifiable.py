@@ -263,11 +263,16 @@ def words(completions: list[str], answer: list[Any], tag: str = "answer") -> lis
 
 
 def tag_format(completions: list[str], tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """1 if the completion is exactly these tags in this order, each once, closed and not empty, nothing in between."""
+    """1 if the completion is exactly these tags in this order, each once, closed and not empty, nothing in between.
+
+    The first tag may be open already: chat templates of reasoning models write `<think>` into the prompt.
+    """
     body = r"\s*".join(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in tags)
     pattern = re.compile(rf"\s*{body}\s*", re.DOTALL)
 
     def score(completion: str) -> float:
+        if tags and f"<{tags[0]}>" not in completion:
+            completion = f"<{tags[0]}>{completion}"
         once = all(completion.count(f"<{tag}>") == completion.count(f"</{tag}>") == 1 for tag in tags)
         match = pattern.fullmatch(completion) if once else None
         return float(match is not None and all(part.strip() for part in match.groups()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genrl_rewards.rows import survey
 from genrl_rewards.scorers.texts import expected as e
 from genrl_rewards.scorers.texts import verifiable as v
+from genrl_rewards.scorers.texts.completions import load_text
 
 COMPARING: tuple[Callable[..., Any], ...] = (v.exact, v.numeric, v.relaxed, v.anls, v.choice, v.words, v.rouge)
 COMPARING += (v.iou, v.point_in_box, v.ordering, v.indices, v.rating)
@@ -107,3 +110,16 @@ def test_points_and_boxes_that_are_none() -> None:
     assert v.point_in_box(tagged(*points), [[10, 20, 30, 40]] * 7) == [1.0] * 5 + [0.0] * 2
     assert v.iou(tagged('{"x": 10, "y": 20, "width": 30, "height": 40}'), [[10, 20, 30, 40]]) == [0.0]
     assert v.iou(tagged("[5, 6]"), [[0, 0, 9, 9]]) == [0.0]
+
+
+def test_all_rows_are_read_before_a_run_and_those_that_cannot_be_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    answers = ["5", "5x+3", None, "the red one", 3.0, "1/2"] + ["7"] * 6
+    rows = [(f"data.jsonl:{k}", {"answer": answer}) for k, answer in enumerate(answers, 1)]
+    found = survey("right", load_text("math", {"tag": ""}), rows)
+    assert found is not None and found.kinds == {"number": 8, "formula": 2, "nothing": 1} and found.rows == 12
+    logger = logging.getLogger("rows")
+    found.tell(logger)
+    assert "1 rows have no score: data.jsonl:3" in caplog.text and "data.jsonl:4: the expected answer" in caplog.text
+    with pytest.raises(ValueError, match="cannot be read: data.jsonl:4"):
+        found.tell(logger, limit=0.01)
+    assert survey("mine", lambda completions: [1.0], rows) is None

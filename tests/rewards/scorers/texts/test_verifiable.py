@@ -109,6 +109,7 @@ def test_a_jigsaw_by_positions_and_by_neighbours() -> None:
 
 def test_the_format() -> None:
     kept = ["<think> a </think><answer> b </answer>", "\n<think>a</think>\n <answer>b</answer>\n"]
+    kept.append("a</think><answer>b</answer>")  # the template has opened the tag
     broken = [
         "<think>a</think> so <answer>b</answer>",
         "<think></think><answer>b</answer>",
@@ -116,8 +117,9 @@ def test_the_format() -> None:
         "<think>a<answer>b</answer></think>",
         "<answer>b</answer><think>a</think>",
         "<think>a</think><answer>b",
+        "a <answer>b</answer>",
     ]
-    assert v.tag_format([*kept, *broken]) == [1.0] * 2 + [0.0] * 6
+    assert v.tag_format([*kept, *broken]) == [1.0] * 3 + [0.0] * 7
 
 
 def test_the_majority_of_each_group() -> None:
