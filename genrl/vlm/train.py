@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import tell
 from genrl.vlm.run import AnswersRun
+from genrl_rewards.rows import survey
+
+logger = logging.getLogger(__name__)
 
 MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environment.parallel where there is one"
 
@@ -57,8 +61,11 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
 def check_questions(config: VLMConfig, policy: Policy) -> None:
     """ValueError for rewards and questions that cannot be opened, fewer questions than an iteration needs, and where
     the first one does not fit into the model."""
-    open_rewards(config)
+    opened = open_rewards(config)
     questions = Questions(config, "train")
+    for label, reward in opened.items() if config.trainer.samples else ():
+        if read := survey(label, reward, questions.columns()):
+            read.tell(logger)
     key, number = config.trainer.shared(config)
     if len(questions) < number:
         raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")

@@ -137,9 +137,9 @@ def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
     own: dict[str, None] = {}
     imported: set[str] = set()
     for statement in tree.body:
-        definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in [statement] if definition else ast.walk(statement):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 own[node.name] = None
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own[node.id] = None
