@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from genrl.data.prompts import Prompt, PromptError
+from genrl_rewards.pictures import picture_size
 
 NAMES = ("height", "width", "num_frames")
 """Arguments of a pipeline's call, and columns of the rows."""
@@ -67,12 +68,13 @@ def _written(row: Prompt, source: str) -> Mapping[str, int]:
 
 
 def _nearest(row: Prompt, sizes: Sequence[dict[str, int]], picture: str, source: str) -> dict[str, int]:
-    from PIL import Image
-
     file = row.columns.get(picture)
     if not isinstance(file, str) or not Path(file).is_file():
         raise PromptError(f"{source}:{row.line}: no picture in the column {picture!r}, whose shape decides the bucket")
-    with Image.open(file) as image:  # its header alone
-        shape = image.width / image.height
+    try:
+        width, height = picture_size(file)
+    except ValueError as error:
+        raise PromptError(f"{source}:{row.line}: {picture}: {error}") from error
+    shape = width / height
     ratios = [max(shape * size["height"] / size["width"], size["width"] / size["height"] / shape) for size in sizes]
     return sizes[ratios.index(min(ratios))]

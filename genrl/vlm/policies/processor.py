@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.processing_utils import ProcessorMixin
 
 from genrl.vlm.policies.videos import Clip, qwen_with_videos, video_arguments
+from genrl_rewards.pictures import open_picture
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PLACEHOLDERS = tuple(
@@ -162,15 +163,11 @@ class Unreadable(ValueError):
 
 
 def open_image(source: Image.Image | Path, where: str) -> Image.Image:
-    """RGB. Raises Unreadable for a file that is missing or no picture, naming it and the prompt."""
+    """RGB (`genrl_rewards.open_picture`). Raises Unreadable where that refuses it, naming it and the prompt."""
     try:
-        return (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
-    except FileNotFoundError as error:
-        raise Unreadable(f"{where}: there is no image {source} (looked from {Path.cwd()})") from error
-    except OSError as error:
-        raise Unreadable(
-            f"{where}: the image {source} cannot be read: {error}; save it again or leave it out"
-        ) from error
+        return open_picture(source)
+    except ValueError as error:
+        raise Unreadable(f"{where}: {error}; save it again or leave it out") from error
 
 
 class Pixels(NamedTuple):

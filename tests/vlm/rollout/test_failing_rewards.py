@@ -178,6 +178,6 @@ def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run
     broken(tmp_path, 4)
     with (
         vlm_runs.opened(settings) as run,
-        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: the image .*cannot be read"),
+        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: picture .*cannot be read"),
     ):
         run.draw()
