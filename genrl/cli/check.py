@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -71,6 +71,8 @@ def check(
     console.print("[green]valid[/green]")
     for note in checked.notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
+    for line in _read(checked.config):
+        console.print(safe(line))
     for part in checked.summary:
         console.print(part)
     for part in _cards(file, changes, checked, card):
@@ -86,6 +88,21 @@ class Checked:
     config: AnyConfig
     notes: list[str]
     summary: Sequence[RenderableType]
+
+
+def _read(config: AnyConfig) -> Iterator[str]:
+    """How many prompts or questions the files hold; data sets are opened when training starts."""
+    from genrl.data.prompts import FILES, read
+    from genrl_rewards.given import is_given
+
+    section: Any = getattr(config, "prompts" if config.kind == "diffusion" else "task", None)
+    if config.kind not in ("diffusion", "vlm"):
+        return
+    column, chat = (section.prompt, True) if config.kind == "vlm" else (section.column, False)
+    for name in ("train", "eval"):
+        source = getattr(section, name)
+        if source is not None and not is_given(source) and Path(source).suffix in FILES:
+            yield f"{source}: {read(source, column, chat=chat)}"
 
 
 def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:
