@@ -36,6 +36,9 @@ def check(
         ),
     ],
     explain: Annotated[bool, typer.Option("--explain", help="List every key: value, default, meaning.")] = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Prepare every row and picture of the data; name those that would fail.")
+    ] = False,
     memory: Annotated[
         str | None, typer.Option(metavar="24GB", help="A card: what fits, and which keys to change if not.")
     ] = None,
@@ -50,6 +53,9 @@ def check(
     their order (docs/memory.md); of a vision-language model it says in which ways it can be trained there
     (docs/vlm_models.md).
 
+    `--rows` goes over all rows of the data, data sets included: pictures are opened, questions are put together, and
+    those that would fail are named. It exits with code 1 if there are any (docs/data.md).
+
     Several files, or a folder: `genrl check configs mine.yaml trackers=[]` prints a line for each that is valid, all
     problems of the others and a total, and exits with code 2 if any is wrong.
     """
@@ -58,6 +64,8 @@ def check(
     if len(names) > 1 or Path(names[0]).is_dir():
         if memory is not None:
             raise typer.BadParameter("give one file: it is asked whether one run fits", param_hint="--memory")
+        if rows:
+            raise typer.BadParameter("give one file: all of its rows are read", param_hint="--rows")
         if explain:
             raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
@@ -75,10 +83,19 @@ def check(
         console.print(safe(line))
     for part in checked.summary:
         console.print(part)
+    failing = 0
+    if rows:
+        from genrl.cli.rows import report
+
+        lines, failing = report(checked.config)
+        for line in lines:
+            console.print(safe(line))
     for part in _cards(file, changes, checked, card):
         console.print(part)
     if explain:
         print_keys(checked.config)
+    if failing:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
