@@ -25,7 +25,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import parser, save
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.runtime.folder.run import Run, read_metrics
 
 FILE = "configs/flow_grpo.yaml"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from genrl.cli.doctor import examine
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo

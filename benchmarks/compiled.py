@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import clock, parser, save
 from genrl.config import LoRA
-from genrl.diffusion.config.schema import Model
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -37,7 +37,7 @@ def sampled(policy: Policy, batch: Batch) -> Trajectory:
 
 def trained(policy: Policy, recorded: Trajectory) -> None:
     for i in recorded.log_probs:
-        policy.replay(recorded, i).log_prob.sum().backward()
+        policy.replay(recorded.step(i)).log_prob.sum().backward()
 
 
 def measured(policy: Policy, forwards: Forwards, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:

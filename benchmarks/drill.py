@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import brief_runs
-from genrl.config import AnyConfig, load
+from genrl.config import RunConfig, load
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import frame
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """What went wrong, one line each."""
 
 
-def config_of(name: str, folder: Path, iterations: int, **more: object) -> AnyConfig:
+def config_of(name: str, folder: Path, iterations: int, **more: object) -> RunConfig:
     """A brief run of an embedded configuration."""
     small = brief_runs.overrides(brief_runs.load(ROOT / "configs" / name), iterations)
     small |= {"evaluation.every": 0, **more}

@@ -31,7 +31,7 @@ from benchmarks.common import parser, save
 from benchmarks.drill import ROOT, Row, begun, config_of, newest, train_file
 from benchmarks.ray_drills import killed_on_ray
 from benchmarks.server_drills import broken_servers, mutated_bodies, slow_strangers
-from genrl.config import AnyConfig, dump, load
+from genrl.config import RunConfig, dump, load
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.run import Run, read_metrics
@@ -143,7 +143,7 @@ DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 @contextmanager
-def finished_run(name: str) -> Iterator[tuple[AnyConfig, Path]]:
+def finished_run(name: str) -> Iterator[tuple[RunConfig, Path]]:
     """A run of two iterations with a checkpoint of each."""
     with tempfile.TemporaryDirectory() as place:
         config = config_of(name, Path(place) / "run", 2)
@@ -167,7 +167,7 @@ def damaged_files(_: int, chance: random.Random) -> Iterator[Row]:
 
 
 def _after_damage(
-    config: AnyConfig,
+    config: RunConfig,
     run: Path,
     file: Path,
     damage: str,

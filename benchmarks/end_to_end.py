@@ -14,28 +14,27 @@ each has had as many minutes of the processor. The first iteration of each is a 
   are the same prompts from the same noise. It takes minutes to rise above the noise of a few hundred pictures: 90 in
   all by default; with less the rates are good, and this is not.
 
-A second table has the same of the whole runs of `benchmarks.methods`, to the end of their configurations with three
+A second table has the same of the stored runs of `benchmarks.claims`, to the end of their configurations with three
 seeds, evaluation and loading included in their minutes; there is a second scorer, which was not trained on.
 Prints the tables (means over the seeds) and writes end_to_end.json.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.claims import stored
 from benchmarks.common import Parts, Seconds, Turns, opened, parser, save, train
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluate_held_out
 from genrl.diffusion.rollout.rollout import Worker
 from genrl.diffusion.run import DiffusionRun
 
-METHODS = Path(__file__).with_name("methods.json")
 FLOW = "configs/flow_grpo.yaml"
 ROWS: dict[str, tuple[str, ...]] = {
     "chain, all steps": (FLOW, "trainer.window=null"),
@@ -143,14 +142,15 @@ def summary(row: Row) -> dict[str, Any]:
 def whole_runs(runs: dict[str, dict[str, Any]], trained: str = "shapes") -> dict[str, list[list[float]]]:
     """Of each method that trained on this scorer: for every seed reward gained per CPU minute, by it and by the second.
 
-    runs: method and seed -> summary, as in benchmarks/methods.json.
+    runs: name and seed -> run, as in benchmarks/runs.
     """
     found: dict[str, list[list[float]]] = {}
-    for name, run in sorted(runs.items()):
-        if run["trained"] == [trained] and run["cpu_s"]:
-            curves = [run["curves"][scorer] for scorer in (trained, *run["logged"][:1])]
+    for key, run in sorted(runs.items()):
+        if run.get("trained") == [trained] and run.get("cpu_s"):
+            scorers = (trained, *run["logged"][:1])
+            curves = [stored.points(run, f"eval/{scorer}_mean", "kcalls") for scorer in scorers]
             gains = [60 * (curve[-1][1] - curve[0][1]) / run["cpu_s"] for curve in curves]
-            found.setdefault(name.rpartition("-")[0], []).append(gains)
+            found.setdefault(key.rpartition("-")[0].rpartition("/")[2], []).append(gains)
     return found
 
 
@@ -163,7 +163,7 @@ def main() -> None:
         "--set", nargs="+", default=["evaluation.group_size=2"], metavar="KEY=VALUE", help="changes to all rows"
     )
     given = arguments.parse_args()
-    runs, whole = [], whole_runs(json.loads(METHODS.read_text()))
+    runs, whole = [], whole_runs({key: run for key, run in stored.read().items() if key.startswith("pipelines/")})
     for seed in given.seeds:
         runs.append(measure(seed, given.only, given.minutes, given.set))
         save(given.out, "end_to_end", {"runs": runs, "whole_runs": whole})

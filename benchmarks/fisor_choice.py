@@ -26,15 +26,15 @@ from torch import Tensor
 from benchmarks.common import RESULTS
 from genrl.config import load
 from genrl.playground.minitable import task
+from genrl.playground.minitable.hazard import HAZARD, in_hazard, nearest_hazard
+from genrl.playground.minitable.play import seen as table_numbers
 from genrl.playground.minitable.task import Floats, State
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.weights import state
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.fisor import train as fisor
-from genrl.vla.methods.fisor.hazard import HAZARD, in_hazard, nearest_hazard
-from genrl.vla.methods.offline import play
-from genrl.vla.methods.play import seen as table_numbers
+from genrl.vla.offline.transitions import play
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, Batch, rows
 from genrl.vla.rollout.sampling import Diffusion
 from genrl.vla.setup import load_trained

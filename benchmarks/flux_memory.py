@@ -19,9 +19,10 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from benchmarks.common import parser, save
 from benchmarks.full_size import KL16
 from genrl.cli.tables import console
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion.config.estimate import Component
 from genrl.diffusion.config.memory_estimate import memory
+from genrl.diffusion.config.schema import Config
 
 ROWS: dict[str, tuple[str, ...]] = {
     "flux1_dev_flow_grpo": (),

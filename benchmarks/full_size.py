@@ -55,10 +55,11 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import parser, save
-from genrl.config import Config, ConfigError, check_files, dump, load, load_located
+from genrl.config import ConfigError, check_files, dump, load, load_located
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
+from genrl.diffusion.config.schema import Config
 from genrl.runtime.loop.frame import train
 from tests.diffusion import editing_families, further_families, image_families, video_families
 from tests.diffusion import tiny_parts as parts

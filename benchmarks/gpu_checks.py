@@ -30,9 +30,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from benchmarks import full_size, kernels
 from benchmarks.full_size import MODELS, Published
-from genrl.config import AnyConfig, Config, load
+from genrl.config import RunConfig, load
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
+from genrl.diffusion.config.schema import Config
 from genrl.kernels.machine import triton_problem
 from genrl.runtime.folder.run import read_metrics, write_atomic
 from genrl.runtime.loop.frame import train
@@ -301,7 +302,7 @@ def _built(model: Published, place: Path, dry: bool, found: Found) -> Path:
     return place / "model"
 
 
-def _trained(config: AnyConfig) -> list[dict[str, float]]:
+def _trained(config: RunConfig) -> list[dict[str, float]]:
     """The metrics of the iterations of a run."""
     gc.collect()  # the run before, which is in cycles
     if torch.cuda.is_available():

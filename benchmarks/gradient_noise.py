@@ -28,18 +28,20 @@ import torch
 from torch import Tensor
 
 import genrl_rewards
+from benchmarks.claims.figures import panels
+from benchmarks.claims.stored import TRAINING_CALL
 from benchmarks.common import parser, save
-from benchmarks.methods import TRAINING_CALL, panels
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
-from genrl.diffusion.methods.edges import to_table
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.steps.edges import to_table
 from genrl.diffusion.train import trainable_weights
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow

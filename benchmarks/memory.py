@@ -32,10 +32,11 @@ from diffusers import SD3Transformer2DModel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import opened, parser, save, train
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion import fit
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.run import DiffusionRun
 

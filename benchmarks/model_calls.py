@@ -18,13 +18,14 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.common import parser, save
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion import train as trainer
 from genrl.diffusion.config.estimate import Plan, plan, read_components
 from genrl.diffusion.config.files import model_folder
-from genrl.diffusion.methods.layout import RANDOM
-from genrl.diffusion.methods.plans import window_of
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.steps.layout import RANDOM
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.settings import Windowed
 from genrl.runtime.folder.run import Run, read_metrics
 
 ITERATIONS = 2
@@ -62,7 +63,7 @@ def expected(config: Config) -> tuple[float, float]:
     if isinstance(settings, Windowed) and settings.window is not None and settings.window.schedule in RANDOM:
         plans = []
         for iteration in range(config.iterations):
-            place = window_of(config, settings, iteration)
+            place = Steps.of(config, settings, iteration).window
             assert place is not None
             window = settings.window.model_copy(update={"low": place.start, "high": place.stop})
             there = config.model_copy(update={"trainer": settings.model_copy(update={"window": window})})

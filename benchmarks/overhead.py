@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import Parts, Seconds, clock, opened, parser, save, train
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 
 PHASES = ("sample", "decode", "train")

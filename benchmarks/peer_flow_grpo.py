@@ -29,16 +29,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import genrl_rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
-from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import actions_of, collect, sampler, update
 from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import collect, update
+from genrl.diffusion.updating import Meter
 from genrl.runtime.weights.devices import default_device
 
 COMMON = (
@@ -189,13 +189,12 @@ def ours(config: Config, stack: ExitStack) -> Iterator[Spent]:
     run = opened(config, stack)
     for iteration in run.iterations():
         started, calls, meter = clock(), run.policy.model_calls, Meter()
-        plan = sampling_plan(config, settings, iteration)
-        rollouts = collect(run, plan, partial(sampler, run, settings))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        steps = Steps.of(config, settings, iteration)
+        rollouts = collect(run, settings, steps)
         sampled, sample_calls = clock(), run.policy.model_calls - calls
         advantages = flow_grpo.advantages_of(settings, rollouts)
-        edges = estimate(run, settings, rollouts, plan, advantages, meter)
-        update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), flow_grpo.loss, meter)
+        edges = estimate(run, settings, rollouts, steps, advantages, meter)
+        update(run, settings, rollouts, edges, flow_grpo.loss, meter)
         train_calls = run.policy.model_calls - calls - sample_calls
         run.finish(meter.result())
         yield Spent(sampled - started, clock() - sampled, sample_calls, train_calls)

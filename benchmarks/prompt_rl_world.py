@@ -1,28 +1,15 @@
-"""Prompts and watched rewards of benchmarks/prompt_rl.py: captions that the flow model knows, and paraphrases of them
-that only the language model does. A caption's column `caption` is the caption itself."""
+"""Watched rewards of the runs `prompt_rl` in benchmarks/claims.yaml. Their prompts are captions that the flow model
+knows, and paraphrases that only the language model does; the column `caption` is the caption."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from genrl_rewards.scorers.objects.shapes import Shapes
 
 if TYPE_CHECKING:
     import torch
-
-ASSETS = Path("assets/prompts")
-
-
-def mixed(split: str, out: Path) -> Path:
-    """Write the prompts of a split: every other one as the caption that it stands for."""
-    rows = [json.loads(line) for line in (ASSETS / f"paraphrases_{split}.jsonl").read_text().splitlines()]
-    both = [row | {"prompt": row["caption"]} if k % 2 else row for k, row in enumerate(rows)]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in both))
-    return out
 
 
 class OnCaptions(Shapes):

@@ -36,18 +36,18 @@ import torch
 
 import genrl_rewards
 from benchmarks.diversity import PICTURES, distance
-from benchmarks.vlm_runs import stored
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
-from genrl.diffusion.methods.plans import sampling_plan, trained_steps
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, lock, read_metrics, write_atomic
 from genrl.runtime.show.curves import chart
@@ -93,13 +93,17 @@ NOISE = "-noise-"
 TUNED = OVERHEAD.with_name("rollouts_tuned.json")
 
 
+def stored(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def cost(config: Config) -> int:
     """Forward-equivalents of the whole run, in closed form. Pruned and contrasted edges may make it less."""
     assert isinstance(config.trainer, PolicyGradient)
     spent = 0
     for iteration in range(config.iterations):
-        plan = sampling_plan(config, config.trainer, iteration)
-        training = plan.training_calls(trained_steps(config, config.trainer, iteration)) * config.trainer.epochs
+        plan, trained, *_ = Steps.of(config, config.trainer, iteration)
+        training = plan.training_calls(trained) * config.trainer.epochs
         spent += plan.calls + TRAINING_CALL * training
     return spent * config.sampling.prompts_per_iteration
 
@@ -249,7 +253,7 @@ def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: i
     """One group per prompt, drawn as in this iteration of the configured training; samples in the order of slots."""
     settings = config.trainer
     assert isinstance(settings, PolicyGradient)
-    plan = sampling_plan(config, settings, iteration)
+    plan = Steps.of(config, settings, iteration).plan
     leaves = plan.leaves // plan.roots
     slots = list(range(0, len(prompts) * plan.leaves, leaves))
     keys = [(config.seed, iteration, slot) for slot in slots]

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import clock, opened, parser, save, train
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_single", "reduce_scatter_single"),

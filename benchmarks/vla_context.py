@@ -21,7 +21,7 @@ from genrl.mdp.noise import generator
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, IMAGE, STATE, TOKENS, Batch, PredictsVelocity
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
-from genrl.vla.rollout.sampling import ChunkNoise, FlowSteps, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import ChunkNoise, FlowSteps
 
 SETTINGS = ((32, 4), (64, 4), (64, 8))
 BATCH = 64
@@ -56,8 +56,8 @@ def once(policy: Any, sampler: FlowSteps, observation: Batch, drawn: ChunkNoise)
     """Log-probabilities of the replay, and CPU seconds of sampling, replay and backward pass."""
     began = time.process_time()
     with torch.no_grad():
-        record = sample(policy, sampler, policy.encode(observation), drawn)
-    again = replay(policy, sampler, policy.encode(observation), record.states, record.next_states, record.step_index)
+        record = sampler.sample(policy, policy.encode(observation), drawn)
+    again = sampler.replay(policy, policy.encode(observation), record.states, record.next_states, record.step_index)
     again.log_prob.sum().backward()  # type: ignore[no-untyped-call]
     return again.log_prob.detach(), time.process_time() - began
 
@@ -71,7 +71,7 @@ def measure(size: int, steps: int, rounds: int) -> dict[str, Any]:
         IMAGE: torch.randint(256, (BATCH, size, size, 3), generator=rng, dtype=torch.uint8),
         TOKENS: torch.randint(1, 5, (BATCH, 6), generator=rng),
     }
-    drawn = chunk_noise(sampler, policy, [generator(0, i) for i in range(BATCH)])
+    drawn = sampler.noise(policy, [generator(0, i) for i in range(BATCH)])
     ways: dict[str, Callable[[], tuple[torch.Tensor, float]]] = {
         "once": lambda: once(policy, sampler, observation, drawn),
         "anew": lambda: once(Anew(policy), sampler, observation, drawn),

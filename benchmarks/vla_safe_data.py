@@ -22,7 +22,7 @@ from torch.distributions import Normal
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.advantages.gae import gae, normalise_advantages
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.vla.methods.offline import Transitions, merge, play, take
+from genrl.vla.offline.transitions import Transitions, merge, play, take
 from genrl.vla.policies.policy import STATE, Batch
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment

@@ -1,4 +1,5 @@
-"""Tasks and rewards of `benchmarks.vlm_claims`: situations in which a preset's claim can show, made of built-in tasks.
+"""Tasks and rewards of the runs `situations` in benchmarks/claims.yaml, in which a preset's claim can show, made of
+built-in tasks.
 
 Tasks and rewards are named in a configuration as `benchmarks/vlm_claims_world.py:NAME`, as any user's are.
 """

@@ -13,13 +13,12 @@ import torch
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
-from genrl.diffusion.config.method import Updating
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import noised, own_noise, require_flow, solved
-from genrl.diffusion.methods.updating import update
+from genrl.diffusion.config.schema import Updating
+from genrl.diffusion.forward.noising import noised, own_noise, require_flow, solved
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter, update
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.forward_process import matching_error

@@ -20,7 +20,7 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, render, task
 from genrl.runtime.show.intervals import wilson
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset, write_dataset
 from genrl.vla.policies.folder import load_policy
-from genrl.vla.rollout.sampling import FlowSteps, act
+from genrl.vla.rollout.sampling import FlowSteps
 
 FPS, LIMIT, PICTURE = 10, 40, 32
 """Actions a second, actions of an episode at most, pixels of a picture as the policy reads it."""
@@ -86,7 +86,7 @@ def decide(policy, observation: dict[str, np.ndarray], instruction: str) -> list
     batch["observation.language.tokens"] = policy.tokenise([instruction])
     noise = torch.randn(1, policy.horizon, policy.action_dim)
     with torch.no_grad():
-        chunk = act(policy, FlowSteps(steps=4), policy.encode(batch), noise)
+        chunk = FlowSteps(steps=4).act(policy, policy.encode(batch), noise)
     return list(policy.actions(chunk)[0].numpy())
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from genrl.quiet import hush
 
 if TYPE_CHECKING:
-    from genrl.config import Evaluation as Evaluation
     from genrl.config import LoRA as LoRA
     from genrl.config import Optimizer as Optimizer
-    from genrl.config import Sampling as Sampling
+    from genrl.diffusion.config.sections import Evaluation as Evaluation
+    from genrl.diffusion.config.sections import Sampling as Sampling
     from genrl.interface.training import Result as Result
     from genrl.interface.training import resume as resume
     from genrl.interface.training import train as train
@@ -41,7 +41,8 @@ def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
         return getattr(import_module(_FUNCTIONS[name]), name)
     if name[0].isupper():  # not a module of this package, for which Python asks here first
-        from genrl.config.method import KINDS, built_in
+        from genrl.config.kinds import KINDS
+        from genrl.config.method import built_in
 
         for kind in KINDS:
             for method in built_in(kind).values():
@@ -51,7 +52,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from genrl.config.method import KINDS, built_in
+    from genrl.config.kinds import KINDS
+    from genrl.config.method import built_in
 
     methods = [method.__name__ for kind in KINDS for method in built_in(kind).values()]
     return sorted([*_FUNCTIONS, *methods, "__version__"])

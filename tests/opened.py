@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from genrl.config import AnyConfig, load
+from genrl.config import RunConfig, load
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
@@ -20,7 +20,7 @@ from genrl.runtime.loop.signals import Watchdog, catch_stop
 
 
 @contextmanager
-def opened(config: AnyConfig, kind: Kind) -> Iterator[Any]:
+def opened(config: RunConfig, kind: Kind) -> Iterator[Any]:
     """The run, before its first iteration; `begin` is not called, and its folder not claimed."""
     accelerator, run = make_accelerator(config.distributed.timeout_s), Run(Path(config.output))
     torch.manual_seed(config.seed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import AnyConfig
+from genrl.config import RunConfig
 from genrl.config.method import Method
 from genrl.runtime.loop import frame
 from genrl.runtime.loop.guards import NonFiniteError
@@ -57,7 +57,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Te
         yield norms
 
 
-def replayed(config: AnyConfig, monkeypatch: pytest.MonkeyPatch) -> Replay:
+def replayed(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Replay:
     """Train, stop in the second iteration, and replay: all that the loss was made of and came to is as it was."""
     with planted(monkeypatch, 1) as norms, pytest.raises(NonFiniteError) as error:
         frame.train(config)

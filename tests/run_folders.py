@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from genrl.config import AnyConfig, load
+from genrl.config import RunConfig, load
 from genrl.config.method import metrics_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.metrics import document
@@ -43,7 +43,7 @@ def last_state(run: Path) -> checkpoint.Loaded:
     return checkpoint.load(path)
 
 
-def assert_resumes(train: Callable[..., Path], config: AnyConfig, folder: Path) -> None:
+def assert_resumes(train: Callable[..., Path], config: RunConfig, folder: Path) -> None:
     """Two iterations, and the second again from the checkpoint of the first: equal to the bit, and both move weights.
     config: of two iterations with a checkpoint after each; folder: where the second run goes."""
     straight, again = train(config), folder / "again"

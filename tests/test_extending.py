@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks import brief_runs
-from genrl.config import AnyConfig, load
+from genrl.config import RunConfig, load
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import frame
 from tests.cli.commands import run as command
@@ -28,7 +28,7 @@ EXAMPLE = Path("docs/example_method.yaml")
 SETTINGS = '''
 from typing import ClassVar
 
-from genrl.vla.config.method import VLAMethod
+from genrl.vla.config.schema import VLAMethod
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
 
@@ -46,7 +46,7 @@ class Own(VLAMethod):
 TRAIN = """
 import torch
 from genrl.mdp.noise import generator
-from genrl.vla.methods.imitation import imitation_loss, recorded_frames
+from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.rollout.sampling import Acting
 
 
@@ -83,14 +83,14 @@ class Linear(EmbeddedPolicy):
 """Name -> kind of run, source, and the sections that name it."""
 
 
-def example(*changes: str) -> AnyConfig:
+def example(*changes: str) -> RunConfig:
     """The page's configuration in brief."""
     tree = brief_runs.load(EXAMPLE)
     small = brief_runs.overrides(tree, 2) | {"evaluation.every": 0, "evaluation.num_prompts": 2}
     return load(EXAMPLE, [*(f"{key}={number}" for key, number in small.items()), "trackers=[]", *changes])
 
 
-def trains_resumes_and_replays(config: Callable[..., AnyConfig], monkeypatch: pytest.MonkeyPatch) -> Path:
+def trains_resumes_and_replays(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Path:
     """config(folder name, iterations). Returns the folder of a run of two iterations."""
     whole = frame.train(config("whole", 2))
     frame.train(config("parts", 1))
@@ -142,7 +142,7 @@ def test_a_method_in_a_folder_and_a_policy_of_ones_own(tmp_path: Path, monkeypat
     (mine / "train.py").write_text(TRAIN)
     (mine / "policy.py").write_text(POLICY)
 
-    def config(place: str, iterations: int) -> AnyConfig:
+    def config(place: str, iterations: int) -> RunConfig:
         (tmp_path / place).mkdir(exist_ok=True)
         policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Linear", "image_size": 0}}
         changes = vla_runs.SFT | {"policy": policy, "trainer": {"algorithm": f"{mine / 'settings.py'}:Own"}}

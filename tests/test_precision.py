@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import AnyConfig
+from genrl.config import RunConfig
 from genrl.config.method import code_of
 from genrl.diffusion.train import KIND as PIPELINES
 from genrl.runtime.loop.frame import Kind
@@ -32,7 +32,7 @@ Given = list[tuple[Any, Any, float]]
 HALF = torch.bfloat16
 
 
-def micro_batches(config: AnyConfig, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Given:
+def micro_batches(config: RunConfig, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Given:
     """(settings, recorded, divisor) of the first iteration's backward passes."""
     found: Given = []
 
@@ -48,7 +48,7 @@ def micro_batches(config: AnyConfig, kind: Kind, monkeypatch: pytest.MonkeyPatch
     return found
 
 
-def displacement(config: AnyConfig, kind: Kind, given: Given, prepare: Callable[[Any], None]) -> tuple[Tensor, Any]:
+def displacement(config: RunConfig, kind: Kind, given: Given, prepare: Callable[[Any], None]) -> tuple[Tensor, Any]:
     """Of all trained numbers after 20 steps, from weights that bfloat16 can hold; and the optimiser."""
     with opened(config, kind) as run:
         prepare(run)

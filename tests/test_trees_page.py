@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from genrl.cli.plan import lines
-from genrl.config import Config, ConfigError, load
+from genrl.config import ConfigError, load
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 
 
 def blocks(page: Path, language: str) -> list[str]:

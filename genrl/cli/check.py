@@ -14,7 +14,10 @@ from genrl.cli.arguments import opened
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from genrl.config import AnyConfig, Config, VLAConfig, VLMConfig
+    from genrl.config import RunConfig
+    from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -102,7 +105,7 @@ def check(
 class Checked:
     """A valid configuration, remarks on it, and tables of what it costs."""
 
-    config: AnyConfig
+    config: RunConfig
     notes: list[str]
     summary: Sequence[RenderableType]
 

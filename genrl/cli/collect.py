@@ -38,10 +38,11 @@ def collect(
     `genrl train configs/vlm/sft.yaml task.name=null task.train=data/own/train.jsonl trainer.target=response`
     """
     from genrl.cli.tables import console, safe
-    from genrl.config import VLMConfig, check_files, load_located
+    from genrl.config import check_files, load_located
     from genrl.runtime.loop.progress import Progress
     from genrl.vlm.collect import FILE, Rule
     from genrl.vlm.collect import collect as gather
+    from genrl.vlm.config.schema import VLMConfig
     from genrl.vlm.policies.folder import load_trained, open_policy
 
     is_run = (Path(model) / "config.yaml").is_file()

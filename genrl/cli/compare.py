@@ -118,7 +118,8 @@ def compare(
 
 def is_answering(name: str) -> bool:
     """Whether this is the run of a vision-language model, or of another one that answers by tokens."""
-    from genrl.config import VLMConfig, load
+    from genrl.config import load
+    from genrl.vlm.config.schema import VLMConfig
 
     file = Path(name) / "config.yaml"
     return file.is_file() and isinstance(load(file), VLMConfig)

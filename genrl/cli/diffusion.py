@@ -16,9 +16,9 @@ from genrl.cli.tables import memory_table, number, safe, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from genrl.config import Config
     from genrl.diffusion.config.estimate import Component, Plan
     from genrl.diffusion.config.fitting import Step
+    from genrl.diffusion.config.schema import Config
 
 SHOWN = 8
 """Numbers of processes that are listed."""

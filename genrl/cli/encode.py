@@ -23,7 +23,8 @@ def encode(file: ConfigFile, overrides: Overrides = None) -> None:
     from rich.progress import Progress
 
     from genrl.cli.tables import console, size
-    from genrl.config import Config, check_files, load_located
+    from genrl.config import check_files, load_located
+    from genrl.diffusion.config.schema import Config
 
     config, origins = load_located(*opened(file, overrides))
     if not isinstance(config, Config):

@@ -13,7 +13,8 @@ from genrl.cli.arguments import Dtype, Guidance, Height, Lora, ModelName, Precis
 from genrl.cli.folders import is_policy, is_vision_language
 
 if TYPE_CHECKING:
-    from genrl.config import VLAConfig, VLMConfig
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 Further = Annotated[
     list[str] | None,
@@ -121,8 +122,8 @@ def evaluate(
 
 
 def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:
-    from genrl.config import VLAConfig
     from genrl.runtime.weights.devices import tf32
+    from genrl.vla.config.schema import VLAConfig
 
     with tf32(settings.tf32):
         if isinstance(settings, VLAConfig):
@@ -142,7 +143,9 @@ def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Opti
 def _settings_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLAConfig | VLMConfig | None:
     """The configuration to evaluate a policy or a vision-language model by, changed by `overrides`: that of its run, or
     of `--config`; None for a pipeline or the run of one. Raises BadParameter where the two do not fit."""
-    from genrl.config import Config, VLAConfig, load
+    from genrl.config import load
+    from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
 
     path = Path(model)
     if file is None and not (path / "config.yaml").is_file():

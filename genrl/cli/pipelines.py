@@ -13,8 +13,8 @@ from genrl.cli.arguments import default_device, key_values
 
 if TYPE_CHECKING:
     from genrl.cli.evaluate import Options
-    from genrl.config import Config
     from genrl.data.prompts import Prompt
+    from genrl.diffusion.config.schema import Config
     from genrl.diffusion.rollout.scoring import Scorers
 
 
@@ -46,7 +46,7 @@ def evaluate(name: str, options: Options) -> None:
     chosen = choose(name, options.lora, options.dtype, options.call_arguments())
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
-    from genrl.diffusion.config.schema import Evaluation
+    from genrl.diffusion.config.sections import Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.sample import evaluate_pipeline, load
 

@@ -10,8 +10,8 @@ import typer
 from genrl.cli.arguments import ConfigFile, Overrides, opened
 
 if TYPE_CHECKING:
-    from genrl.config import Config
     from genrl.diffusion.config.estimate import Component, Plan
+    from genrl.diffusion.config.schema import Config
 
 
 def add_to(app: typer.Typer) -> None:
@@ -31,7 +31,9 @@ def plan(file: ConfigFile, overrides: Overrides = None) -> None:
     """
     from genrl.cli.diffusion import components_of
     from genrl.cli.tables import printable
-    from genrl.config import Config, VLAConfig, load
+    from genrl.config import load
+    from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
 
     config = load(*opened(file, overrides))
     if not isinstance(config, Config):

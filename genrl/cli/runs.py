@@ -51,8 +51,10 @@ def export(
 
     `--push org/name` uploads the folder with the card, the configuration and pictures (docs/hub.md).
     """
-    from genrl.config import Config, VLAConfig, load
+    from genrl.config import load
+    from genrl.diffusion.config.schema import Config
     from genrl.interface.using import export as write
+    from genrl.vla.config.schema import VLAConfig
 
     config = load(run_config(run))
     out = _folder_to_write(run, out, push, private)

@@ -63,7 +63,8 @@ def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> N
 
 
 def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
-    from genrl.config import Config, check_files, load_located
+    from genrl.config import check_files, load_located
+    from genrl.diffusion.config.schema import Config
     from genrl.diffusion.config.shares import processes_problem
 
     config, origins = load_located(*opened(file, overrides))

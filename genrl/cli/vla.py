@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.cli.evaluate import Options
-    from genrl.config import VLAConfig
+    from genrl.vla.config.schema import VLAConfig
     from genrl.vla.evaluate import Judged
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.cli.evaluate import Options
-    from genrl.config import VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 
 def summary(config: VLMConfig) -> list[RenderableType]:

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 
 from genrl.config.yaml_source import KeyPath
 
+Finding = tuple[tuple[str, ...], str]
+"""Keys concerned, and what is wrong with them and what to write instead."""
+
+
+class ImpossibleConfig(ValueError):
+    """Settings that contradict each other. `problems` holds (keys concerned, what to do) pairs."""
+
+    def __init__(self, problems: list[Finding]) -> None:
+        super().__init__("; ".join(f"{', '.join(keys)}: {text}" for keys, text in problems))
+        self.problems = problems
+
 
 @dataclass(frozen=True)
 class Origin:

@@ -13,34 +13,20 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from genrl.config.errors import dotted
-from genrl.config.method import Method, built_in, installed, outside
+from genrl.config.kinds import KINDS, Kind, kind_of, schema_class
+from genrl.config.method import Method, built_in_names, class_of, installed, is_built_in
 from genrl.config.yaml_source import KeyPath
 
 Schema = Mapping[str, Any]
 
 
-def roots() -> dict[str, Any]:
-    """The schema class of each kind of run, by name."""
-    from genrl.config.loading import ROOTS, root
-
-    return {name: root(name) for name in ROOTS}
-
-
-def root_of(data: Any) -> str:
-    """Which kind of run a file describes: one with the section `policy` trains a policy, one with `vlm` a
-    vision-language model, any other a pipeline."""
-    if not isinstance(data, Mapping):
-        return "Config"
-    return "VLAConfig" if "policy" in data else "VLMConfig" if "vlm" in data else "Config"
-
-
 def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
     """Schemas of all kinds of runs and of their sections, by name, with `methods` from outside beside the built-in."""
-    refs, schema = models_json_schema([(model, "validation") for model in (*roots().values(), *methods)])
+    refs, schema = models_json_schema([(model, "validation") for model in (*map(schema_class, KINDS), *methods)])
     found: dict[str, Any] = schema["$defs"]
     for method in methods:
         ref = refs[method, "validation"]
-        for union in _unions(found, set(built_in(method.kind))):
+        for union in _unions(found, set(built_in_names(method.kind))):
             union["oneOf" if "oneOf" in union else "anyOf"].append(ref)
             union["discriminator"]["mapping"][method.model_fields["algorithm"].default] = ref["$ref"]
     return found
@@ -48,8 +34,8 @@ def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
 
 def with_installed(*others: type[Method]) -> dict[str, Any]:
     """`definitions` with the methods that other packages bring, and with `others` where they are not built in."""
-    own = [method for method in others if method not in built_in(method.kind).values()]
-    brought = (method for cls in roots().values() for method in installed(cls.kind))
+    own = [method for method in others if not is_built_in(method)]
+    brought = (method for kind in KINDS for method in installed(kind))
     return definitions(tuple(dict.fromkeys([*brought, *own])))
 
 
@@ -66,7 +52,7 @@ def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _resolved(root: str, methods: tuple[type[Method], ...] = ()) -> Schema:
+def _resolved(kind: Kind, methods: tuple[type[Method], ...] = ()) -> Schema:
     known = definitions(methods)
 
     def resolve(node: Any) -> Any:
@@ -78,7 +64,7 @@ def _resolved(root: str, methods: tuple[type[Method], ...] = ()) -> Schema:
             node = {**known[node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
         return {key: resolve(value) for key, value in node.items()}
 
-    schema: Schema = resolve(known[root])
+    schema: Schema = resolve(known[schema_class(kind).__name__])
     return schema
 
 
@@ -86,20 +72,18 @@ def method_of(data: Any) -> type[Method] | None:
     """The method that a file names; None where it names none, or an unknown one (which is told where it is named)."""
     trainer = data.get("trainer") if isinstance(data, Mapping) else None
     name = trainer.get("algorithm") if isinstance(trainer, Mapping) else None
-    kind = roots()[root_of(data)].kind
     if not isinstance(name, str):
         return None
     try:
-        return built_in(kind).get(name) or outside(name, kind)
+        return class_of(name, kind_of(data))
     except ValueError:
         return None
 
 
 def schema_of(data: Any) -> Schema:
     """Schema of the file that says `data`."""
-    root, method = root_of(data), method_of(data)
-    known = method is None or method in built_in(roots()[root].kind).values()
-    return _resolved(root) if known else _resolved(root, (method,))
+    kind, method = kind_of(data), method_of(data)
+    return _resolved(kind) if method is None or is_built_in(method) else _resolved(kind, (method,))
 
 
 def tag_of(section: Schema) -> str | None:
@@ -197,6 +181,6 @@ def keys_in(schema: Schema) -> dict[str, Schema]:
 
 
 @cache
-def all_keys(root: str = "Config") -> Mapping[str, Schema]:
-    """Every key of every section of a kind of run (`root_of`), of all built-in methods."""
-    return keys_in(_resolved(root))
+def all_keys(kind: Kind = "diffusion") -> Mapping[str, Schema]:
+    """Every key of every section of a kind of run, of all built-in methods."""
+    return keys_in(_resolved(kind))

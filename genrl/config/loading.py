@@ -6,42 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
-from genrl.config.json_schemas import root_of, with_installed
+from genrl.config.json_schemas import with_installed
+from genrl.config.kinds import KINDS, Kind, schema_class
+from genrl.config.kinds import kind_of as kind_of_data
 from genrl.config.messages import explain
-from genrl.config.method import Kind
+from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 from genrl_rewards.given import PREFIX
-
-if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Config
-    from genrl.vla.config.schema import VLAConfig
-    from genrl.vlm.config.schema import VLMConfig
-
-    AnyConfig: TypeAlias = Config | VLAConfig | VLMConfig
-
-ROOTS = {"Config": "diffusion", "VLAConfig": "vla", "VLMConfig": "vlm"}
-"""Schema class of each kind of run -> its kind. To build one takes as long as all else that `genrl check` does."""
-
-
-def root(name: str) -> type[AnyConfig]:
-    """The schema class of one kind of run, built when it is first asked for."""
-    found: type[AnyConfig] = getattr(import_module(f"genrl.{ROOTS[name]}.config.schema"), name)
-    return found
-
-
-def __getattr__(name: str) -> Any:
-    if name != "AnyConfig":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return Union[tuple(map(root, ROOTS))]  # noqa: UP007
-
 
 OBJECTS = f"""\
 # {PREFIX}NAME was an object of a Python script: genrl.resume(RUN, ...) takes it again; `genrl resume RUN KEY=VALUE`
@@ -57,7 +35,7 @@ class _Tree:
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and validate a configuration file: of a policy's run where it has the section `policy`, of a
     vision-language model's where it has `vlm`, else a pipeline's.
 
@@ -70,7 +48,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     return load_located(path, overrides)[0]
 
 
-def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyConfig, Origins]:
+def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Origins]:
     """As `load`, with where each key was written: for messages of later checks (`check_files`)."""
     path = Path(path)
     tree = _with_base(_read(path), path)
@@ -83,7 +61,7 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
 
 def load_given(
     base: str | Path | Mapping[str, Any] | None, sections: Mapping[str, Any], caller: str
-) -> tuple[AnyConfig, Origins]:
+) -> tuple[RunConfig, Origins]:
     """A configuration that a script puts together: `sections` on top of a file or of a mapping of keys. caller: how
     messages name the place. Raises ConfigError as `load`."""
     if isinstance(base, str | Path):
@@ -97,7 +75,7 @@ def load_given(
 
 def kind_of(path: str | Path) -> Kind:
     """Of the run that a file describes, whatever else it lacks. Raises ConfigError where it cannot be read."""
-    return root(root_of(_with_base(_read(Path(path)), Path(path)).value)).kind
+    return kind_of_data(_with_base(_read(Path(path)), Path(path)).value)
 
 
 def _of_objects(value: Mapping[str, Any], caller: str) -> _Tree:
@@ -110,21 +88,20 @@ def _of_objects(value: Mapping[str, Any], caller: str) -> _Tree:
     return _Tree(deepcopy(dict(value)), {path: Origin(caller) for path in places(value, ())})
 
 
-def _validated(tree: _Tree) -> tuple[AnyConfig, Origins]:
-    name, value = root_of(tree.value), tree.value
-    if name == "VLMConfig":
-        from genrl.vlm.config.method import completed
-
-        value = completed(value)
+def _validated(tree: _Tree) -> tuple[RunConfig, Origins]:
+    schema: type[RunConfig] = schema_class(kind_of_data(tree.value))
+    value = schema.completed(tree.value)
     try:
-        return root(name).model_validate(value), tree.origins
+        return schema.model_validate(value), tree.origins
     except ValidationError as error:
         raise ConfigError(explain(error, value, tree.origins)) from None
 
 
-def dump(config: AnyConfig) -> str:
+def dump(config: RunConfig) -> str:
     """The configuration as YAML, with its defaults; `load` of it gives an equal one."""
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    values = config.model_dump(mode="json")
+    values = {key: values[key] for key in config.in_order()}
+    text = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
     return OBJECTS + text if PREFIX in text else text
 
 
@@ -136,12 +113,12 @@ def _default_output(path: Path) -> Path:
     return Path("runs", *parts[above + 1 :])
 
 
-def json_schema(configs: Iterable[AnyConfig] = ()) -> dict[str, Any]:
+def json_schema(configs: Iterable[RunConfig] = ()) -> dict[str, Any]:
     """JSON schema of a configuration file of any kind, for completion and checks in editors; with the methods from
     files that `configs` train by."""
     definitions = with_installed(*(type(config.trainer) for config in configs))
     include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
-    for name in ROOTS:
+    for name in (schema_class(kind).__name__ for kind in KINDS):
         definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

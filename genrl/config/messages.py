@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from genrl.config.errors import Origins, Problem, dotted, origin_of
+from genrl.config.errors import ImpossibleConfig, Origins, Problem, dotted, origin_of
 from genrl.config.json_schemas import (
     Schema,
     branches,
@@ -23,7 +23,6 @@ from genrl.config.json_schemas import (
 )
 from genrl.config.method import NO_METHOD
 from genrl.config.yaml_source import KeyPath
-from genrl.diffusion.config.combinations import ImpossibleConfig
 
 # What other tools call our keys: the second thing to look at after a misspelling.
 OTHER_NAMES = {

@@ -7,36 +7,24 @@ that names the settings class, or `path/file.py:Name`. Nothing else knows a meth
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from symtable import symtable
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import (
-    Discriminator,
-    SerializeAsAny,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    create_model,
-)
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, create_model
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from genrl.config.errors import Finding
+from genrl.config.kinds import Kind, method_base, schema_class
 from genrl.config.plugins import Group, beside, find, names
 from genrl.config.section import Section, Text
-
-Kind = Literal["diffusion", "vla", "vlm"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Finding = tuple[tuple[str, ...], str]
-"""Keys concerned, and what is wrong with them and what to write instead."""
 
 ENTRY_POINTS = "genrl.methods"
 FUNCTIONS = {"train": "train(run, settings)", "loss": "loss(settings, policy, recorded)"}
@@ -90,7 +78,7 @@ def methods_of(config: Any) -> list[Method]:
 
 def class_of(name: str, kind: Kind) -> type[Method]:
     """The settings class of this name, built in or from outside. Raises ValueError as `find_method`."""
-    return built_in(kind).get(name) or outside(name, kind)
+    return _settings_of(name, kind) if name in built_in_names(kind) else outside(name, kind)
 
 
 def module_of(settings: Method) -> ModuleType:
@@ -113,17 +101,28 @@ def _incomplete(name: str, missing: list[str], file: str) -> str:
 
 
 @cache
+def built_in_names(kind: Kind) -> tuple[str, ...]:
+    """The methods of this package for a kind of run: the folders with a `settings.py`. None is imported."""
+    folders = (Path(place) for place in import_module(f"genrl.{kind}.methods").__path__)
+    return tuple(sorted(file.parent.name for folder in folders for file in folder.glob("*/settings.py")))
+
+
 def built_in(kind: Kind) -> dict[str, type[Method]]:
-    """The methods of this package for a kind of run, by name: one settings class in each folder's `settings.py`."""
-    package = import_module(f"genrl.{kind}.methods")
-    found: dict[str, type[Method]] = {}
-    for entry in pkgutil.iter_modules(package.__path__):
-        if entry.ispkg and find_spec(f"{package.__name__}.{entry.name}.settings"):
-            settings = import_module(f"{package.__name__}.{entry.name}.settings")
-            for value in vars(settings).values():
-                if isinstance(value, type) and issubclass(value, Method) and value.__module__ == settings.__name__:
-                    found[value.model_fields["algorithm"].default] = value
-    return found
+    """The settings classes of all methods of this package for a kind of run, by name."""
+    return {name: _settings_of(name, kind) for name in built_in_names(kind)}
+
+
+def is_built_in(method: type[Method]) -> bool:
+    """Whether a settings class is of this package."""
+    return method.__module__.startswith(f"genrl.{method.kind}.methods.")
+
+
+@cache
+def _settings_of(name: str, kind: Kind) -> type[Method]:
+    """The settings class of a method of this package: the one in its folder that has the folder's name."""
+    settings = import_module(f"genrl.{kind}.methods.{name}.settings")
+    own = (value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, Method))
+    return next(value for value in own if value.model_fields["algorithm"].default == name)
 
 
 def headings(method: type[Method]) -> dict[str, Mapping[str, MetricDoc]]:
@@ -137,33 +136,38 @@ def metrics_of(method: type[Method]) -> dict[str, MetricDoc]:
     return {key: doc for entries in headings(method).values() for key, doc in entries.items()}
 
 
-def union_of(kind: Kind) -> Any:
-    """The type of a section that is one of the built-in methods, told apart by `algorithm`, or one from outside.
+class ByName:
+    """Annotation of a section `trainer`, whose type is the base class of a kind's methods: it is validated by the
+    class that its `algorithm` names. Only that class is imported; for editors the schema is of all built-in ones."""
 
-    Use it as the annotation of a field, under TYPE_CHECKING the base class of the kind's methods in its place.
-    """
-    classes = tuple(built_in(kind).values())
-    every_key = SerializeAsAny()  # type: ignore[type-arg]  # an alias of the annotated type, to type checkers
-    choose = (Discriminator("algorithm"), WrapValidator(partial(_method_of, kind)), every_key)
-    return Annotated[Union[classes], *choose]  # noqa: UP007
+    def __get_pydantic_core_schema__(self, base: type[Method], handler: GetCoreSchemaHandler) -> CoreSchema:
+        self.kind = base.kind
+        return core_schema.no_info_wrap_validator_function(self._validated, handler(base))
 
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        choices = {name: method.__pydantic_core_schema__ for name, method in built_in(self.kind).items()}
+        return handler(core_schema.tagged_union_schema(choices, discriminator="algorithm"))
 
-def _method_of(kind: Kind, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Validate a section `trainer`: settings of a method from outside by its own class, others by the union."""
-    if isinstance(value, Method):
-        if value.kind != kind:
-            raise ValueError(f"{value.algorithm} is a method for {value.kind} runs, and this is a {kind} run")
-        return value
-    name = value.get("algorithm") if isinstance(value, Mapping) else None
-    if not isinstance(name, str) or name in built_in(kind):
-        return handler(value)
-    try:
-        method = outside(name, kind)
-    except ValueError as error:
-        wrong = PydanticCustomError(NO_METHOD, "{text}", {"text": str(error)})
-        details: list[InitErrorDetails] = [{"type": wrong, "loc": ("algorithm",), "input": name}]
-        raise ValidationError.from_exception_data("trainer", details) from None
-    return method.model_validate(value)
+    def _validated(self, value: Any, as_base: Callable[[Any], Any]) -> Any:
+        kind = self.kind
+        if isinstance(value, Method):
+            if value.kind != kind:
+                raise ValueError(f"{value.algorithm} is a method for {value.kind} runs, and this is a {kind} run")
+            return value
+        if not isinstance(value, Mapping):
+            return as_base(value)  # which raises
+        name, wrong = value.get("algorithm"), None
+        if not isinstance(name, str):
+            wrong = PydanticCustomError("missing" if name is None else "not_a_name", "no name")
+        else:
+            try:
+                method = class_of(name, kind)
+            except ValueError as error:
+                wrong = PydanticCustomError(NO_METHOD, "{text}", {"text": str(error)})
+        if wrong is not None:
+            details: list[InitErrorDetails] = [{"type": wrong, "loc": ("algorithm",), "input": name}]
+            raise ValidationError.from_exception_data("trainer", details)
+        return method.model_validate(value)
 
 
 def outside(name: str, kind: Kind) -> type[Method]:
@@ -189,22 +193,17 @@ def installed(kind: Kind) -> list[type[Method]]:
 
 
 def find_method(name: str, kind: Kind) -> type[Method]:
-    """The settings class that `name` stands for. Raises ValueError for an unknown name, a file without the interface, a
-    method of another kind of run, and keys that hide what shared code asks or are named like a section."""
-    known = {key: f"{value.__module__}:{value.__name__}" for key, value in built_in(kind).items()}
-    found = find(name, Group("method", known, ENTRY_POINTS))
+    """The settings class from outside that `name` stands for. Raises ValueError for an unknown name, a file without the
+    interface, a method of another kind of run, and keys that hide what shared code asks or are named like a section."""
+    found = find(name, Group("method", dict.fromkeys(built_in_names(kind), ""), ENTRY_POINTS))
     if not (isinstance(found, type) and issubclass(found, Method) and hasattr(found, "kind")):
-        base = f"genrl.{kind}.config.method.{_BASES[kind]}"
+        base = method_base(kind)
         raise ValueError(f"{name} is no settings class of a method: derive it from {base}, see docs/extending.md")
     if found.kind != kind:
         raise ValueError(f"{name} is a method for {found.kind} runs, and this is a {kind} run")
-    if name not in known:
-        _refuse_incomplete(name, found)
-        _refuse_collisions(name, found, kind)
+    _refuse_incomplete(name, found)
+    _refuse_collisions(name, found, kind)
     return found
-
-
-_BASES = {"diffusion": "DiffusionMethod", "vla": "VLAMethod", "vlm": "VLMMethod"}
 
 
 def _refuse_incomplete(name: str, method: type[Method]) -> None:
@@ -224,9 +223,7 @@ def _refuse_incomplete(name: str, method: type[Method]) -> None:
 
 
 def _refuse_collisions(name: str, method: type[Method], kind: Kind) -> None:
-    from genrl.config.json_schemas import roots
-
-    sections = next(root for root in roots().values() if root.kind == kind).model_fields
+    sections = schema_class(kind).model_fields
     for key in method.model_fields:
         above = next((base.__name__ for base in method.__mro__ if key in vars(base)), None)
         if above is not None:

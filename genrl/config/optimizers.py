@@ -1,4 +1,4 @@
-"""The optimisers that a configuration can name, and what cannot work in its section `optimizer`. No torch."""
+"""The section `optimizer`, and the optimisers that it can name. No torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from genrl.config.method import Finding
-from genrl.config.sections import Optimizer
-
-if TYPE_CHECKING:
-    from genrl.config import AnyConfig
+from genrl.config.errors import Finding
+from genrl.config.section import Fraction, NonNegative, Positive, Section, Text, Whole
 
 
 class Known(NamedTuple):
@@ -49,40 +46,72 @@ OPTIMIZERS = {
 }
 OWN_KEYS = ("lr", "betas", "weight_decay")
 LEAST_PRODIGY = 0.01
+LARGEST_COPY = 32_000_000
+"""Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
 
 
-def state_bytes(settings: Optimizer) -> float:
-    """What an optimiser keeps per trained parameter; one of another package is taken to keep AdamW's two moments."""
-    known = OPTIMIZERS.get(settings.name)
-    return OPTIMIZERS["adamw"].state_bytes if known is None else known.state_bytes
+class Optimizer(Section):
+    """The optimiser and its schedule (docs/optimizers.md)."""
 
+    name: Text = "adamw"
+    """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for everything that is not a matrix), prodigy, or a
+    class: package.module:Class, path/file.py:Class."""
+    args: dict[str, Any] = {}
+    """Further arguments of the optimiser, for example {eps: 1e-6}."""
+    lr: Positive = 3e-4
+    """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
+    betas: tuple[Fraction, Fraction] | None = None
+    """Its two averaging factors; null = its own: (0.9, 0.999), lion's (0.9, 0.99)."""
+    weight_decay: NonNegative = 1e-4
+    """Decoupled weight decay (Flow-GRPO: 1e-4)."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm (all peers: 1)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
+    warmup_steps: Whole = 0
+    """Optimiser steps in which the learning rate rises from 0."""
 
-def optimizer_problems(config: AnyConfig) -> Iterator[Finding]:
-    """What can be told without importing the optimiser."""
-    settings = config.optimizer
-    name, known = settings.name, OPTIMIZERS.get(settings.name)
-    for key in settings.args:
-        if key in OWN_KEYS:
-            yield (f"optimizer.args.{key}", f"optimizer.{key}"), f"has its own key; write optimizer.{key}"
-    if known is None and ":" not in name:
-        near = get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        text = f"unknown optimiser {name!r}; {hint}they are: {', '.join(OPTIMIZERS)}; or name a class"
-        yield ("optimizer.name",), f"{text}: package.module:Class"
-    if config.trains_shards and (known is None or not known.shards):
-        can = " or ".join(other for other, found in OPTIMIZERS.items() if found.shards)
-        key = "distributed.fsdp" if config.distributed.fsdp else "model.offload.denoiser"
-        yield ("optimizer.name", key), f"the state of {name} cannot be sharded; write {can}"
-    if known is None:
-        return
-    for key in settings.args:
-        if key not in known.args and key not in OWN_KEYS:
-            yield (f"optimizer.args.{key}",), unknown_argument(name, key, known.args)
-    if settings.betas is not None and not known.betas:
-        yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
-    if name == "prodigy" and settings.lr < LEAST_PRODIGY:
-        text = f"prodigy finds its own step size, and lr is a factor on it: write 1, not {settings.lr:g}"
-        yield ("optimizer.lr", "optimizer.name"), text
+    @property
+    def state_bytes(self) -> float:
+        """What it keeps per trained parameter; one of another package is taken to keep AdamW's two moments."""
+        return OPTIMIZERS.get(self.name, OPTIMIZERS["adamw"]).state_bytes
+
+    def problems(self, sharded_by: str | None) -> Iterator[Finding]:
+        """What can be told without importing the optimiser. sharded_by: the key that shards what is trained, if any."""
+        name, known = self.name, OPTIMIZERS.get(self.name)
+        for key in self.args:
+            if key in OWN_KEYS:
+                yield (f"optimizer.args.{key}", f"optimizer.{key}"), f"has its own key; write optimizer.{key}"
+            elif known is not None and key not in known.args:
+                yield (f"optimizer.args.{key}",), unknown_argument(name, key, known.args)
+        if known is None and ":" not in name:
+            near = get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}? " if near else ""
+            text = f"unknown optimiser {name!r}; {hint}they are: {', '.join(OPTIMIZERS)}; or name a class"
+            yield ("optimizer.name",), f"{text}: package.module:Class"
+        if sharded_by is not None and (known is None or not known.shards):
+            can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
+            yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
+        if known is not None and self.betas is not None and not known.betas:
+            yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
+        # Prodigy finds its own step size: at a usual rate it would run, and learn nothing, without a word.
+        if name == "prodigy" and self.lr < LEAST_PRODIGY:
+            text = f"prodigy finds its own step size, and lr is a factor on it: write 1, not {self.lr:g}"
+            yield ("optimizer.lr", "optimizer.name"), text
+
+    def missing_package(self) -> str | None:
+        """Why it cannot be imported here, and what to install; None where its package is there."""
+        known = OPTIMIZERS.get(self.name)
+        source = known.source if known is not None else self.name
+        package = source.partition(":")[0].partition(".")[0]
+        if source.rpartition(":")[0].endswith(".py"):
+            file = Path(source.rpartition(":")[0])
+            return None if file.is_file() else f"the file {file} does not exist (looked from {Path.cwd()})"
+        if find_spec(package) is not None:
+            return None
+        if known is None:
+            return f"the package {package} is not installed: install it, or write one of {', '.join(OPTIMIZERS)}"
+        return f"{self.name} needs the package {known.install}: pip install {known.install}, or write adamw"
 
 
 def unknown_argument(name: str, key: str, known: tuple[str, ...]) -> str:
@@ -90,18 +119,3 @@ def unknown_argument(name: str, key: str, known: tuple[str, ...]) -> str:
     near = get_close_matches(key, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{name} has no argument {key!r}; {hint}it takes: {', '.join(known) or 'none'}"
-
-
-def missing_package(settings: Optimizer) -> str | None:
-    """Why the optimiser cannot be imported here, and what to install; None where its package is there."""
-    known = OPTIMIZERS.get(settings.name)
-    source = known.source if known is not None else settings.name
-    package = source.partition(":")[0].partition(".")[0]
-    if source.rpartition(":")[0].endswith(".py"):
-        file = Path(source.rpartition(":")[0])
-        return None if file.is_file() else f"the file {file} does not exist (looked from {Path.cwd()})"
-    if find_spec(package) is not None:
-        return None
-    if known is None:
-        return f"the package {package} is not installed: install it, or write one of {', '.join(OPTIMIZERS)}"
-    return f"{settings.name} needs the package {known.install}: pip install {known.install}, or write adamw"

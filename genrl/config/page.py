@@ -6,7 +6,8 @@ import json
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from genrl.config.json_schemas import roots
+from genrl.config.kinds import KINDS, schema_class
+from genrl.config.run_config import RunConfig
 from genrl.config.section import Section
 
 HEAD = """# Configuration
@@ -44,14 +45,15 @@ we have trained none with the published ones.
 
 Keys and defaults, made from the schemas in `genrl/config/`:
 """
-TITLES = {"Config": "Diffusion pipelines", "VLAConfig": "Policies in simulation", "VLMConfig": "Vision-language models"}
+TITLES = {"diffusion": "Diffusion pipelines", "vla": "Policies in simulation", "vlm": "Vision-language models"}
 
 
 def markdown() -> str:
     """The page."""
     lines = [HEAD.rstrip("\n")]
-    for name, root in roots().items():
-        lines += ["", f"## {TITLES[name]}", "", " ".join((root.__doc__ or "").split())]
+    for kind in KINDS:
+        root = schema_class(kind)
+        lines += ["", f"## {TITLES[kind]}", "", " ".join((root.__doc__ or "").split())]
         _section(root, "", lines, {})
     return "\n".join(lines) + "\n"
 
@@ -65,7 +67,8 @@ def _section(section: type[Section], name: str, lines: list[str], known: dict[ty
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[Section], str]] = []
     functions: list[tuple[str, list[type[Section]]]] = []
-    for own, field in section.model_fields.items():
+    for own in section.in_order() if issubclass(section, RunConfig) else section.model_fields:
+        field = section.model_fields[own]
         key, models = field.alias or own, _models(field.annotation)
         inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"

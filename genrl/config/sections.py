@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from genrl.config.errors import Finding
 from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Text, Whole
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
 Quantized = Literal["int8", "int4", "fp8", "nf4"]
+BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.127}
+"""Per weight of a linear layer, nf4's scales of 64 weights included."""
+QUANTIZERS = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+"""Kind of quantisation -> the package that computes with it."""
+NO_INT4 = (
+    "torchao has no backward pass through its packed four-bit weights, and the layout that has one holds a weight in a "
+    "byte, as int8 does; write nf4 (bitsandbytes, needs a GPU) or int8"
+)
+
+
+def missing_quantizer(kind: str) -> str:
+    """What to install for weights of this kind; "" where it is there."""
+    package = QUANTIZERS[kind]
+    if find_spec(package) is not None:
+        return ""
+    return f"{kind} is computed by {package}, which is not installed: pip install {package}"
 
 
 class LowRank(Section):
@@ -47,28 +65,6 @@ class LoRA(LowRank):
     FLUX.1); prompts are then encoded in every model call."""
 
 
-class Optimizer(Section):
-    """The optimiser and its schedule (docs/optimizers.md)."""
-
-    name: Text = "adamw"
-    """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for everything that is not a matrix), prodigy, or a
-    class: package.module:Class, path/file.py:Class."""
-    args: dict[str, Any] = {}
-    """Further arguments of the optimiser, for example {eps: 1e-6}."""
-    lr: Positive = 3e-4
-    """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
-    betas: tuple[Fraction, Fraction] | None = None
-    """Its two averaging factors; null = its own: (0.9, 0.999), lion's (0.9, 0.99)."""
-    weight_decay: NonNegative = 1e-4
-    """Decoupled weight decay (Flow-GRPO: 1e-4)."""
-    max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this norm (all peers: 1)."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
-    warmup_steps: Whole = 0
-    """Optimiser steps in which the learning rate rises from 0."""
-
-
 class EMA(Section):
     """Moving average of the trained weights; evaluation and export use it."""
 
@@ -92,6 +88,28 @@ class Monitor(Section):
     """End with the weights as they are, or with those of the best evaluation."""
 
 
+class EvaluationBase(Section):
+    """When a run is judged on what is held out."""
+
+    every: Whole = 20
+    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
+
+
+class Outage(Section):
+    """A reward in another process or on a server: how long is waited for it, and what happens then."""
+
+    timeout_s: Positive = 60.0
+    """Seconds for one attempt, from connecting to the end of the reply."""
+    deadline_s: Positive = 180.0
+    """Seconds for one call with all its attempts."""
+    policy: Literal["stop", "drop", "pause"] = "stop"
+    """At the deadline: stop the run, leave out these samples, or wait pause_s longer and then stop."""
+    pause_s: Positive = 300.0
+    """Seconds that `pause` waits for a server to come back."""
+
+
 class Checkpoint(Section):
     """When the state is saved, and how many saves stay on disk."""
 
@@ -113,6 +131,11 @@ class Distributed(Section):
     """Processes that compute each sample of a pipeline together: its tokens are divided over them (Ulysses)."""
     timeout_s: Positive = 600.0
     """Seconds without progress after which a stuck run is stopped."""
+
+    def problems(self) -> Iterator[Finding]:
+        """What cannot be shared out so."""
+        if self.shard != "all" and not self.fsdp:
+            yield ("distributed.shard", "distributed.fsdp"), "nothing is sharded; write fsdp: true, or leave it out"
 
 
 def labels_of(names: Iterable[str]) -> tuple[str, ...]:

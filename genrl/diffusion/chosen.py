@@ -8,8 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from genrl.config import Config, Model, load
+from genrl.config import load
 from genrl.config.folders import looks_local, near
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.runtime.folder import checkpoint
 
 

@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrl.config import Config, Model
 from genrl.config.folders import read_json
 from genrl.data.prompts import Prompt
 from genrl.diffusion.chosen import Chosen, choose, config_of
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments
 from genrl.diffusion.rollout.rollout import batch_inputs, to_bytes

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
-from genrl.config import Model
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.runtime.weights.devices import default_device
 

@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes

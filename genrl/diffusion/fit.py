@@ -20,7 +20,7 @@ from genrl.runtime.loop.frame import halvings, too_large
 from genrl.runtime.weights.devices import empty_cache, peak_bytes, reset_peak, total_bytes
 
 if TYPE_CHECKING:
-    from genrl.config import Config
+    from genrl.diffusion.config.schema import Config
     from genrl.diffusion.run import DiffusionRun
 
 MEMORY_HINT = (

@@ -20,10 +20,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.config.economy import Selection
-from genrl.config.method import Method
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.fit import settle, sizes
@@ -38,15 +37,17 @@ from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
+    Finishing,
     Rollouts,
     Sheet,
-    Source,
     Worker,
-    collect,
     drawn_here,
+    gathered,
+    handed_on,
     iteration_rows,
+    jobs_of,
 )
-from genrl.diffusion.rollout.scoring import Scorers
+from genrl.diffusion.rollout.scoring import Scorers, Scoring
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import economy
@@ -54,7 +55,6 @@ from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.monitor import ended_at
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import before_after, save_png
 from genrl.runtime.weights.weights import Weights
@@ -81,12 +81,13 @@ class DiffusionRun:
     """Samples of the running iteration."""
     replays: bool = False
     """Whether it was seen in this process that training replays what sampling did."""
+    passes: int = 1
+    """Micro-batches that this process trains on in the running iteration: each is as much of its progress."""
     rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
     """Where prompts are rewritten: their new texts. Evaluation renders both."""
     _train_started: float = 0.0
     _calls: int = 0
     _sample_calls: int = 0
-    _passes: int = 1
 
     @property
     def config(self) -> Config:
@@ -191,14 +192,19 @@ class DiffusionRun:
             rollouts, calls = self.ahead.take(self.iteration, worker, running=running)
             self._count(calls)
             return self.take(rollouts)
+        sheet = sheet_of(self.iteration)
+        jobs = jobs_of(config, sheet, worker)
         if self.far is not None:
             with drawing():
                 order = self.far.order(draw, self.weights.named, worker)
-            source = self._unpacked(self.far.source(order, worker, self._count))
+            finishing = self._unpacked(self.far.drawn(order, jobs, worker, self._count))
         else:
-            beat = partial(self.loop.advance_or_leave, 0)
-            source = drawn_here(config, self.policy, draw, worker, under=drawing, beat=beat)
-        return self.take(collect(config, self.scorers, sheet_of(self.iteration), source, worker, running=running))
+            beat, size = partial(self.loop.advance_or_leave, 0), config.sampling.batch_size
+            finishing = drawn_here(jobs, self.policy, draw, worker, size, under=drawing, beat=beat)
+        rows, background = sheet.rows, config.sampling.score_in_background
+        with Scoring(self.scorers, rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
+            rollouts = gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running=running)
+        return self.take(rollouts)
 
     def _begin(self, draws: Callable[[int], Draw], sheet_of: Callable[[int], Sheet]) -> None:
         """Let all iterations be drawn whose weights are there, from the running one on."""
@@ -209,9 +215,9 @@ class DiffusionRun:
                 order = self.far.order(draws(iteration), self.versions.of(iteration), self.worker)
                 self.ahead.begin(self.config, sheet_of(iteration), order, self.worker)
 
-    def _unpacked(self, source: Source) -> Source:
-        """With what was on the device of a worker on this process's."""
-        return lambda jobs: ((position, unpacked(found, self.policy.device)) for position, found in source(jobs))
+    def _unpacked(self, finishing: Finishing) -> Finishing:
+        """Micro-batches with what was on the device of a worker on this process's."""
+        return ((position, unpacked(finished, self.policy.device)) for position, finished in finishing)
 
     def _count(self, calls: int) -> None:
         """Model calls that were made elsewhere."""
@@ -255,18 +261,9 @@ class DiffusionRun:
         return table
 
     def start_training(self, passes: int) -> None:
-        """The learning half of the iteration begins; this process will call `backward` so many times."""
-        self._passes = passes
+        """The learning half of the iteration begins; this process will go backward so many times."""
+        self.passes = passes
         self.loop.phase("training", self.config.sampling.images_per_iteration)
-
-    def backward(self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
-        """Add one micro-batch's share of the update: the gradient of `results["loss"].sum() / divisor`."""
-        self.loop.backward(settings, results, recorded, divisor=divisor)
-        self.loop.advance(self.config.sampling.images_per_iteration / self._passes)
-
-    def step(self) -> float:
-        """One optimiser step; returns the gradient's norm before clipping."""
-        return self.loop.step()["policy"]
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: what was sampled and how long it took, and the loop's own end."""

@@ -17,9 +17,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from genrl.config import Model
 from genrl.data.picture_rows import SAMPLE_GRID, SAMPLE_LIST, sampled_pictures
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.policy.adapters import activate_all, add_frozen, load_lora
 from genrl.diffusion.policy.decoding import spare_vae

@@ -12,13 +12,13 @@ import torch
 from accelerate import Accelerator
 
 import genrl_rewards
-from genrl.config import Config, Kernels
 from genrl.config.method import code_of
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.config.memory_rules import experts_problem
 from genrl.diffusion.config.pipeline_classes import strength_problem
-from genrl.diffusion.config.schema import Offload
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
+from genrl.config import RunConfig
 from genrl.config.errors import Origins
-from genrl.config.loading import AnyConfig, kind_of, load, load_given
-from genrl.config.method import Kind, Method
+from genrl.config.kinds import Kind
+from genrl.config.loading import kind_of, load, load_given
+from genrl.config.method import Method
 from genrl.config.section import Section
 from genrl.diffusion.config.schema import Config
 from genrl.interface.objects import (
@@ -217,7 +219,7 @@ def resume(
         return _run(config, Path(run), Script(on_iteration))
 
 
-def _check(config: AnyConfig, origins: Origins) -> None:
+def _check(config: RunConfig, origins: Origins) -> None:
     from genrl.config import check_files
 
     for note in check_files(config, origins):
@@ -225,7 +227,7 @@ def _check(config: AnyConfig, origins: Origins) -> None:
             logger.warning(note)
 
 
-def _written(config: AnyConfig) -> tuple[AnyConfig, dict[str, str]]:
+def _written(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Prompts that are plain text or JSON as files of the run folder (name -> content), which the configuration then
     names: nobody has to hand them over again."""
     files = {}
@@ -241,7 +243,7 @@ def _written(config: AnyConfig) -> tuple[AnyConfig, dict[str, str]]:
     return config, files
 
 
-def _run(config: AnyConfig, folder: Path | None, script: Script) -> Result:
+def _run(config: RunConfig, folder: Path | None, script: Script) -> Result:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from genrl.runtime.folder import checkpoint
@@ -272,7 +274,7 @@ def _kind(config: Any, **given: Any) -> Kind:
     raise ValueError("genrl.train: say what is trained: model (a diffusers pipeline), vlm, or policy")
 
 
-def _composed(config: Any, sections: dict[str, Any], kind: Kind) -> tuple[AnyConfig, Origins]:
+def _composed(config: Any, sections: dict[str, Any], kind: Kind) -> tuple[RunConfig, Origins]:
     """The configuration, and where its keys were written. Of a new folder where nobody names one."""
     if isinstance(config, (str, Path)):
         return load_given(config, sections, "genrl.train")

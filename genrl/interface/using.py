@@ -8,7 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from genrl.config.loading import AnyConfig, load, load_given
+from genrl.config import RunConfig
+from genrl.config.loading import load, load_given
 from genrl.config.sections import labels_of
 from genrl.interface.objects import Lent, Rewards, Rows, pipeline_section, reward_sections, rows_name
 from genrl_rewards.given import is_given, lending
@@ -16,8 +17,9 @@ from genrl_rewards.given import is_given, lending
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from genrl.config import VLAConfig, VLMConfig
     from genrl.diffusion.chosen import Chosen
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 Form = Literal["diffusers", "kohya", "comfyui"]
 
@@ -109,7 +111,7 @@ def evaluate(
 
 def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAConfig | VLMConfig | None:
     """The configuration to evaluate a policy or vision-language model by; None for a pipeline."""
-    from genrl.config import Config
+    from genrl.diffusion.config.schema import Config
 
     file = Path(model) / "config.yaml" if isinstance(model, (str, Path)) else None
     if config is None and (file is None or not file.is_file()):
@@ -121,9 +123,9 @@ def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAC
 
 
 def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
-    from genrl.config import VLAConfig
     from genrl.runtime.loop.progress import Progress
     from genrl.runtime.weights.devices import tf32
+    from genrl.vla.config.schema import VLAConfig
 
     with tf32(config.tf32), Progress(1, unit="answers") as progress:
         if isinstance(config, VLAConfig):
@@ -153,7 +155,7 @@ def _of_pipeline(
 ) -> dict[str, float]:
     from genrl.data.prompts import load as load_prompts
     from genrl.diffusion.chosen import config_of
-    from genrl.diffusion.config.schema import Evaluation
+    from genrl.diffusion.config.sections import Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.rollout.scoring import open_scorers, plain
     from genrl.diffusion.sample import evaluate_pipeline
@@ -259,7 +261,9 @@ def export(
     >>> sorted(path.name for path in genrl.export(folder, out).iterdir())
     ['README.md', 'pytorch_lora_weights.safetensors']
     """
-    from genrl.config import Config, VLAConfig, VLMConfig
+    from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
     if not (Path(run) / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run folder: it has no config.yaml")
@@ -271,7 +275,7 @@ def export(
         hub.check_repo(push)
     elif private:
         raise ValueError("private: is of a repository; give push as well")
-    config: AnyConfig = load(Path(run) / "config.yaml")
+    config: RunConfig = load(Path(run) / "config.yaml")
     if not isinstance(config, Config) and form != "diffusers":
         raise ValueError("form: is of a pipeline's LoRA; leave it out")
     if isinstance(config, VLAConfig) and full:
@@ -311,8 +315,8 @@ def _call(
 
 
 def _chosen(name: str, lora: str | Path | None, given: Mapping[str, Any]) -> Chosen:
-    from genrl.config import Model
     from genrl.diffusion.chosen import Chosen, choose
+    from genrl.diffusion.config.sections import Model
 
     adapter = None if lora is None else str(lora)
     return Chosen(Model(path=name), adapter, dict(given)) if is_given(name) else choose(name, adapter, None, given)

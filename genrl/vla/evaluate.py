@@ -16,7 +16,7 @@ from genrl.runtime.show.intervals import wilson
 from genrl.vla.data.videos import Clip
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.collect import observe
-from genrl.vla.rollout.sampling import Acting, Frozen, act
+from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
 from genrl.vla.simulators.environments import evaluation_episodes
 
@@ -52,7 +52,7 @@ def evaluate(
     clips: int = 0,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Judged:
-    """`episodes` of them by `sampling.act`, numbers first, first + 1, ... of the list that the seed makes.
+    """`episodes` of them by `Sampler.act`, numbers first, first + 1, ... of the list that the seed makes.
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
     An episode that a simulator lost counts as a failure. clips: so many of them are filmed, a picture per
@@ -115,7 +115,7 @@ def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
     context = who.policy.encode(seen)
     before = None if who.frozen is None else Frozen(who.frozen, who.frozen.encode(seen))
     noise = noise.to(next(iter(context.values())).device)
-    actions: Tensor = who.policy.actions(act(who.policy, who.sampler, context, noise, frozen=before))
+    actions: Tensor = who.policy.actions(who.sampler.act(who.policy, context, noise, frozen=before))
     return actions
 
 

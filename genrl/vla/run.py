@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,22 +27,21 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.weights.sharding import unsharded
-from genrl.vla.config.schema import Diffusion, VLAConfig
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.sections import Diffusion
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
-from genrl.vla.methods.decoupled import importance_figures, weighed
-from genrl.vla.methods.minibatches import Minibatch, minibatches
-from genrl.vla.methods.scores import context_of
-from genrl.vla.methods.shared_settings import Update
-from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Acting, Frozen, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
+from genrl.vla.update.decoupled import importance_figures, weighed
+from genrl.vla.update.scores import context_of
+from genrl.vla.update.settings import Update
 
 FPS = 4
 """Of films, which have a frame for every decision."""
@@ -197,13 +196,6 @@ class VLARun:
         policy = self.config.policy
         return policy.frozen and policy.keep_features and isinstance(self.policy, KeepsFeatures)
 
-    def dealt(self, decisions: int, settings: Update, epoch: int) -> Iterator[Minibatch]:
-        """The minibatches of an epoch, of `decisions` of this process."""
-        loop = self.loop
-        counts = gather_object([decisions])
-        keys = (self.config.seed, "minibatches", loop.iteration, epoch)
-        return minibatches(counts, loop.process.accelerator.process_index, settings.minibatch, *keys)
-
     def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
         """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
         every = torch.cat(gather_object([advantages[kept].double()]))
@@ -218,8 +210,8 @@ class VLARun:
         table = torch.stack([value.double() for value in values.values()])
         return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
 
-    def finish(self, rollout: ChunkRollout, figures: Figures, found: Mapping[str, float]) -> None:
-        """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""
+    def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
+        """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
         loop = self.loop
         first = rollout.valid & (rollout.episode == 0)
         whole = first.any(0)  # of the others the first episode was lost with its simulator
@@ -241,7 +233,7 @@ class VLARun:
         lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
-        row = figures.means | dict(found) | self.told
+        row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
             "rollout/return_mean": sum(sum(one["returns"]) for one in every) / max(1, len(success)),
@@ -391,7 +383,7 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
     """
     rows = training_rows(rollout, slots)
     context = context_of(policy, rows.observation, rows.context)
-    again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
+    again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
     off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
     if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
         raise RuntimeError(
@@ -411,9 +403,9 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
     chunks, first = [], None
     for k in range(8):
         rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
-        random = chunk_noise(rollout.sampler, policy, rngs, torch.Generator().manual_seed(seed + k))
+        random = rollout.sampler.noise(policy, rngs, torch.Generator().manual_seed(seed + k))
         first = random.noise[:, :1] if first is None else first
         noise = torch.cat([first, random.noise[:, 1:]], 1)
-        chunks.append(sample(policy, rollout.sampler, context, random._replace(noise=noise), frozen=before).chunk)
+        chunks.append(rollout.sampler.sample(policy, context, random._replace(noise=noise), frozen=before).chunk)
     size = rollout.rewards.shape[-1]
     return float(torch.stack(chunks)[:, :, :size, : rollout.action_dim].std(0).mean())

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from genrl.config import load
 from genrl.mdp import chains
 from genrl.mdp.noise import seeded
-from genrl.playground.minitable import INSTRUCTIONS
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vla.config import schema as settings
 from genrl.vla.config.files import is_recording
-from genrl.vla.config.names import SAMPLERS
+from genrl.vla.config.names import SAMPLERS, WORLDS
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.demonstrations import demonstrated, minitable_rest
+from genrl.vla.data.demonstrations import demonstrated, world_of
 from genrl.vla.data.frames import Shown, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.data.recordings import Steps, episodes_of, read_steps
@@ -248,7 +247,8 @@ def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
 def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
     assert config.demonstrations is not None
     dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
-    small = config.environment.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
+    name = config.environment.name
+    world = world_of(config) if name in WORLDS.built_in else None
     columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
     pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
     missing = [name for name in pictures if name not in dataset.cameras]
@@ -256,16 +256,17 @@ def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
         key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
         raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
     width = len(dataset.stats[ACTION]["mean"])
-    if small and width != 3:
-        text = f"{folder} has actions of {width} numbers, minitable's have 3"
+    if world is not None and width != world.action_dim:
+        text = f"{folder} has actions of {width} numbers, {name}'s have {world.action_dim}"
         raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
-    texts = [*dataset.tasks.values(), *(INSTRUCTIONS if small else ())]
+    # a policy may learn all that a world can say; elsewhere what the demonstrations say is all that is known
+    texts = [*dataset.tasks.values(), *(() if world is None else world.known)]
     own = {camera: IMAGE} if IMAGE in inputs else {}
     episodes = (
-        episode._replace(columns={own.get(name, name): value for name, value in episode.columns.items()})
+        episode._replace(columns={own.get(key, key): value for key, value in episode.columns.items()})
         for episode in dataset.read([*columns, ACTION])
     )
-    return Shown(texts, episodes, minitable_rest if small else None)
+    return Shown(texts, episodes, None if world is None else world.rest)
 
 
 def recorded(config: VLAConfig) -> Steps | None:

@@ -26,7 +26,8 @@ from genrl.runtime.weights.optimizers import make_optimizer
 from genrl.runtime.weights.sharding import Sharding, in_step
 from genrl.runtime.weights.shares import check_torch
 from genrl.runtime.weights.weights import Weights
-from genrl.vla.config.schema import Diffusion, VLAConfig
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.sections import Diffusion
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, require_layers

@@ -21,8 +21,7 @@ from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.versions import Versions
 from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
-from genrl.vlm.config.method import columns_of
-from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering, weights_changed
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import estimate
@@ -117,6 +116,8 @@ class AnswersRun:
         if whole.stages and whole.stages[number].optimizer is not None:
             first = sum(stage.iterations for stage in whole.stages[:number])
             self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)
+        elif number:  # not the schedule of the stage before, which a run that is resumed here would not know
+            self.loop.reschedule(config.optimizer, 0, whole.iterations)
         leave_out(config, self.questions, self.policy, self.loop, number)
 
     def draw(self) -> tuple[Answers, dict[str, float]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import diversity
-from benchmarks.methods import METHODS
+from benchmarks.claims import plan
 from genrl.config import load
 from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run, read_metrics
@@ -36,7 +36,7 @@ def test_as_the_run_evaluates(
 ) -> None:
     monkeypatch.setattr(diversity, "PROMPTS", 3)
     monkeypatch.setattr(diversity, "PICTURES", 2)
-    method = METHODS[name]
+    method = plan.read().recipes[f"pipelines/{name}"]
     rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in load(method.config).rewards]
     rewards.append({"name": "benchmarks/diversity.py:diversity", "weight": 0})
     config = load(method.config, [*SMALL, *changes, f"rewards={json.dumps(rewards)}", f"output={tmp_path / 'run'}"])

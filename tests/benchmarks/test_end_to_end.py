@@ -33,7 +33,7 @@ def test_whole_runs_by_hand() -> None:
         "cpu_s": 120.0,
         "trained": ["shapes"],
         "logged": ["clipscore"],
-        "curves": {"shapes": [[0, 0.4], [9, 0.9], [10, 0.6]], "clipscore": [[0, 0.5], [10, 0.4]]},
+        "curve": {"kcalls": [0, 9, 10], "eval/shapes_mean": [0.4, 0.9, 0.6], "eval/clipscore_mean": [0.5, None, 0.4]},
     }
     others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
     found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})

@@ -76,6 +76,7 @@ for number, (arguments, code, unneeded) in enumerate(json.load(sys.stdin)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each command is run in a fork")
 def test_commands_import_no_more_than_they_need() -> None:
     """In a fresh interpreter and its forks, so that what is imported is seen."""

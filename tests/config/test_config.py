@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import genrl_rewards
-from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
+from genrl.config import ConfigError, check_files, dump, json_schema, load, load_located
 from genrl.config.folders import read_json
 from genrl.config.json_schemas import all_keys
-from genrl.config.loading import ROOTS
+from genrl.config.kinds import KINDS, schema_class
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.page import markdown
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 from genrl.diffusion.config.files import declared_columns
+from genrl.diffusion.config.schema import Config
 from tests.config.schemas import schema_validator
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
@@ -324,11 +325,12 @@ def test_no_text_crashes_the_reader(text: str) -> None:
 
 def test_schema_describes_every_key_and_validates() -> None:
     schema = json_schema()
-    missing = [key for root in ROOTS for key, node in all_keys(root).items() if "description" not in node]
+    missing = [key for kind in KINDS for key, node in all_keys(kind).items() if "description" not in node]
     assert missing == []
-    for root in ROOTS:
-        assert schema["$defs"][root]["properties"]["include"]["type"] == "string"
-        assert schema["$defs"][root]["additionalProperties"] is False
+    for kind in KINDS:
+        own = schema["$defs"][schema_class(kind).__name__]
+        assert own["properties"]["include"]["type"] == "string"
+        assert own["additionalProperties"] is False
     assert json.loads(json.dumps(schema)) == schema
     common = [key for key in all_keys() if not key.startswith("trainer")]
     assert len(common) <= 130  # a few keys decide a run, beside those of its method; more are more to read
@@ -436,6 +438,7 @@ def test_declared_columns_are_read_without_importing(source: str, columns: tuple
     assert declared_columns(genrl_rewards.Origin("r", "file", str(path), "r")) == columns
 
 
+@pytest.mark.slow
 def test_checking_never_imports_torch() -> None:
     """All shipped files, in a fresh interpreter."""
     program = """

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from genrl.config import Config, ConfigError, dump, load
+from genrl.config import ConfigError, dump, load
 from genrl.config import method as methods
 from genrl.config.json_schemas import definitions, keys_in, node_at, schema_of
 from genrl.config.method import code_of, outside
+from genrl.diffusion.config.schema import Config
 
 OWN = '''
-from genrl.diffusion.config.method import DiffusionMethod
+from genrl.diffusion.config.schema import DiffusionMethod
 from genrl.config.section import Positive
 
 
@@ -99,7 +100,7 @@ def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
         ("{field}", "sampling: Positive = 1.0", "", "has a key 'sampling', which is a section of every run"),
         ("{field}", "metrics: Positive = 1.0", "", "has a key 'metrics', which hides what Method declares"),
         ("def loss", "def lost", "", "a method defines loss(settings, policy, recorded)"),
-        ("(DiffusionMethod)", "", "", "derive it from genrl.diffusion.config.method.DiffusionMethod"),
+        ("(DiffusionMethod)", "", "", "derive it from genrl.diffusion.config.schema.DiffusionMethod"),
         ("{field}", 'kind = "vla"', "", "is a method for vla runs, and this is a diffusion run"),
     ],
 )

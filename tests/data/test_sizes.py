@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from genrl.config import Sampling
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.sizes import short_bucket, sized
+from genrl.diffusion.config.sections import Sampling
 
 WIDE, TALL = (16, 24), (24, 16)
 

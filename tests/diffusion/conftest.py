@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import export
 from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run

@@ -76,9 +76,9 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
             values = {k: p.detach().clone() for k, p in run.weights.named.items()}
             save_file(values, Path(out) / f"{name}-{here}.safetensors")
 
-        step = run.step
+        step = run.loop.step
 
-        def watched_step() -> float:
+        def watched_step() -> dict[str, float]:
             keep("before")
             try:
                 return step()
@@ -86,7 +86,7 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
                 keep("after")
                 raise
 
-        run.step = watched_step  # type: ignore[method-assign]
+        run.loop.step = watched_step  # type: ignore[method-assign]
 
     trained(path, prepare)
 

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from genrl.config import Config, load
+from genrl.config import load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import KIND, train
 from genrl.runtime.folder.run import Run
@@ -144,14 +145,14 @@ def spoil(run: DiffusionRun, when: Callable[[int], bool], factor: float = math.n
     """From here on, losses are multiplied by `factor` in the micro-batches (from 1) for which `when` says so. Returns
     the list that gets the losses as they were."""
     losses: list[Tensor] = []
-    backward = run.backward
+    backward = run.loop.backward
 
     def spoilt(settings: Any, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
         losses.append(results["loss"].detach().clone())
         loss = results["loss"] * (factor if when(len(losses)) else 1.0)
         backward(settings, {**results, "loss": loss}, recorded, divisor=divisor)
 
-    run.backward = spoilt  # type: ignore[method-assign]
+    run.loop.backward = spoilt  # type: ignore[method-assign]
     return losses
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from genrl.config import Kernels
+from genrl.diffusion.config.sections import Kernels
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
@@ -82,7 +82,7 @@ def replayed(policy: Policy, weights: Weights, family: str, rank: int) -> dict[s
     batch = Batch(["a red star", "two blue dogs"], [(7, 0, rank, 0), (7, 0, rank, 1)], call)
     with torch.no_grad():
         recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
-    again = [policy.replay(recorded, i) for i in (0, 1)]
+    again = [policy.replay(recorded.step(i)) for i in (0, 1)]
     torch.stack([one.log_prob.sum() for one in again]).sum().backward()
     found = {f"recorded-{i}": recorded.log_probs[i] for i in (0, 1)}
     found |= {f"replayed-{i}": one.log_prob.detach() for i, one in enumerate(again)}

@@ -65,6 +65,7 @@ def test_each_type(folder: Path, model: Path, kind: str) -> None:
     assert not torch.allclose(picture(plain), base, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_from_another_beside_a_frozen_one(folder: Path, model: Path, finished: Path) -> None:
     """The reference is the model that training begins with, in a resumed run, too."""
     first, second = trained(folder, model, "first", rank=2, alpha=6.0), finished

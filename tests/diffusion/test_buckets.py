@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from genrl.config import Config, dump
+from genrl.config import dump
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import Sheet
 from genrl.diffusion.train import train
 from tests.cli import commands

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError, load
+from genrl.config import ConfigError, load
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.fit import sizes
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import collect, sampler
 from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.rollout import iteration_rows
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import collect
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.pruning import max_variance
 from genrl.runtime.loop import economy
@@ -66,7 +67,7 @@ def test_kept_samples_are_the_recorded_ones(folder: Path, model: Path, window: A
     trainer = {"algorithm": "flow_grpo", "window": window, "updates_per_iteration": 2}
     with runs.opened(config(folder, model, trainer=trainer)) as run:
         settings = run.settings
-        whole = collect(run, sampling_plan(run.config, settings, 0), lambda plan: sampler(run, settings, plan))
+        whole = collect(run, settings, Steps.of(run.config, settings, 0))
         some = downsampled(whole, 2)
         kept = max_variance(whole.total.view(2, 4), 2).flatten()
         assert torch.equal(some.total.isnan(), ~kept) and torch.equal(some.total[kept], whole.total[kept])
@@ -83,7 +84,7 @@ def test_kept_samples_are_the_recorded_ones(folder: Path, model: Path, window: A
                     rows = [recorded.slots[i].index(slot) for slot in slots]
                     assert torch.equal(piece.trajectory.states[i], recorded.trajectory.states[i][rows])
                     assert torch.equal(piece.trajectory.log_probs[i], recorded.trajectory.log_probs[i][rows])
-                    new = run.policy.replay(piece.trajectory, i).log_prob
+                    new = run.policy.replay(piece.trajectory.step(i)).log_prob
                     assert (new - piece.trajectory.log_probs[i]).abs().max() < 1e-5
 
 

@@ -10,7 +10,8 @@ import torch
 from peft import load_peft_weights
 from safetensors.torch import load_file
 
-from genrl.config import Config, ConfigError, load
+from genrl.config import ConfigError, load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
@@ -129,6 +130,7 @@ def test_what_cannot_be_watched(folder: Path, model: Path) -> None:
             config(folder, model, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_with_older_samples_goes_on_after_its_roll_back(folder: Path, model: Path) -> None:
     """The versions that draw are not put back: the number of iterations is not either."""
     older = {"sampling": {"staleness": 1}, "monitor": {"action": "roll_back", "patience": 1}, "ema": None}

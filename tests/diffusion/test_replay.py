@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from genrl.cli.runs import print_replay, replay_verdict
-from genrl.config import Config
 from genrl.config import dump as to_yaml
 from genrl.config.method import code_of
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.runtime.folder.run import Run, write_atomic
 from genrl.runtime.loop.guards import NonFiniteError, non_finite

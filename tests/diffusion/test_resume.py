@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from genrl.config import Config, dump, load
+from genrl.config import dump, load
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint

@@ -14,7 +14,9 @@ import pytest
 from diffusers import DiffusionPipeline
 
 import genrl.diffusion.train as train_module
-from genrl.config import Config, ConfigError, Model, load
+from genrl.config import ConfigError, load
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.loop.loop import Loop

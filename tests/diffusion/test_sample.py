@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import genrl_rewards
-from genrl.config import Model
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.evaluate import Evaluated, spread
 from genrl.diffusion.rollout.scoring import plain
 from genrl.diffusion.sample import evaluate_pipeline, load, sample

@@ -14,8 +14,9 @@ import torch
 import yaml
 from PIL import Image
 
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion import train as training
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.train import train
 from genrl.runtime.folder import run as run_folder

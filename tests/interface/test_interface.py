@@ -22,7 +22,8 @@ from PIL import Image
 
 import genrl
 from genrl.config import ConfigError, check_files, load
-from genrl.config.method import KINDS, built_in
+from genrl.config.kinds import KINDS
+from genrl.config.method import built_in
 from genrl.config.plugins import import_file
 from genrl.interface.objects import OURS
 from genrl.vla.data.lerobot_dataset import write_dataset
@@ -110,6 +111,7 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers
     assert small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(result.lora)}).complete
 
 
+@pytest.mark.slow
 def test_objects_and_names_train_to_the_same_bits(trained: Path, pipe: Any, tmp_path: Path, root: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
@@ -168,6 +170,7 @@ def test_an_interrupted_run_returns_and_goes_on_with_its_objects_to_the_same_bit
     assert ended.complete and rows(ended.folder) == rows(whole.folder)
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_on_where_names_take_the_place_of_objects(trained: Path, tmp_path: Path) -> None:
     from genrl.runtime.loop.frame import train
 
@@ -247,6 +250,7 @@ def test_an_environment_from_a_function_and_a_policy_from_a_run(tmp_path: Path, 
         )
 
 
+@pytest.mark.slow
 def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root: Path) -> None:
     mine = import_file(root / "docs" / "example_method.py").RewardWeighted
     result = small(tmp_path / "run", model=root / "assets" / "tiny-t2i", method=mine(temperature=2.0), iterations=1)

@@ -53,6 +53,7 @@ def test_the_call_in_the_readme_trains(root: Path, tmp_path: Path, monkeypatch: 
     assert {"reward/colourful_mean", "reward/shapes_mean"} <= known["result"].metrics[-1].keys()
 
 
+@pytest.mark.slow
 def test_the_page_of_the_interface_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(root / "assets")

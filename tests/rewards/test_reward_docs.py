@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import genrl_rewards
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl_rewards.built_in import BUILT_IN
 from genrl_rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
 from genrl_rewards.scorers.preference.pickscore import SCALES as PICK_SCALES

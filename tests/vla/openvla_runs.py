@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from genrl.config import VLAConfig
+from genrl.vla.config.schema import VLAConfig
 from tests.vla import openvla_folders, vla_runs
 
 OFT: dict[str, Any] = {"chunk": 4, "centre_crop": False}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from genrl.config import VLAConfig
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import IMAGE

@@ -22,7 +22,7 @@ from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, succes
 from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.policies.folder import load_first_steps, load_policy
 from genrl.vla.policies.policy import ACTION
-from genrl.vla.rollout.sampling import Acting, Diffusion, FlowSteps, Frozen, act
+from genrl.vla.rollout.sampling import Acting, Diffusion, FlowSteps, Frozen
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.environments import open_environment
@@ -216,7 +216,7 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
     noise, sampler = torch.randn(5, 4, 3), sampler_of(config, base)
     with torch.no_grad():
         acted = [
-            act(who, sampler, who.encode(observation), noise, frozen=Frozen(before, before.encode(observation)))
+            sampler.act(who, who.encode(observation), noise, frozen=Frozen(before, before.encode(observation)))
             for who, before in ((trained, base), (exported, first), (exported, exported))
         ]
     assert torch.equal(acted[0], acted[1]) and not torch.equal(acted[0], acted[2])

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from genrl.cli.folders import is_policy
-from genrl.config import ConfigError, VLAConfig, check_files
+from genrl.config import ConfigError, check_files
 from genrl.runtime.loop.progress import Progress
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import TOKENS

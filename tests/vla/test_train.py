@@ -12,7 +12,7 @@ import torch
 from genrl.config import ConfigError, load
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.loop import Loop
-from genrl.vla.methods import gae
+from genrl.vla.methods.ppo import train as gae
 from genrl.vla.run import VLARun
 from genrl.vla.setup import load_trained
 from genrl.vla.train import train
@@ -40,6 +40,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(written[name], value) for name, value in average.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "call", "left"), [({}, 3, 0), (vla_runs.GRPO, 1, 0), (vla_runs.SFT, 4, 1)], ids=["ppo", "grpo", "sft"]
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from genrl.playground.minitable import INSTRUCTIONS, PUT, demonstrate, task
-from genrl.vla.data.demonstrations import minitable_frames
+from genrl.playground.minitable.demonstrations import minitable_frames
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.encoder import Inputs

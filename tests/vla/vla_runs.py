@@ -13,10 +13,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from genrl.config import VLAConfig, load
+from genrl.config import load
+from genrl.playground.minitable.demonstrations import expert_demonstrations, minitable_frames
 from genrl.playground.minitable.task import task_numbers
-from genrl.vla.data.demonstrations import expert_demonstrations, minitable_frames
-from genrl.vla.methods.imitation import imitate
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.offline.imitation import imitate
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.run import VLARun
 from genrl.vla.train import KIND, train

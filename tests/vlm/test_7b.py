@@ -12,8 +12,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from genrl.config import VLMConfig, load
+from genrl.config import load
 from genrl.runtime.folder import checkpoint
+from genrl.vlm.config.schema import VLMConfig
 from tests.run_folders import last_state
 from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.policies.test_token_policy import picture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import VLMConfig
 from genrl.runtime.loop import economy
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.rollout import totals
 from tests.vlm import vlm_runs
 

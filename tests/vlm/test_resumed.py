@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.recipe.advantages import ConsistencyBonus
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows
@@ -66,6 +66,9 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "chosen questions of rlfr": lambda place: test_economy.config(place, trainer={"preset": "rlfr"}),
     "rlfr": lambda place: test_rlfr.config(place),
     "sft, then grpo": lambda place: vlm_runs.config(place, stages=STAGES, iterations=2),
+    "sft at a rate of its own, then grpo": lambda place: vlm_runs.config(
+        place, stages=[STAGES[0], {"iterations": 1}], iterations=2
+    ),
     "episodes that go on": lambda place: agent_runs.config(place, "vl_dac"),
     "groups of episodes": lambda place: agent_runs.config(place, "para_grpo"),
     "sub-agents": asking,

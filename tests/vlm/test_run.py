@@ -99,6 +99,7 @@ def left_in(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, config: Any
     return straight, stopped, after
 
 
+@pytest.mark.slow
 def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

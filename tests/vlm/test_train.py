@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.diffusion.config.files import check_files
+from genrl.config import check_files
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.rollout import Answers, order, sample

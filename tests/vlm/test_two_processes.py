@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.train import train
 from tests.ports import free_port
 from tests.run_folders import rows, start_ranks, wait

@@ -10,7 +10,8 @@ import transformers
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import VLMConfig, load
+from genrl.config import load
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.memory import Sizes, memory, sizes, ways
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from genrl.config import VLMConfig, load
+from genrl.config import load
 from genrl.runtime.loop.process import Process
 from genrl.runtime.weights.sharding import whole
 from genrl.vlm import train as kind
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.run import AnswersRun
 from tests.vlm import fake_vllm

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from genrl.config import VLMConfig, load
+from genrl.config import load
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from genrl.config.sections import LoRA
 from genrl.diffusion.config.estimate import Component, fits, matches
 from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
-from genrl.diffusion.config.schema import ATTENTION_LAYERS
+from genrl.diffusion.config.sections import ATTENTION_LAYERS
 
 
 def layer_problems(lora: LoRA, components: Collection[Component]) -> Iterator[tuple[str, str]]:

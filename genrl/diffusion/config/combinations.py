@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from genrl.config.economy import picture_economy
+from genrl.config.errors import Finding
 from genrl.config.folders import looks_local
-from genrl.config.method import Finding
-from genrl.config.optimizers import optimizer_problems
-from genrl.config.shared_rules import monitor_problems
 from genrl.diffusion.config.context_rules import context_rules
 from genrl.diffusion.config.engine_rules import engine_rules, staleness_rules
 from genrl.diffusion.config.kernel_rules import kernel_rules
@@ -50,22 +47,13 @@ OURS = (
 )
 
 
-class ImpossibleConfig(ValueError):
-    """Settings that contradict each other. `problems` holds (keys concerned, what to do) pairs."""
-
-    def __init__(self, problems: list[Finding]) -> None:
-        super().__init__("; ".join(f"{', '.join(keys)}: {text}" for keys, text in problems))
-        self.problems = problems
-
-
-def refuse_impossible(config: Config) -> None:
-    """Raise ImpossibleConfig with every contradiction of `config`; return nothing if there is none."""
-    rules = (
+def problems(config: Config) -> Iterator[Finding]:
+    """Every contradiction of settings of several sections."""
+    for rule in (
         _batches,
         _buckets,
         _guidance,
         _pipeline_args,
-        config.trainer.problems,
         _samples,
         _fitted,
         _rewards,
@@ -76,18 +64,15 @@ def refuse_impossible(config: Config) -> None:
         _precision,
         engine_rules,
         staleness_rules,
-        picture_economy,
+        economy_rules,
         kernel_rules,
         memory_rules,
         context_rules,
         model_rules,
         _optimizer,
-        optimizer_problems,
         _run,
-    )
-    problems = [finding for rule in rules for finding in rule(config)]
-    if problems:
-        raise ImpossibleConfig(problems)
+    ):
+        yield from rule(config)
 
 
 def _batches(config: Config) -> Iterator[Finding]:
@@ -313,7 +298,6 @@ def _evaluation(config: Config) -> Iterator[Finding]:
 
 def _monitor(config: Config) -> Iterator[Finding]:
     """A scorer that nobody trains on, watched."""
-    yield from monitor_problems(config, config.reward_labels, "reward")
     monitor = config.evaluation.monitor
     if monitor is not None and monitor.reward in config.reward_labels:
         index = config.reward_labels.index(monitor.reward)
@@ -362,3 +346,35 @@ def _run(config: Config) -> Iterator[Finding]:
     for key, path in (("prompts.train", config.prompts.train), ("prompts.eval", config.prompts.eval)):
         if path is not None and output == PurePosixPath(path):
             yield ("output", key), "the run folder would replace the prompt file; use another, for example runs/first"
+
+
+def economy_rules(config: Config) -> Iterator[Finding]:
+    """Why a run that trains a pipeline cannot choose its prompts or samples so."""
+    economy, sampling, trainer = config.economy, config.sampling, config.trainer
+    groups = sampling.group_size, sampling.prompts_per_iteration, sampling.staleness
+    yield from economy.problems("sampling", *groups)
+    name, at = trainer.algorithm, "economy.selection"
+    if economy.selection is not None:
+        if trainer.reads_pictures:
+            yield (at, "trainer.algorithm"), f"{name} trains on given pictures in their order; leave it out"
+        if sampling.buckets:
+            yield (at, "sampling.buckets"), "micro-batches are of one size, chosen prompts are not; leave out one"
+        for number, reward in enumerate(config.rewards):
+            if economy.selection.by == "spread" and reward.normalize == "group":
+                text = "scores that are normalised in groups all have the same spread; write none"
+                yield (f"rewards.{number}.normalize", f"{at}.by"), text
+    if economy.keep is None:
+        return
+    size, group = sampling.batch_size, sampling.group_size
+    if not trainer.takes_part_of_groups or trainer.grows_trees:
+        text = f"{name} reads whole groups; leave it out, or use flow_grpo without a tree, or diffusion_nft"
+        yield ("economy.keep", "trainer.algorithm"), text
+    elif size % group:
+        text = f"each micro-batch is to keep as many samples, so {size} must be whole groups of {group}"
+        near = max(1, round(size / group)) * group
+        yield ("sampling.batch_size", "sampling.group_size", "economy.keep"), f"{text}; use {near}"
+    if trainer.keeps_graphs:
+        yield ("trainer.keep_graph", "economy.keep"), "kept graphs are of all samples; write false"
+    if config.kernels.compile:
+        text = "smaller micro-batches are replayed by another graph; write false, or leave keep out"
+        yield ("kernels.compile", "economy.keep"), text

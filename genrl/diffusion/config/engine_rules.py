@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
-from genrl.config.shared_rules import staleness_problems
+from genrl.config.errors import Finding
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -85,4 +84,3 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
         if reward.offload and config.engine is not None:
             text = "pictures are scored while the model is trained, so neither makes room for the other; write false"
             yield (f"rewards.{number}.offload", at), text
-    yield from staleness_problems(config, at, staleness)

@@ -17,7 +17,8 @@ from typing import Any
 from genrl.config.folders import read_json
 from genrl.config.sections import LoRA
 from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
-from genrl.diffusion.config.schema import ATTENTION_LAYERS, ENCODER_LAYERS, Config
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
                 "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip

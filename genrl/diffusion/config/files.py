@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import genrl_rewards
-from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
+from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
-from genrl.config.optimizers import missing_package
+from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -32,57 +31,20 @@ from genrl.diffusion.config.pipeline_classes import (
     strength_problem,
     vae_problems,
 )
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Reward
 from genrl_rewards.built_in import BUILT_IN
 from genrl_rewards.contract import FROM_SAMPLER, nearest
 from genrl_rewards.given import given, is_given
 from genrl_rewards.scorers.judges.expected import COLUMN, pairs
 
-if TYPE_CHECKING:
-    from genrl.config.loading import AnyConfig
-    from genrl.diffusion.config.schema import Config, Reward
-    from genrl.vla.config.schema import VLAConfig
-    from genrl.vlm.config.schema import VLMConfig
 
-
-@dataclass(frozen=True)
-class _Wrong:
-    path: KeyPath
-    text: str
-
-
-def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
-    """Check what can be checked without loading weights; returns remarks that stop nothing, one line each.
-
-    `origins` (from `load_located`) gives the messages their file and line. ConfigError lists all problems.
-    """
-    notes: list[str] = []
-    wrong = [*_parts(config, notes), *_trackers(config)]
-    if why := missing_package(config.optimizer):
-        wrong.append(_Wrong(("optimizer", "name"), why))
-    if wrong:
-        raise ConfigError([Problem(origin_of(w.path, origins or {}), dotted(w.path), w.text) for w in wrong])
-    output = Path(config.output)
-    if output.is_dir() and any(output.iterdir()):
-        notes.append(f"output: {output} is in use; continue it by `genrl resume {output}`, or choose another")
-    return notes
-
-
-def _parts(config: AnyConfig, notes: list[str]) -> Iterator[_Wrong]:
-    """Of what a run of this kind has; the schemas of the others are not built for it."""
-    match config.kind:
-        case "vla":
-            from genrl.vla.config.files import vla_files
-
-            yield from (_Wrong(path, text) for path, text in vla_files(cast("VLAConfig", config), notes))
-        case "vlm":
-            from genrl.vlm.config.files import vlm_files
-
-            yield from (_Wrong(path, text) for path, text in vlm_files(cast("VLMConfig", config), notes))
-        case "diffusion":
-            pipeline = cast("Config", config)
-            yield from _model(pipeline, notes)
-            yield from _adapters(pipeline, notes)
-            yield from _prompts_and_rewards(pipeline, notes)
+def file_problems(config: Config, notes: list[str]) -> Iterator[FileFinding]:
+    """What is wrong with the model's folder, the prompt files and the rewards; remarks that stop nothing go to
+    `notes`."""
+    yield from _model(config, notes)
+    yield from _adapters(config, notes)
+    yield from _prompts_and_rewards(config, notes)
 
 
 def model_folder(config: Config) -> Path | None:
@@ -100,10 +62,10 @@ def model_folder(config: Config) -> Path | None:
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
-    yield from (_Wrong(tuple(key.split(".")), text) for key, text in missing_packages(config.model))
+def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
+    yield from ((tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
-        yield _Wrong(("engine", "kind"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'")
+        yield ("engine", "kind"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
     if is_given(config.model.path):
         yield from _given_pipeline(config)
         return
@@ -112,22 +74,22 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     path = Path(named).expanduser()
     file = Path(config.model.path).expanduser()
     if is_single_file(config.model.path) and not file.is_file():
-        yield _Wrong(("model", "path"), f"no such file: {file}{nearest_beside(file)}")
+        yield ("model", "path"), f"no such file: {file}{nearest_beside(file)}"
     if path.is_file():
         text = "a pipeline is a folder, made by pipe.save_pretrained(folder), or one file (.safetensors, .gguf) with"
         text += " model.config"
-        yield _Wrong(key, f"{path} is a file; {text}")
+        yield key, f"{path} is a file; {text}"
     elif path.is_dir():
         if not (path / "model_index.json").is_file():
-            yield _Wrong(key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline")
+            yield key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline"
         elif not read_json(path / "model_index.json"):
-            yield _Wrong(key, f"{path / 'model_index.json'} is not a JSON object")
+            yield key, f"{path / 'model_index.json'} is not a JSON object"
     elif looks_local(named):
-        yield _Wrong(key, f"no such folder: {path}{nearest_folder(path)}")
+        yield key, f"no such folder: {path}{nearest_folder(path)}"
     try:
         folder = model_folder(config)
     except ValueError as error:
-        yield _Wrong(key, f"{named!r} is neither a folder nor a hub id (org/name): {error}")
+        yield key, f"{named!r} is neither a folder nor a hub id (org/name): {error}"
         return
     if folder is None and not looks_local(named):
         notes.append(f"model.{key[-1]}: {named} is not on this machine yet; training downloads it")
@@ -137,35 +99,35 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         yield from _scheduler(config, _scheduler_settings(config, folder))
 
 
-def _given_pipeline(config: Config) -> Iterator[_Wrong]:
+def _given_pipeline(config: Config) -> Iterator[FileFinding]:
     """A loaded pipeline of a script: what it cannot be asked for any more."""
     try:
         pipe = given(config.model.path)
     except ValueError as error:
-        yield _Wrong(("model", "path"), str(error))
+        yield ("model", "path"), str(error)
         return
     model, loaded = config.model, "the pipeline is loaded already"
     for key in ("revision", "variant", "config", "quantize"):
         if getattr(model, key) is not None:
-            yield _Wrong(("model", key), f"{loaded}; leave it out, and load the pipeline so")
+            yield ("model", key), f"{loaded}; leave it out, and load the pipeline so"
     if model.encodings is not None:
         text = f"{loaded}, and may not be what the folder's encodings were made by; leave it out"
-        yield _Wrong(("model", "encodings"), text)
+        yield ("model", "encodings"), text
     if model.offload.text_encoders == "encode_then_free":
         text = f"{loaded}, its text encoders too; write between, or give its hub id or folder"
-        yield _Wrong(("model", "offload", "text_encoders"), text)
+        yield ("model", "offload", "text_encoders"), text
     if config.engine is not None:
         text = "Ray's workers load the pipeline themselves; give its hub id or folder as the model"
-        yield _Wrong(("engine", "kind"), text)
+        yield ("engine", "kind"), text
     read = partial(_settings_in_memory, pipe)
     if not read("model_index.json"):
         found = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline"
-        yield _Wrong(("model", "path"), f"{found}; load one by DiffusionPipeline.from_pretrained")
+        yield ("model", "path"), f"{found}; load one by DiffusionPipeline.from_pretrained"
         return
     adapted = [name for name, part in pipe.components.items() if getattr(part, "peft_config", None)]
     if adapted and model.lora is not None:
         text = f"the {adapted[0]} has a LoRA on it already: call pipe.unload_lora_weights() first, and go on with it by"
-        yield _Wrong(("model", "lora"), f"{text} lora={{'from': FOLDER}}, or merge it by pipe.fuse_lora() before")
+        yield ("model", "lora"), f"{text} lora={{'from': FOLDER}}, or merge it by pipe.fuse_lora() before"
     yield from _pipeline(config, read)
     yield from _scheduler(config, read("scheduler/scheduler_config.json") | model.scheduler)
 
@@ -177,7 +139,7 @@ def _settings_in_memory(pipe: Any, file: str) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _layers(config: Config, folder: Path) -> Iterator[_Wrong]:
+def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
     """What the names and shapes of the weights tell, whose files are opened only where a setting asks for it."""
     lora = None if is_single_file(config.model.path) else config.model.lora
     names_layers = lora is not None and bool(lora.targets or lora.ranks)
@@ -186,32 +148,32 @@ def _layers(config: Config, folder: Path) -> Iterator[_Wrong]:
     components = read_components(folder, config.model.variant)
     if lora is not None:
         found = layer_problems(lora, components)
-        yield from (_Wrong(tuple(name.split(".", 3)), text) for name, text in found)
-    yield from (_Wrong(("distributed", "context"), text) for text in context_problems(config, components))
+        yield from ((tuple(name.split(".", 3)), text) for name, text in found)
+    yield from ((("distributed", "context"), text) for text in context_problems(config, components))
 
 
-def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Iterator[_Wrong]:
+def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Iterator[FileFinding]:
     """What the classes of a pipeline and its networks' configurations tell. read: of a file of settings."""
     index = read("model_index.json")
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
-        yield _Wrong(tuple(key.split(".")), text)
+        yield tuple(key.split(".")), text
     if problem := experts_problem(config, len(networks)):
-        yield _Wrong(tuple(config.sharded_by.split(".")), problem)
+        yield tuple(config.sharded_by.split(".")), problem
     is_flow = is_flow_scheduler({**read("scheduler/scheduler_config.json"), **config.model.scheduler})
     loop = loop_problems(str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches)
-    yield from (_Wrong(tuple(key.split(".")), text) for key, text in loop)
+    yield from ((tuple(key.split(".")), text) for key, text in loop)
     if "_class_name" in index and not networks:
         text = f"{index['_class_name']} has no denoiser: none of its components is called {', '.join(DENOISERS)}"
-        yield _Wrong(("model", "path"), text)
+        yield ("model", "path"), text
     wrong = missing_components(config.model, index)
-    yield from (_Wrong(tuple(key.split(".")), text) for key, text in wrong)
+    yield from ((tuple(key.split(".")), text) for key, text in wrong)
     if cut := strength_problem(str(index.get("_class_name", "")), config.sampling.pipeline_args):
-        yield _Wrong(("sampling", "pipeline_args", "strength"), cut)
+        yield ("sampling", "pipeline_args", "strength"), cut
     settings = [read(f"{name}/config.json") for name in (*networks, "vae")]
     vae = index["vae"][1] if isinstance(index.get("vae"), list) else ""
     for key, text in vae_problems(vae, settings[-1], config.model, config.sampling):
-        yield _Wrong(tuple(key.split(".")), text)
+        yield tuple(key.split(".")), text
     step = side_step(settings[0], settings[-1]) if networks else None
     sides: list[tuple[KeyPath, int | None]] = [
         (("sampling", name), getattr(config.sampling, name)) for name in ("height", "width")
@@ -223,10 +185,10 @@ def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Itera
     for at, side in sides:
         if step and side is not None and side % step:
             fits = max(1, round(side / step)) * step
-            yield _Wrong(at, f"this pipeline draws sides that are multiples of {step}; write {fits} for {side}")
+            yield at, f"this pipeline draws sides that are multiples of {step}; write {fits} for {side}"
 
 
-def _adapters(config: Config, notes: list[str]) -> Iterator[_Wrong]:
+def _adapters(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     """The LoRAs that training begins with, and the frozen ones."""
     lora = config.model.lora
     if lora is None:
@@ -236,14 +198,14 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     for key, source in named:
         folder = Path(source).expanduser()
         if folder.exists() and not (folder.is_file() or any(folder.glob("*.safetensors"))):
-            yield _Wrong(key, f"{folder} holds no LoRA: there is no .safetensors file in it")
+            yield key, f"{folder} holds no LoRA: there is no .safetensors file in it"
         elif not folder.exists() and looks_local(hub_file(source)[0]):
-            yield _Wrong(key, f"no such folder: {folder}{nearest_folder(folder)}")
+            yield key, f"no such folder: {folder}{nearest_folder(folder)}"
         elif not folder.exists():
             notes.append(f"{dotted(key)}: {source} is not on this machine; training downloads it")
         elif config.trainer.refers_to_base and key[-1] == "from" and (wrong := _no_plain_lora(folder)):
             text = f"{config.trainer.algorithm} needs the model before it, too, which can be had of a LoRA alone"
-            yield _Wrong(key, f"{text}; {folder} {wrong}")
+            yield key, f"{text}; {folder} {wrong}"
 
 
 def _no_plain_lora(source: Path) -> str | None:
@@ -257,26 +219,26 @@ def _no_plain_lora(source: Path) -> str | None:
     return next((f"also has {name}: a LoKr or a DoRA" for name in found), None)
 
 
-def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:
+def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[FileFinding]:
     if not scheduler:
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
     if name in CONSISTENCY:
-        yield _Wrong(("model", "path"), f"its scheduler is a {name}: {NOT_DDIM}")
+        yield ("model", "path"), f"its scheduler is a {name}: {NOT_DDIM}"
         return
     kernel = trainer.transition
     is_flow = is_flow_scheduler(scheduler)
     for key, text in scheduler_problems(str(name), config.model.scheduler, is_flow=is_flow):
-        yield _Wrong(("model", "scheduler", key), text)
+        yield ("model", "scheduler", key), text
     if trainer.needs_flow and not is_flow:
         text = f"{trainer.algorithm} needs a flow model, but this one predicts for {name}"
-        yield _Wrong(("trainer", "algorithm"), f"{text}; use flow_grpo with kernel ddim")
+        yield ("trainer", "algorithm"), f"{text}; use flow_grpo with kernel ddim"
     if kernel == "ddim" and is_flow:
         text = f"ddim is for epsilon and v prediction, but this is a flow model ({name}); use flow_sde or flow_cps"
-        yield _Wrong(("trainer", "kernel"), text)
+        yield ("trainer", "kernel"), text
     elif kernel not in (None, "ddim") and not is_flow:
         text = f"{kernel} is for flow models, but this one predicts for {name}; use ddim with noise_level 1"
-        yield _Wrong(("trainer", "kernel"), text)
+        yield ("trainer", "kernel"), text
 
 
 def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:
@@ -285,7 +247,7 @@ def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:
     return held | config.model.scheduler if held else held
 
 
-def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
+def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     found: dict[str, PromptRows] = {}
     for name, source in (("train", config.prompts.train), ("eval", config.prompts.eval)):
         if source is None:
@@ -298,13 +260,13 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             notes += [f"prompts.{name}: {text}" for text in unread(found[name].column_names)]
             yield from _buckets(config, name, found[name], notes)
         except PromptError as error:
-            yield _Wrong(("prompts", name), str(error))
+            yield ("prompts", name), str(error)
             continue
         skipped = found[name].skipped
         notes += [f"prompts.{name}: skipped {row}" for row in skipped[:10]]
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
     wrong = config.trainer.file_problems(config, found.get("train"), notes)
-    yield from (_Wrong(path, text) for path, text in wrong)
+    yield from wrong
     yield from _trainable(config)
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
@@ -321,12 +283,12 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             try:
                 python_of(reward.isolate)
             except ValueError as error:
-                yield _Wrong(("rewards", index, "isolate"), str(error))
+                yield ("rewards", index, "isolate"), str(error)
         else:
             yield from _reward(config, index, found, notes)
 
 
-def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[_Wrong]:
+def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
     """Of `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
     sampling = config.sampling
     if not sampling.buckets:
@@ -337,17 +299,17 @@ def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> 
     rows = sized(found.rows, sampling.buckets, sampling.picture_column, str(getattr(config.prompts, name)))
     given = sampling.prompts_together, sampling.buckets, sampling.picture_column
     if name == "train" and (problem := short_bucket(rows, *given)):
-        yield _Wrong(("sampling", "buckets"), problem)
+        yield ("sampling", "buckets"), problem
 
 
-def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[_Wrong]:
+def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
     """A reward that is loaded here: where it is, its gradients, its columns in the prompts that were found."""
     key: KeyPath = ("rewards", index, "name")
     reward = config.rewards[index]
     try:
         origin = genrl_rewards.resolve(reward.name)
     except ValueError as error:
-        yield _Wrong(key, str(error))
+        yield key, str(error)
         return
     if (
         config.trainer.differentiates_rewards
@@ -358,16 +320,16 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         instead = f"train on {fit[0]}" if fit else "train on clipscore, pickscore, aesthetic, hpsv2 or imagereward"
         text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
         text += f" (it does not say `differentiable = True`); {instead} and give this one weight 0"
-        yield _Wrong(key, f"{text}, or use flow_grpo or diffusion_nft, which need none")
+        yield key, f"{text}, or use flow_grpo or diffusion_nft, which need none"
     if origin.kind == "object" and (reward.isolate or (config.engine is not None and config.engine.reward_workers)):
         text = "was made in this process and cannot be sent to another; put it into a file, and name file.py:name"
-        yield _Wrong(key, f"{reward.name} {text}")
+        yield key, f"{reward.name} {text}"
     if origin.kind == "file":
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
     yield from _missing(reward.name, declared_columns(origin), found)
 
 
-def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[_Wrong]:
+def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
     """Of each source, the columns that a reward reads and not every row has."""
     for name, rows in found.items():
         missing = [column for column in columns if column not in rows.column_names]
@@ -375,10 +337,10 @@ def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows
             have = ", ".join(rows.column_names) or "none beside the prompt"
             hint = "".join(nearest(c, [*rows.column_names, *FROM_SAMPLER]) for c in missing)
             asks = f"reward {reward} asks for the column {', '.join(missing)}"
-            yield _Wrong(("prompts", name), f"{asks}; columns of every row: {have}.{hint}")
+            yield ("prompts", name), f"{asks}; columns of every row: {have}.{hint}"
 
 
-def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[_Wrong]:
+def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
     """A column of the prompts that a reward of ours would read, if an argument named it."""
     known = BUILT_IN.get(reward.name)
     if known is None or not known.column or known.column in reward.args:
@@ -388,13 +350,13 @@ def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: 
     says, column = f"the prompts have a column {known.column}", known.column
     if reward.remote is None:
         text = f"{says}, which {reward.name} ignores; write args: {{{column}: {column}}}"
-        yield _Wrong(("rewards", index, "args"), text)
+        yield ("rewards", index, "args"), text
     else:
         served = f"{reward.name} reads it where it is served with --arg {column}={column}"
         notes.append(f"rewards.{index}.remote: {says}; {served}")
 
 
-def _expected(column: str, found: Mapping[str, PromptRows]) -> Iterator[_Wrong]:
+def _expected(column: str, found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
     """Of each source, the first row that the reward `questions` cannot read; a column that is missing."""
     yield from _missing("questions", [column], found)
     for name, rows in found.items():
@@ -402,7 +364,7 @@ def _expected(column: str, found: Mapping[str, PromptRows]) -> Iterator[_Wrong]:
             try:
                 pairs(row.columns[column])
             except ValueError as error:
-                yield _Wrong(("prompts", name), f"line {row.line}, column {column}: {error}")
+                yield ("prompts", name), f"line {row.line}, column {column}: {error}"
                 break
 
 
@@ -415,7 +377,7 @@ def _with_gradients(config: Config) -> Iterator[bool]:
             yield False  # told in its own place
 
 
-def _trainable(config: Config) -> Iterator[_Wrong]:
+def _trainable(config: Config) -> Iterator[FileFinding]:
     """One reward that can be trained, where it is, and none where it is not."""
     trains = config.trainer.trains_reward
     found, surely = [], True
@@ -432,7 +394,7 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
     if trains and not found and surely:
         text = f"{config.trainer.algorithm} trains one of them; "
         text += "add {name: dino_adversary, args: {model: ...}}, or see docs/adv_grpo.md"
-        yield _Wrong(("rewards",), text)
+        yield ("rewards",), text
     for index in found if not trains else found[1:]:
         text = "is trained beside the model, "
         text += (
@@ -440,12 +402,12 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
             if trains
             else "which this algorithm does not do (adv_grpo does)"
         )
-        yield _Wrong(("rewards", index, "name"), text)
+        yield ("rewards", index, "name"), text
     for index in found if trains else ():
         reward = config.rewards[index]
         if reward.weight == 0:
             text = "the samples are not rewarded by what is trained to judge them; give it a weight"
-            yield _Wrong(("rewards", index, "weight"), text)
+            yield ("rewards", index, "weight"), text
         for key, why in (
             ("remote", "it is trained in this process"),
             ("isolate", "it is trained in this process"),
@@ -453,14 +415,14 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
             ("offload", "its optimiser's state stays on the device, and its weights with it"),
         ):
             if getattr(reward, key):
-                yield _Wrong(("rewards", index, key), f"{why}; remove it")
+                yield ("rewards", index, key), f"{why}; remove it"
 
 
-def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[_Wrong]:
+def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
     known = {row.text for row in train.rows}
     shared = sum(row.text in known for row in held_out.rows)
     if shared == len(held_out.rows):
-        yield _Wrong(("prompts", "eval"), "every one of these prompts is trained on; hold some out")
+        yield ("prompts", "eval"), "every one of these prompts is trained on; hold some out"
     elif shared:
         notes.append(f"prompts.eval: {shared} of {len(held_out.rows)} prompts are trained on too")
 
@@ -468,10 +430,3 @@ def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Itera
 def declared_columns(origin: genrl_rewards.Origin) -> tuple[str, ...]:
     """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
     return genrl_rewards.declaration(origin).columns
-
-
-def _trackers(config: AnyConfig) -> Iterator[_Wrong]:
-    for index, name in enumerate(config.trackers):
-        if importlib.util.find_spec(name) is None:
-            text = f"the package {name} is not installed: pip install {name.replace('_', '-')}, or take it out"
-            yield _Wrong(("trackers", index), text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.diffusion.config.kernels import BUILT_IN
 
 if TYPE_CHECKING:

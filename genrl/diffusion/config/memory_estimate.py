@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from genrl.config.folders import is_gguf
-from genrl.config.optimizers import state_bytes
+from genrl.config.optimizers import LARGEST_COPY
+from genrl.config.sections import BITS
 from genrl.diffusion.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
 from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
@@ -49,10 +50,6 @@ NORMED = Kept(16, 8, 12)
 """Of SD3's blocks, where queries and keys are normed (SD3.5)."""
 DUAL = Kept(41, 29, 25)
 """Of SD3's blocks, where pictures have a second attention: per token of the picture."""
-LARGEST_COPY = 32_000_000
-"""Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
-BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.127}
-"""Per weight of a linear layer, nf4's scales of 64 weights included."""
 BLOCK = re.compile(r"[^.]+\.\d+(?=\.)")
 UNET_LEVELS = ("down_blocks.", "up_blocks.", "mid_block.")
 UNET_PART = re.compile(
@@ -191,7 +188,7 @@ def snapshots(config: Config) -> list[str]:
 def _trained(config: Config, trained: int) -> list[tuple[str, int]]:
     """What training so many numbers adds between its iterations."""
     lora = config.model.lora is not None
-    state, copies = state_bytes(config.optimizer), snapshots(config)
+    state, copies = config.optimizer.state_bytes, snapshots(config)
     parts = [("adapters", trained * 4)] if lora else []
     parts.append((f"optimiser state ({config.optimizer.name})", round(trained * state)))
     parts += [(name, trained * 4) for name in copies]

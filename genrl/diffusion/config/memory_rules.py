@@ -7,21 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf
-from genrl.config.method import Finding
-from genrl.config.shared_rules import shard_problems
+from genrl.config.sections import NO_INT4, missing_quantizer
 
 if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Config, Model
+    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.sections import Model
 
 DENOISERS = ("transformer", "unet", "transformer_2")
 """Components that may be trained, the first one first."""
-PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-"""Kind of quantisation -> the package that computes with it."""
-NO_INT4 = (
-    "torchao has no backward pass through its packed four-bit weights, and the layout that has one holds a weight in a "
-    "byte, as int8 does; write nf4 (bitsandbytes, needs a GPU) or int8"
-)
 
 
 def is_text_encoder(component: str) -> bool:
@@ -64,7 +59,6 @@ def memory_rules(config: Config) -> Iterator[Finding]:
     if config.trains_shards and monitor is not None and monitor.action == "roll_back":
         by = config.sharded_by
         yield ("evaluation.monitor.action", by), "the state of weights in shards is not put back; write stop"
-    yield from shard_problems(config)
     if model.lora is None and any(not name or name in DENOISERS for _, name, _ in named):
         text = "quantised weights cannot be trained, only adapters on them; write quantize: null, or give lora"
         yield ("model.quantize", "model.lora"), text
@@ -85,16 +79,8 @@ def missing_packages(model: Model) -> Iterator[tuple[str, str]]:
     if is_gguf(model.path) and importlib.util.find_spec("gguf") is None:
         yield "model.path", "a .gguf file is read by gguf, which is not installed: pip install gguf"
     for key, _, kind in _kinds(model):
-        if lacking := missing_package(kind):
+        if lacking := missing_quantizer(kind):
             yield key, lacking
-
-
-def missing_package(kind: str) -> str:
-    """What to install for weights of this kind; "" where it is there."""
-    package = PACKAGES[kind]
-    if importlib.util.find_spec(package) is not None:
-        return ""
-    return f"{kind} is computed by {package}, which is not installed: pip install {package}"
 
 
 def missing_components(model: Model, index: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

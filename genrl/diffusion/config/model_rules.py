@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf, is_single_file, looks_local
-from genrl.config.method import Finding
 from genrl.diffusion.config.memory_rules import is_text_encoder
 
 if TYPE_CHECKING:
     from genrl.config.sections import LoRA
-    from genrl.diffusion.config.schema import Config, Model
+    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.sections import Model
 
 
 SPACINGS = ("linspace", "leading", "trailing")

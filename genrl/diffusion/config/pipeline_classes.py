@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Model, Sampling
+    from genrl.diffusion.config.sections import Model, Sampling
 
 CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler")
 """Schedulers of consistency models."""

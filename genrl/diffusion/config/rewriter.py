@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from genrl.config.errors import Finding
 from genrl.config.folders import PROCESSORS, no_transformers_model, read_json
-from genrl.config.method import Finding
+from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, NonNegative, Positive, Section, Text
 from genrl.config.sections import LowRank, Precision
-from genrl.diffusion.config.method import FileFinding
 
 
 class Rewriter(Section):

@@ -1,305 +1,237 @@
-"""The typed configuration: every key of a YAML file, its type, range, default and one-line meaning.
+"""The configuration of a run that trains a diffusion pipeline, and what its method declares of itself beside its keys.
 
-The text under each field is its description: it goes into the JSON schema (`genrl config schema`) and into
-`genrl check --explain`. Sources named there: Flow-GRPO (arXiv 2505.05470), DanceGRPO (2505.07818), MixGRPO
-(2507.21802), DiffusionNFT (2509.16117), Coefficients-Preserving Sampling (2509.05952).
+The two refer to each other: a run has a method, and a method is asked about a run. The sections are in `sections`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny
 
 from genrl.config.economy import Economy
-from genrl.config.method import Kind, union_of
-from genrl.config.section import (
-    Count,
-    Flag,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-    Text,
-    Whole,
-)
-from genrl.config.sections import (
-    EMA,
-    Checkpoint,
-    Distributed,
-    LoRA,
-    Monitor,
-    Optimizer,
-    Precision,
-    Quantized,
-    Tracker,
-    labels_of,
-)
-from genrl.diffusion.config.combinations import refuse_impossible
-from genrl.diffusion.config.method import DiffusionMethod
-
-Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
+from genrl.config.errors import Finding
+from genrl.config.kinds import Kind
+from genrl.config.method import ByName, Method
+from genrl.config.run_config import FileFinding, RunConfig
+from genrl.config.section import Count, Flag
+from genrl.config.sections import EMA, labels_of
+from genrl.diffusion.config.sections import Engine, Evaluation, Kernels, Model, Prompts, Reward, Sampling
+from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:
-    Trainer = DiffusionMethod
-else:
-    Trainer = union_of("diffusion")
+    from genrl.data.prompts import PromptRows
 
-# The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
-ENCODER_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
-"""What a LoRA adapts in text encoders, as diffusers reads it."""
-ATTENTION_LAYERS = (
-    *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),
-    *("to_query", "to_key", "to_value", "img_qkv_proj", "txt_kv_proj"),
-)
+AdvantageScale = Literal["group", "global", "none"]
+GuidanceInTraining = Flag | Literal["detached"]
+
+Guided = Callable[[float | None], int]
+"""Model calls of a step under a guidance scale, 1 or 2; None is the pipeline's default."""
 
 
-class Offload(Section):
-    """What leaves the device while it is idle (docs/memory.md)."""
+class Calls(NamedTuple):
+    """Model calls of one iteration, the mean over all; a guided step counts two."""
 
-    text_encoders: Literal["encode_then_free", "between"] | None = None
-    """encode_then_free = all prompts are encoded before the denoiser is on the device, and the encoders dropped;
-    between = they are on the CPU except while they encode; null = always on the device."""
-    denoiser: Literal["blocks"] | None = None
-    """blocks = its frozen weights wait on the CPU, and a block is on the device while it computes; null = they stay."""
-    vae: Literal["between"] | None = None
-    """between = it is on the CPU except while it encodes or decodes; null = always on the device."""
-
-
-class Model(Section):
-    """Which diffusers pipeline to train, and in which precision."""
-
-    path: Text
-    """Folder of a saved diffusers pipeline (has model_index.json), a hub id such as org/name, or one .safetensors or
-    .gguf file (with config)."""
-    config: Text | None = None
-    """For such a file: folder or hub id of the pipeline that it was made from, for its class, the settings of its
-    networks, and what the file lacks."""
-    revision: Text | None = None
-    """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
-    variant: Text | None = None
-    """Variant of the weight files, for example fp16; null = the plain ones."""
-    use_safetensors: Flag = True
-    """Refuse pickled weight files, which may run code; false = take them where there are no others."""
-    dtype: Precision = "float32"
-    """Precision in which the frozen weights are held; LoRA weights are always float32 (docs/adapters.md)."""
-    autocast: Literal["bfloat16", "float16"] | None = None
-    """Precision of the forward passes; null = the weights' own."""
-    scheduler: dict[Text, Any] = {}
-    """Settings of its scheduler in place of the checkpoint's, for example {timestep_spacing: trailing}."""
-    lora: LoRA | None = LoRA()
-    """Low-rank adapters; null = train every weight of the denoiser."""
-    quantize: Quantized | dict[Text, Quantized] | None = None
-    """Hold the linear layers of denoiser and text encoders in fewer bits: int8 or fp8 (torchao), nf4 (bitsandbytes, a
-    GPU), one for all or {component: kind}; adapters stay float32; null = as in dtype. int4 is refused."""
-    gradient_checkpointing: Flag = False
-    """Recompute activations in the backward pass: much less memory, about a third more time."""
-    offload: Offload = Offload()
-    """What leaves the device while it is idle."""
-    encodings: Text | None = None
-    """Folder in which encodings of prompts are kept for other processes and later runs; null = only in memory."""
-    encodings_gb: Positive = 20.0
-    """Most that the folder may hold, in GB; what was used longest ago goes first."""
-    slice_vae: Flag = False
-    """Decode pictures one at a time: less memory for large ones; equal up to rounding."""
-    tile_vae: Flag = False
-    """Encode and decode large pictures in overlapping tiles: least memory, slightly different pixels where tiles meet.
-    A VAE that can decode only in tiles (Allegro) needs it."""
+    sample: float
+    train: float
+    """Forward calls in training, those without gradient included."""
+    backward: float
+    """Calls that a gradient runs through."""
+    trained: float
+    """Denoising steps, or noise levels, trained per sample."""
 
 
-class Kernels(Section):
-    """Fused kernels, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: docs/gpu.md
-    says what has been timed on a GPU."""
+class DiffusionMethod(Method):
+    """Base of the settings of methods that train a diffusion pipeline."""
 
-    fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
-    """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
-    FLUX, Qwen-Image and Wan); a stochastic step and its log-probability (flow models)."""
-    backend: Literal["auto", "torch", "triton"] = "auto"
-    """What computes them: auto = Triton on a GPU, else the torch functions that define them; a name = that or an
-    error."""
-    attention: Attention | None = None
-    """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
-    evaluation_attention: Attention | Literal["sage"] | None = None
-    """Another one for evaluation, where no ratio depends on it; null = as in training."""
-    compile: Flag | Literal["cuda_graphs"] = False
-    """Compile the denoiser with torch, in sampling, training and evaluation: true, or cuda_graphs = with its launches
-    recorded too (a GPU; algorithms flow_grpo and diffusion_nft; not tried on one yet)."""
+    kind: ClassVar[Kind] = "diffusion"
 
-
-class Prompts(Section):
-    """Which prompts to train and evaluate on."""
-
-    train: Text
-    """Prompt file (.txt: one per line; .jsonl: a prompt column and any others), or data set id:split
-    or id:config:split."""
-    eval: Text | None = None
-    """Held-out prompts, same formats; needed while evaluation.every is above 0."""
-    column: Text = "prompt"
-    """Name of the prompt's column in a .jsonl file or a data set."""
-
-
-class Gate(Section):
-    """A reward counts only where another one is good enough; elsewhere it is replaced before it is normalised."""
-
-    reward: Text
-    """The other reward, as the log names it: its name, or the part after the colon of a file."""
-    at_least: Number
-    """Threshold, in the other one's own units."""
-    otherwise: Number = 0.0
-    """What a sample below the threshold scores instead, in this reward's own units."""
-
-
-class Outage(Section):
-    """A reward in another process or on a server: how long is waited for it, and what happens then."""
-
-    timeout_s: Positive = 60.0
-    """Seconds for one attempt, from connecting to the end of the reply."""
-    deadline_s: Positive = 180.0
-    """Seconds for one call with all its attempts."""
-    policy: Literal["stop", "drop", "pause"] = "stop"
-    """At the deadline: stop the run, leave out these samples, or wait pause_s longer and then stop."""
-    pause_s: Positive = 300.0
-    """Seconds that `pause` waits for a server to come back."""
-
-
-class Reward(Section):
-    """One reward of the weighted sum."""
-
-    name: Text
-    """Built-in or installed name (see `genrl rewards`), or path/file.py:function_or_class."""
-    weight: Number = 1.0
-    """Factor in the sum that is trained on; 0 = only logged; negative = a penalty."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the reward's class, also device and dtype if it has them."""
-    schedule: tuple[tuple[Whole, Number], ...] = ()
-    """Points [iteration, factor on the weight], linear between them and constant outside; empty = 1."""
-    normalize: Literal["none", "group", "running"] = "none"
-    """Centre and divide by the spread: of the sample's group, or of all scores of the run so far."""
-    gate: Gate | None = None
-    """Count this reward only where another one is good enough; null = always."""
-    offload: Flag = False
-    """Move its model off the device while nothing is scored."""
-    batch_size: Count | None = None
-    """Most samples per call; null = those of a micro-batch."""
-    cache: Whole = 0
-    """Remember the scores of so many samples, by their content; 0 = none."""
-    remote: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """URL of a `genrl serve` of this reward, which is then not loaded here, or a list of several; null = none. Their
-    token, if they ask for one, is taken from the environment variable GENRL_REWARD_TOKEN."""
-    isolate: Flag | Text = False
-    """Run it in its own process, started and ended with the run; a folder = in that virtual environment."""
-    outage: Outage = Outage()
-    """What happens when the server or the process does not answer."""
-
-
-class Sampling(Section):
-    """How pictures (or videos) are generated for training."""
-
-    num_inference_steps: Count = 10
-    """Denoising steps of a rollout (Flow-GRPO on SD3.5: 10); at a strength below 1 those that are left."""
-    guidance_scale: NonNegative | None = None
-    """Guidance handed to the pipeline; null = the pipeline's default; 1 = off in most pipelines."""
-    height: Count | None = None
-    """Height in pixels; null = the pipeline's default."""
-    width: Count | None = None
-    """Width in pixels; null = the pipeline's default."""
-    num_frames: Count | None = None
-    """Frames of a video pipeline; null = its default, or a picture."""
-    buckets: Literal["rows"] | tuple[tuple[Count, Count] | tuple[Count, Count, Count], ...] = ()
-    """Several sizes, one per micro-batch: a list of [height, width] or [height, width, frames], assigned to prompts in
-    turn (with inputs: by the shape of their first picture); rows = by the columns height, width and num_frames; empty =
-    one size. In evaluation too."""
-    prompts_per_iteration: Count = 8
-    """Different prompts in one iteration, over all processes (Flow-GRPO: 48)."""
-    group_size: Count = 8
-    """Samples per prompt, compared with each other; at least 2 (Flow-GRPO: 24)."""
-    batch_size: Count = 8
-    """Samples per call of the denoiser, in rollout and in training alike."""
-    fit_batch: Flag = False
-    """Take batch_size as the maximum: before training find how many samples fit into memory, by halving, in all
-    processes; and repeat an iteration with half of it if memory runs out later."""
-    same_initial_noise: Flag = False
-    """Start all samples of a group from the same noise (DanceGRPO: true)."""
-    pipeline_args: dict[str, Any] = {}
-    """Further keyword arguments of the pipeline's call, for example max_sequence_length."""
-    inputs: dict[str, Text] = {}
-    """Pictures that the pipeline is given with each prompt: argument of its call -> column that names the file, for
-    example {image: source_image} to train an editing model."""
-    staleness: Whole = 0
-    """Sample each iteration with the weights of so many iterations before: 0 = the newest; 1 or more = rollout workers
-    (`engine`) sample while the model is trained. Flow-GRPO, PaCo-GRPO, GRPO-Guard, DDPO, DiffusionNFT (docs/ray.md)."""
-    score_in_background: Flag = False
-    """Score a micro-batch in a second thread while the next one is sampled; the results are the same."""
-
-    def scheduled(self, steps: int) -> int:
-        """Steps of the schedule that the pipeline is asked for, where it is to run `steps` of it: at a strength below 1
-        it leaves out the first ones."""
-        strength = self.pipeline_args.get("strength", 1.0)
-        return round(steps / float(strength))
+    deterministic: ClassVar[bool] = False
+    """Whether samples are drawn without noise: then a group from one initial noise would be one picture many times."""
+    whole_groups: ClassVar[bool] = False
+    """Whether the loss compares the samples of a group, which are then in one micro-batch."""
+    samples_per_group: ClassVar[int | None] = None
+    """How many samples a group has to have; None = any number."""
+    needs_flow: ClassVar[bool] = False
+    """Whether the model has to predict a velocity."""
+    refers_to_base: ClassVar[bool] = False
+    """Whether its reference is the model without adapters, also where training goes on with one (`model.lora.from`)."""
+    needs_reward: ClassVar[bool] = True
+    """Whether one reward at least must have a weight."""
+    differentiates_rewards: ClassVar[bool] = False
+    """Whether gradients come through the rewards and the decoder."""
+    trains_reward: ClassVar[bool] = False
+    """Whether one of the rewards is trained beside the model. `genrl eval RUN` loads it from what the run saved as
+    `adversary`; a module that saves it otherwise defines `load_trained(scorers, folder)`."""
+    reads_pictures: ClassVar[bool] = False
+    """Whether it reads the pictures of a data set by itself, row by row."""
+    checks_data: ClassVar[bool] = False
+    """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
+    not_in_float16: ClassVar[str] = ""
+    """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
+    not_fitted: ClassVar[str] = ""
+    """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
+    not_divided: ClassVar[str] = ""
+    """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
+    takes_older_samples: ClassVar[bool] = False
+    """Whether samples may have been drawn by the weights of earlier iterations (`sampling.staleness`)."""
+    takes_part_of_groups: ClassVar[bool] = False
+    """Whether it can be trained on some of the samples of each group, as on all (`economy.keep`)."""
+    one_size: ClassVar[str] = ""
+    """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
+    one_call_at_a_time: ClassVar[bool] = False
+    """Whether each backward pass follows its model call at once, so that recorded CUDA graphs serve."""
+    pictures_per_prompt: ClassVar[int] = 1
+    """Pictures that an evaluation draws of each prompt."""
 
     @property
-    def prompts_together(self) -> int:
-        """Prompts of one micro-batch of whole groups; 1 where a group has several micro-batches."""
-        return max(1, self.batch_size // self.group_size)
+    def updates(self) -> int:
+        """Optimiser steps in one pass over the samples of an iteration."""
+        return 1
 
     @property
-    def picture_column(self) -> str | None:
-        """The column of the first picture that the pipeline is given, whose shape decides a row's bucket."""
-        return next(iter(self.inputs.values()), None)
+    def epochs(self) -> int:
+        """Passes over the samples of an iteration."""
+        return 1
 
     @property
-    def images_per_iteration(self) -> int:
-        """Samples drawn in one iteration, over all processes."""
-        return self.prompts_per_iteration * self.group_size
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.refers_to_base
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one iteration, over all processes."""
-        return -(-self.images_per_iteration // self.batch_size)
+    def stands_alone(self) -> bool:
+        """Whether a sample has a use without others of its prompt."""
+        return False
+
+    @property
+    def transition(self) -> str | None:
+        """The kernel of its stochastic steps; None where it draws deterministically."""
+        return None
+
+    @property
+    def reduction(self) -> Literal["mean", "sum"]:
+        """Log-probabilities over the numbers of a latent."""
+        return "mean"
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether the graphs of sampling are kept for training."""
+        return False
+
+    @property
+    def varies(self) -> bool:
+        """Whether iterations train different steps."""
+        return False
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether samples share prefixes, so that updates and processes share out trees."""
+        return False
+
+    @property
+    def branches(self) -> bool:
+        """Whether a state goes on in several ways."""
+        return self.grows_trees
+
+    @property
+    def detaches_unconditional(self) -> bool:
+        """Whether training has no gradient through guidance's unconditional prediction."""
+        return getattr(self, "guidance_in_training", None) == "detached"
+
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        """Scales of guidance, beside that of sampling, under which training evaluates the model."""
+        return ()
+
+    def model_iterations(self, iterations: int) -> int:
+        """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
+        return iterations
+
+    def cut(self, config: Config, num_processes: int) -> list[list[int]]:
+        """Of each optimiser step of an iteration the sizes of its micro-batches, over all processes, the last of which
+        may be smaller: in samples, or trees where these are shared out."""
+        sizes = in_pieces(config.sampling.images_per_iteration, config.sampling.batch_size)
+        bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
+        return [sizes[first:last] for first, last in pairwise(bounds)]
+
+    def most_micro_batches(self, config: Config) -> int:
+        """What processes and updates can share: micro-batches, or what these can be cut into."""
+        return config.sampling.micro_batches
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """Model calls of an iteration in closed form. As it is here: every sample is drawn in all steps and trained at
+        one noise level."""
+        images, guidance = config.sampling.images_per_iteration, guided(config.sampling.guidance_scale)
+        train = float(images * self.epochs * guidance)
+        return Calls(float(images * config.sampling.num_inference_steps * guidance), train, train, 1.0)
+
+    def independent_calls(self, config: Config) -> float:
+        """Model calls of sampling as many ends independently, guidance aside."""
+        return float(config.sampling.images_per_iteration * config.sampling.num_inference_steps)
+
+    def kept_graphs(self, config: Config) -> float:
+        """Micro-batches whose graphs are held at once, at most."""
+        return 1.0
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep, by what they are for; the reference aside."""
+        return []
+
+    def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
+        """What is wrong with files that it alone reads. train: the training prompts, None where they could not be read;
+        notes: remarks that stop nothing are put here."""
+        return iter(())
+
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """How the samples of a group come about, for `genrl plan`. guidance: model calls per step."""
+        if self.reads_pictures:
+            yield f"{self.algorithm} samples nothing: its pictures are given"
+            return
+        chains = make_plan(config.sampling.num_inference_steps, noise={}, roots=config.sampling.group_size)
+        yield describe(chains, (), calls_per_state=guidance).rsplit("\n", 1)[0]
+        yield f"{self.algorithm} trains on finished samples at noise levels, not on transitions"
 
 
-class Evaluation(Section):
-    """Held-out prompts, fixed noise, deterministic sampling."""
+class Updating(DiffusionMethod):
+    """A method that may update the model several times from the samples of an iteration."""
 
-    every: Whole = 20
-    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
-    num_prompts: Count = 64
-    """Prompts taken from the beginning of prompts.eval; fewer if it has fewer."""
-    group_size: Count = 1
-    """Pictures of each prompt; rewards that compare the pictures of a group need 2 or more to say anything."""
-    num_inference_steps: Count | None = None
-    """Denoising steps; null = sampling.num_inference_steps (Flow-GRPO on SD3.5: 40)."""
-    guidance_scale: NonNegative | None = None
-    """Guidance; null = sampling.guidance_scale."""
-    height: Count | None = None
-    """Pixels; null = sampling.height (PaCo-GRPO trains at a lower resolution than it is evaluated at)."""
-    width: Count | None = None
-    """Pixels; null = sampling.width."""
-    batch_size: Count | None = None
-    """Samples per call of the denoiser; null = sampling.batch_size."""
-    seed: Whole = 1234
-    """Seed of the fixed noise."""
-    monitor: Monitor | None = None
-    """End training when a held-out scorer falls; null = never."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch; at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration."""
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps in one pass over the samples of an iteration."""
+        return self.updates_per_iteration
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the samples of an iteration."""
+        return self.inner_epochs
 
 
-class Engine(Section):
-    """Where samples are generated, if not in the processes that train (docs/ray.md)."""
-
-    kind: Literal["ray"]
-    """ray = by Ray actors, each with a copy of the pipeline."""
-    rollout_workers: Count
-    """Actors that generate samples, over all processes; together with those that score, at most one per CPU of the
-    cluster."""
-    reward_workers: Whole = 0
-    """Actors that score, each with all rewards that are on no server; 0 = the processes that train score."""
-    address: Text | None = None
-    """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or one that is started
-    here and ends with the run."""
+def too_few_steps(config: Config, text: str) -> Iterator[Finding]:
+    """Refuse a sampler of one step."""
+    if config.sampling.num_inference_steps < 2:
+        yield ("sampling.num_inference_steps", "trainer.algorithm"), text
 
 
-class Config(Section):
+def first_update(config: Config, updates: int) -> int:
+    """Samples of the first of an iteration's updates, after which the policy is no longer the one that drew them."""
+    sampling = config.sampling
+    return min(sampling.images_per_iteration, sampling.batch_size * (sampling.micro_batches // updates))
+
+
+def in_pieces(count: int, size: int) -> list[int]:
+    """`count` in pieces of `size`, and the rest."""
+    return [min(size, count - first) for first in range(0, count, size)]
+
+
+class Config(RunConfig):
     """One training run."""
 
     kind: ClassVar[Kind] = "diffusion"
@@ -314,35 +246,23 @@ class Config(Section):
     """How samples are generated."""
     economy: Economy = Economy()
     """Which prompts are asked, and which of their samples are trained on."""
-    trainer: Trainer
+    trainer: Annotated[DiffusionMethod, ByName(), SerializeAsAny()]
     """Which algorithm, and its settings."""
-    optimizer: Optimizer = Optimizer()
-    """The optimiser and its schedule."""
     ema: EMA | None = EMA()
     """Moving average of the weights; null = none."""
     evaluation: Evaluation = Evaluation()
     """When and how held-out prompts are scored."""
-    checkpoint: Checkpoint = Checkpoint()
-    """When the state is saved."""
-    distributed: Distributed = Distributed()
-    """Several processes."""
     engine: Engine | None = None
     """Where samples are generated; null = in the processes that train."""
     kernels: Kernels = Kernels()
     """Fused kernels, attention back-ends, compilation."""
-    tf32: Flag | None = None
-    """On a GPU, round what float32 matrix products and convolutions read to TF32 (docs/speed.md): faster, 10 bits of
-    mantissa instead of 23; null = as torch has it, which rounds in convolutions alone."""
-    trackers: tuple[Tracker, ...] = ("tensorboard",)
-    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 300
     """Rounds of sampling and training (DanceGRPO and MixGRPO: 300)."""
-    idle_iterations: Count | None = 5
-    """Stop the run, with the reason, after so many iterations in a row that change no weight; null = never."""
-    seed: Whole = 0
-    """Seed of everything random: prompts, noise, windows, initial adapters."""
-    output: Text = "runs/genrl"
-    """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
+
+    @property
+    def base(self) -> str:
+        """Folder or hub id of the pipeline; of a single file, of the one that it was made from."""
+        return self.model.config or self.model.path
 
     @property
     def reward_labels(self) -> tuple[str, ...]:
@@ -365,11 +285,6 @@ class Config(Section):
         return self.distributed.fsdp or self.model.offload.denoiser is not None
 
     @property
-    def rounds_weights(self) -> bool:
-        """Whether weights that are trained are rounded where they are no shards."""
-        return False
-
-    @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
         return self.shards and self.model.lora is None
@@ -389,7 +304,26 @@ class Config(Section):
         """Iterations that train the model; at most these, where a run decides it by its scores."""
         return self.trainer.model_iterations(self.iterations)
 
-    @model_validator(mode="after")
-    def _possible(self) -> Config:
-        refuse_impossible(self)
-        return self
+    @property
+    def watchable(self) -> tuple[str, ...]:
+        """The rewards, by their labels."""
+        return self.reward_labels
+
+    @property
+    def age(self) -> tuple[str, int]:
+        """The key that says how old samples may be, and what it says."""
+        return "sampling.staleness", self.sampling.staleness
+
+    def problems(self) -> Iterator[Finding]:
+        """Settings that cannot work together."""
+        from genrl.diffusion.config.combinations import problems
+
+        yield from self.trainer.problems(self)
+        yield from problems(self)
+        yield from super().problems()
+
+    def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
+        """What is wrong with the model's folder, the prompt files and the rewards."""
+        from genrl.diffusion.config.files import file_problems
+
+        return file_problems(self, notes)

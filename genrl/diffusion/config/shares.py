@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.diffusion.config.combinations import ImpossibleConfig, refuse_impossible
-
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
 
@@ -86,7 +84,7 @@ def remedy(config: Config, num_processes: int) -> str:
         for size in range(sampling.batch_size, 0, -1):
             changes = {"prompts_per_iteration": prompts, "batch_size": size}
             changed = config.model_copy(update={"sampling": sampling.model_copy(update=changes)})
-            if _speedup(changed, num_processes) == num_processes and _is_possible(changed):
+            if _speedup(changed, num_processes) == num_processes and not any(changed.problems()):
                 new = {key: value for key, value in changes.items() if value != getattr(sampling, key)}
                 return " ".join(f"sampling.{key}={value}" for key, value in new.items())
     return f"sampling.prompts_per_iteration={more}"
@@ -108,11 +106,3 @@ def _speedup(config: Config, num_processes: int) -> float:
 def _unit(config: Config) -> str:
     context = config.distributed.context
     return "processes" if context == 1 else f"groups of {context} processes"
-
-
-def _is_possible(config: Config) -> bool:
-    try:
-        refuse_impossible(config)
-    except ImpossibleConfig:
-        return False
-    return True

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from genrl.config import Config, Model
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.encoding import NotEncoded
 from genrl.diffusion.policy.interfaces import Pipeline

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.diffusion.config.files import model_folder
 from genrl.diffusion.config.memory_rules import is_text_encoder, quantized
+from genrl.diffusion.config.schema import Config
 
 GB = 10**9
 

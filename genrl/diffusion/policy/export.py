@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl import __version__
-from genrl.config import Config, LoRA
+from genrl.config import LoRA
 from genrl.config import load as load_config
 from genrl.config.folders import hub_file, is_gguf
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import NAMES
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.adapters import (
     ADAPTER,

@@ -20,7 +20,9 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from genrl.config import Config, LoRA, Model
+from genrl.config import LoRA
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.adapters import ADAPTER, activate_all, add_frozen, load_lora
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import load_pipeline

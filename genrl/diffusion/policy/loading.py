@@ -14,10 +14,10 @@ from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from genrl.config import Model, Sampling
 from genrl.diffusion.config.combinations import OURS
 from genrl.diffusion.config.memory_rules import is_text_encoder
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
+from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file

@@ -30,7 +30,7 @@ from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
-from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory
+from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
 from genrl.diffusion.policy.untouched import Untouched
 from genrl.kernels.backend import TooManyGraphs
 from genrl.mdp.gaussian import Reduction
@@ -176,15 +176,12 @@ class Policy:
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return recording.trajectory(sigmas, end)
 
-    def replay(self, trajectory: Trajectory, index: int, batch: Batch | None = None) -> Replayed:
-        """Step `index` of a trajectory under the current parameters; on-policy, `log_prob` equals the recorded one.
-
-        `batch` replaces the trajectory's own where the step is to be judged under other conditions (no guidance).
-        Gradients are kept where they are enabled. Raises KeyError for a step that was not recorded.
-        """
-        next_state, rows = trajectory.next_states[index], trajectory.rows(index)
-        step = self.calls.leave_at(batch or trajectory.batch, Request(index, index + 1), trajectory.states[index])
-        return self.actions.evaluate(step, trajectory.kernel, rows, next_state)
+    def replay(self, record: StepRecord) -> Replayed:
+        """A recorded step under the current parameters; on-policy, `log_prob` equals the recorded one. Gradients are
+        kept where they are enabled."""
+        # The pipeline itself runs up to its scheduler and is left there: what trains is what sampled, to the bit.
+        step = self.calls.leave_at(record.batch, Request(record.index, record.index + 1), record.state)
+        return self.actions.evaluate(step, record.kernel, record.rows, record.next_state)
 
     def velocity(self, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
         """The model output at any state, float32 [B, ...]. Gradients are kept where they are enabled.

@@ -99,6 +99,10 @@ class Kernel:
     levels: Mapping[int, float] = field(default_factory=dict)
     """Noise level of single steps, where it is another one."""
 
+    def at(self, index: int) -> Kernel:
+        """The kernel of one step, with its own level."""
+        return Kernel(self.name, self.levels.get(index, self.noise_level))
+
     def transition(self, step: Step, head: PolicyHead) -> Transition:
         """Of this step of a pipeline whose scheduler is `head`."""
         x, out = step.state, step.model_output
@@ -149,6 +153,48 @@ class Children:
 
 
 @dataclass(frozen=True)
+class StepRecord:
+    """One recorded step of a micro-batch: all that is needed to run it again under other weights.
+
+    For example `policy.replay(trajectory.step(2))`; a dump holds its batch and `tensors`, from which `of` makes it.
+    """
+
+    batch: Batch
+    """The conditions it is run under."""
+    kernel: Kernel
+    """The transition of this very step."""
+    index: int
+    state: Tensor
+    """x_i, float32 [B, ...]."""
+    next_state: Tensor
+    """x_{i+1} as it was drawn, [B, ...], or [C, ...] where the step branches."""
+    rows: Tensor | None = None
+    """Row of the state that each action was drawn from, int64 [C], where they are not one to one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it but the batch and the kernel's name."""
+        known = {
+            "step": torch.tensor(self.index),
+            "noise_level": torch.tensor(self.kernel.noise_level, dtype=torch.float64),
+            "state": self.state,
+            "next_state": self.next_state,
+        }
+        return known if self.rows is None else known | {"rows": self.rows}
+
+    @classmethod
+    def of(cls, batch: Batch, kernel: str, tensors: Mapping[str, Tensor]) -> Self:
+        """The reverse of `tensors`."""
+        return cls(
+            batch,
+            Kernel(kernel, float(tensors["noise_level"])),
+            int(tensors["step"]),
+            tensors["state"],
+            tensors["next_state"],
+            tensors.get("rows"),
+        )
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """A recorded segment of denoising chains of one micro-batch."""
 
@@ -176,9 +222,18 @@ class Trajectory:
     graphs: dict[int, Replayed] = field(default_factory=dict)
     """Step index i -> what `replay` would give before the first update, where its graph was kept."""
 
-    def rows(self, index: int) -> Tensor | None:
-        """Row of the state that each action of this step was drawn from, where they are not one to one."""
-        return self.children.parent_row if self.children is not None and index == self.stop - 1 else None
+    def step(self, index: int, batch: Batch | None = None) -> StepRecord:
+        """A recorded step, under other conditions than it was sampled under where a `batch` is given. KeyError for a
+        step that was not recorded."""
+        branches = self.children is not None and index == self.stop - 1
+        return StepRecord(
+            batch or self.batch,
+            self.kernel.at(index),
+            index,
+            self.states[index],
+            self.next_states[index],
+            self.children.parent_row if self.children is not None and branches else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from threading import Event
 
 import torch
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, unpacked
-from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, Sheet, Worker, drawn_and_scored, gathered
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, Sheet, Worker, gathered, handed_on, jobs_of
 from genrl.diffusion.rollout.scoring import Scorers, Scoring
 from genrl_rewards.compose import Running
 
@@ -60,10 +60,10 @@ class Ahead:
         def counted(calls: int) -> None:
             underway.calls += calls
 
-        source = self.far.source(order, here, counted)
+        finishing = self.far.drawn(order, jobs_of(config, sheet, here), here, counted)
 
         def work() -> None:
-            for item in drawn_and_scored(config, sheet, source, scoring, here):
+            for item in handed_on(finishing, scoring, here):
                 underway.drawn.put(item)
 
         underway.work = self._thread.submit(work)

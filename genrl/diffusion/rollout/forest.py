@@ -77,6 +77,10 @@ def roll_out(
     it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0. `beat` is called after each segment of
     `batch_size` rows. keep: steps whose graphs are kept, for an update under the very weights that drew them.
     """
+    if not plan.splits and plan.tail is None and len(slots) <= batch_size:  # no tree: chains in one call
+        trajectory = policy.roll_out(batch, kernel, plan.stochastic, keep=keep)
+        beat()
+        return independent(trajectory, slots)
     tree = grow(plan)
     roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
     nodes = [roots[slot % tree.num_slots] for slot in slots]

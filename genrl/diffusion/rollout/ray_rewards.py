@@ -19,8 +19,8 @@ import torch
 from accelerate.utils import set_seed
 
 import genrl_rewards
-from genrl.config import Config
-from genrl.diffusion.config.schema import Reward
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Reward
 from genrl.runtime.loop.ray_cluster import START_S, check_versions, connected, versions
 from genrl_rewards.contract import Scored, declare, read
 from genrl_rewards.failures import Failure, RewardFailed, catch

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.config.method import code_of
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker, finish
+from genrl.diffusion.rollout.rollout import Finished, Finishing, Job, Worker, finish
 from genrl.runtime.loop.frame import kind_of
 from genrl.runtime.loop.ray_cluster import START_S, check_versions, connected, versions
 from genrl.runtime.weights.devices import use_tf32, without_cudnn_attention
@@ -150,34 +150,30 @@ class RayRollouts:
             sent = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
         return Order(self.version, sent)
 
-    def source(self, order: Order, worker: Worker, counted: Callable[[int], None]) -> Source:
+    def drawn(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
         """Micro-batches that the actors draw by this order, as they came (`unpacked`). counted: is told the model calls
         of each."""
-
-        def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
-            waiting, found = deque(jobs), dict[int, Part]()
-            positions, losses = [job.position for job in waiting], 0
-            for seat in self.seats:
-                seat.job = None  # of an iteration that was left
-            for position in positions:
-                with worker.timed("sample"):
-                    while position not in found:
-                        self._hand_out(waiting, order)
-                        job, part = self._hear()
-                        worker.beat()
-                        if isinstance(part, Exception):
-                            losses += 1
-                            self._check_losses(losses, part)
-                            waiting.extendleft([] if job is None else [job])
-                        elif job is not None and part is not None:
-                            self._check_version(part.version, order.version)
-                            found[job.position], losses = part, 0
-                            self._busy += part.seconds
-                            counted(part.model_calls)
+        waiting, found = deque(jobs), dict[int, Part]()
+        positions, losses = [job.position for job in waiting], 0
+        for seat in self.seats:
+            seat.job = None  # of an iteration that was left
+        for position in positions:
+            with worker.timed("sample"):
+                while position not in found:
                     self._hand_out(waiting, order)
-                yield position, found.pop(position).finished
-
-        return drawn
+                    job, part = self._hear()
+                    worker.beat()
+                    if isinstance(part, Exception):
+                        losses += 1
+                        self._check_losses(losses, part)
+                        waiting.extendleft([] if job is None else [job])
+                    elif job is not None and part is not None:
+                        self._check_version(part.version, order.version)
+                        found[job.position], losses = part, 0
+                        self._busy += part.seconds
+                        counted(part.model_calls)
+                self._hand_out(waiting, order)
+            yield position, found.pop(position).finished
 
     def metrics(self) -> dict[str, float]:
         """Since it was asked the last time, and of the run so far."""

@@ -23,12 +23,13 @@ from PIL import Image
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Sampling
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
-from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
+from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
@@ -263,8 +264,8 @@ class Finished(NamedTuple):
     """Float on the CPU, [B, 3, H, W] or [B, F, 3, H, W]."""
 
 
-Source = Callable[[Iterable[Job]], Iterator[tuple[int, Finished]]]
-"""Who draws: micro-batches by their positions, in the order of the jobs."""
+Finishing = Iterator[tuple[int, Finished]]
+"""Micro-batches by their positions, in the order of the jobs, as whoever draws them finishes them."""
 
 
 def jobs_of(config: Config, sheet: Sheet, worker: Worker) -> Iterator[Job]:
@@ -283,51 +284,29 @@ def finish(policy: Policy, drawn: Drawn, size: int) -> Finished:
 
 
 def drawn_here(
-    config: Config,
+    jobs: Iterable[Job],
     policy: Policy,
     draw: Draw,
     worker: Worker,
+    size: int,
     *,
     under: Callable[[], AbstractContextManager[None]],
     beat: Callable[[], None],
-) -> Source:
-    """Micro-batches that this process draws one after the other. under: context with the weights that draw; beat: is
-    called while a micro-batch is drawn."""
-
-    def source(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
-        for job in jobs:
-            with torch.no_grad(), worker.fitting():
-                with worker.timed("sample"), under():
-                    drawn = draw(policy, job.batch, job.slots, beat=beat)
-                with worker.timed("decode"):
-                    finished = finish(policy, drawn, config.sampling.batch_size)
-            yield job.position, finished
-
-    return source
+) -> Finishing:
+    """Micro-batches that this process draws one after the other, and decodes `size` pictures at a time. under: context
+    with the weights that draw; beat: is called while a micro-batch is drawn."""
+    for job in jobs:
+        with torch.no_grad(), worker.fitting():
+            with worker.timed("sample"), under():
+                drawn = draw(policy, job.batch, job.slots, beat=beat)
+            with worker.timed("decode"):
+                finished = finish(policy, drawn, size)
+        yield job.position, finished
 
 
-def collect(
-    config: Config,
-    scorers: Scorers,
-    sheet: Sheet,
-    source: Source,
-    worker: Worker,
-    *,
-    running: Mapping[str, Running],
-) -> Rollouts:
-    """Score one iteration as it is drawn. running: statistics of the scores of the iterations before."""
-    background = config.sampling.score_in_background
-    with Scoring(scorers, sheet.rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
-        drawn = drawn_and_scored(config, sheet, source, scoring, worker)
-        return gathered(sheet, drawn, scoring, worker, running=running)
-
-
-def drawn_and_scored(
-    config: Config, sheet: Sheet, source: Source, scoring: Scoring, worker: Worker
-) -> Iterator[tuple[int, MicroBatch]]:
-    """What this process has to draw, by position, handed on to be scored."""
-    jobs = jobs_of(config, sheet, worker)
-    for number, (position, (drawn, images)) in enumerate(source(jobs), start=1):
+def handed_on(finishing: Finishing, scoring: Scoring, worker: Worker) -> Iterator[tuple[int, MicroBatch]]:
+    """What this process draws, by position, each on its way to the rewards while the next one is drawn."""
+    for number, (position, (drawn, images)) in enumerate(finishing, start=1):
         if worker.scores(number):
             scoring.add(drawn.slots, images)
         yield (

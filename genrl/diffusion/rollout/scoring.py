@@ -22,8 +22,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.ray_rewards import FarReward, RewardPool, opened_for
 from genrl_rewards.background import Background
 from genrl_rewards.calls import inner

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.vla.simulators.contract import Keys, spread
+from genrl.vla.simulators.contract import episode_keys as episode_keys
+
 COLOURS = ("red", "green", "blue")
 ZONES = ("left", "right", "far")
 PUT = tuple(range(9))
@@ -36,7 +39,6 @@ MAX_STEPS = 40
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-Keys = NDArray[np.uint64]
 
 
 class State(NamedTuple):
@@ -90,12 +92,6 @@ def task_numbers(names: Sequence[str]) -> tuple[int, ...]:
                 f"(three), or instructions themselves: {', '.join(map(repr, INSTRUCTIONS))}"
             )
     return tuple(dict.fromkeys(numbers))
-
-
-def episode_keys(seed: int, slot: NDArray[np.generic], count: NDArray[np.generic]) -> Keys:
-    """Numbers of the episodes `count` [n] of the slots `slot` [n] of a run: different in all three, uint64 [n]."""
-    start = _mix(np.array([seed % 2**64], dtype=np.uint64))
-    return _mix(_mix(start + slot.astype(np.uint64)) + count.astype(np.uint64))
 
 
 def initial_state(episodes: Keys, tasks: Sequence[int]) -> State:
@@ -217,14 +213,6 @@ def _goal(task: Integers) -> tuple[Integers, Integers, Flags]:
 
 def _uniform(episodes: Keys, stream: int, count: int) -> NDArray[np.float64]:
     """[n, count] in [0, 1): a function of (episode, stream, place)."""
-    start = _mix(_mix(episodes) + np.uint64(stream))
-    bits = _mix(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    start = spread(spread(episodes) + np.uint64(stream))
+    bits = spread(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(keys: Keys) -> Keys:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) after one increment: spreads neighbours, one to one."""
-    z = keys + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from genrl import __version__
-from genrl.config import AnyConfig, VLAConfig
+from genrl.config import RunConfig
 from genrl.runtime.folder.run import write_atomic
 
 THIS_FOLDER = "THIS_FOLDER"
@@ -36,13 +36,12 @@ def table(rows: Sequence[Mapping[str, float | None]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_plain(folder: Path, config: AnyConfig, base: str | None, rows: Sequence[Mapping[str, float | None]]) -> None:
+def write_plain(folder: Path, config: RunConfig, base: str | None, rows: Sequence[Mapping[str, float | None]]) -> None:
     """README.md of an exported policy or vision-language model. base: what it was trained from, None = from nothing."""
-    library = "lerobot" if isinstance(config, VLAConfig) else "transformers"
     known = "" if base is None else f"base_model: {json.dumps(base, ensure_ascii=False)}\n"
     what = "A model" if base is None else as_code(base)
     text = f"""---
-{known}library_name: {library}
+{known}library_name: {config.library}
 tags: [reinforcement-learning, genrl, {json.dumps(config.trainer.algorithm)}]
 ---
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from genrl.config import AnyConfig, Config, VLAConfig
+from genrl.config import RunConfig
 from genrl.config.folders import looks_local
 from genrl.runtime.folder import cards
 from genrl.runtime.folder.run import Run, read_metrics
@@ -94,12 +94,9 @@ def _last_grid(run: Path) -> Any:
     return Image.open(grids[-1]) if grids else None
 
 
-def base_of(config: AnyConfig) -> str | None:
+def base_of(config: RunConfig) -> str | None:
     """Hub id or folder of the model that a run trained; None for one made anew or handed over by a script."""
-    if isinstance(config, Config):
-        name: str | None = config.model.config or config.model.path
-    else:
-        name = config.policy.path if isinstance(config, VLAConfig) else config.vlm.path
+    name = config.base
     return None if name is None or is_given(name) else name
 
 

@@ -1,7 +1,7 @@
 """What a run measures: the catalogue of metrics, and the logger that writes them.
 
 Every logged key has an entry in `METRICS`, with its formula and how to read it; `docs/metrics.md` is made from it.
-What all runs and those of pipelines share is here, what those of the other kinds share in `genrl.config`, and what a
+What all runs and those of pipelines share is here, what those of another kind share in its `config.metrics`, and what a
 method logs beside it in its settings (`Method.metrics`).
 `<name>` stands for the name of a reward (`shapes`) or of a part of it (`shapes/count`).
 """
@@ -12,15 +12,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings
+from genrl.config.kinds import KINDS, Kind
+from genrl.config.method import MetricDoc, built_in, headings
 from genrl.runtime.folder import trackers
 from genrl.runtime.folder.run import Run, json_line
-from genrl.vla.config import metrics as vla_metrics
-from genrl.vlm.config import metrics as vlm_metrics
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -202,9 +202,10 @@ _COST = {
 }
 
 
-def _of_methods(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
-    """What the built-in methods for a kind of run log beside what all its runs do, by heading."""
-    found: dict[str, dict[str, MetricDoc]] = {}
+def _of_kind(kind: Kind, shared: str = "") -> dict[str, dict[str, MetricDoc]]:
+    """What runs of a kind and its built-in methods log, by heading. shared: the module that says it of all its runs;
+    it is named by a string, since nothing in `runtime` imports a kind."""
+    found: dict[str, dict[str, MetricDoc]] = dict(import_module(shared).SECTIONS) if shared else {}
     for method in built_in(kind).values():
         for title, entries in headings(method).items():
             found.setdefault(title, {}).update(entries)
@@ -264,12 +265,9 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Groups and advantages": _ADVANTAGES,
     "Chosen prompts": _SELECTION,
     "Update": _UPDATE,
-    **_of_methods("diffusion"),
-    "Policies in simulation": vla_metrics.SIMULATION,
-    "Policies from data": vla_metrics.OFFLINE,
-    **_of_methods("vla"),
-    "Vision-language models": vlm_metrics.LANGUAGE,
-    **_of_methods("vlm"),
+    **_of_kind("diffusion"),
+    **_of_kind("vla", "genrl.vla.config.metrics"),
+    **_of_kind("vlm", "genrl.vlm.config.metrics"),
     "Time, memory and cost": _COST,
     "Rollout workers": _WORKERS,
     "Samples of earlier weights": _OLDER,

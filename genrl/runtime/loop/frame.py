@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from genrl.config import AnyConfig
+from genrl.config import RunConfig
 from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, Script
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     """Which keys to lower where memory runs out."""
 
 
-def kind_of(config: AnyConfig) -> Kind:
+def kind_of(config: RunConfig) -> Kind:
     """The kind of run that a configuration describes: `KIND` of `genrl.<kind>.train`."""
     kind: Kind = import_module(f"genrl.{config.kind}.train").KIND
     return kind
@@ -69,7 +69,7 @@ class Ended(NamedTuple):
     """130 or 143 where the process was asked to end, else 0."""
 
 
-def train(config: AnyConfig, resume: Path | None = None) -> Path:
+def train(config: RunConfig, resume: Path | None = None) -> Path:
     """`run`; returns the folder. Raises SystemExit (130, 143) where the process was asked to end and has saved."""
     ended = run(config, resume)
     if ended.exit_code:
@@ -77,7 +77,7 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
     return ended.folder
 
 
-def run(config: AnyConfig, resume: Path | None = None, script: Script | None = None) -> Ended:
+def run(config: RunConfig, resume: Path | None = None, script: Script | None = None) -> Ended:
     """Train as `config` says, into its run folder, or go on in the folder `resume`. script: that which calls, if it is
     not the command line.
 

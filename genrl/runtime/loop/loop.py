@@ -21,7 +21,8 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 from genrl.config.method import Method
-from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
+from genrl.config.optimizers import Optimizer
+from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import truncate_metrics

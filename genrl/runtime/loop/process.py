@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 
-from genrl.config import AnyConfig, dump
+from genrl.config import RunConfig, dump
 from genrl.config.method import methods_of, metrics_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder import run as run_folder
@@ -104,7 +104,7 @@ def _to_resume(run: Run, accelerator: Accelerator) -> Path | None:
 def begin(
     stack: ExitStack,
     claimed: Claim,
-    config: AnyConfig,
+    config: RunConfig,
     accelerator: Accelerator,
     *,
     unit: str,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genrl.config import AnyConfig
+from genrl.config import RunConfig
 from genrl.config import load as load_config
 from genrl.config.method import class_of, code_of
 from genrl.runtime.folder import checkpoint
@@ -80,7 +80,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         return _computed(dump, config, source_run)
 
 
-def _computed(dump: Dump, config: AnyConfig, source_run: Run) -> Replay:
+def _computed(dump: Dump, config: RunConfig, source_run: Run) -> Replay:
     """Loss and gradients of a dump as the run would compute them."""
     device = default_device()
     opened = kind_of(config).reopen(config, device, dump.step)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genrl.config.optimizers import OPTIMIZERS, missing_package, unknown_argument
+from genrl.config.optimizers import OPTIMIZERS, Optimizer, unknown_argument
 from genrl.config.plugins import Group, find
-from genrl.config.sections import Optimizer
 from genrl.runtime.weights import state
 
 
@@ -104,7 +103,7 @@ def make_optimizer(groups: list[dict[str, Any]], settings: Optimizer, *, lr: flo
 def check_optimizer(settings: Optimizer) -> None:
     """Raise ValueError, naming the key, where the optimiser cannot be imported, does not take what it is given, or
     keeps a state that cannot be saved: seen by a step on a small matrix."""
-    if why := missing_package(settings):
+    if why := settings.missing_package():
         raise ValueError(f"optimizer.name: {why}")
     kind = _class(settings.name)
     for key in settings.args:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from genrl.config.plugins import names
+from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
 from genrl.vla.config.names import BOTH, EMBEDDED, PREDICTS, SAMPLERS, SIMULATORS
 from genrl.vla.config.openvla import data_set, data_sets, is_openvla
 from genrl.vla.config.rules import not_trained, of_layers
-from genrl.vla.config.schema import OFT, VLAConfig
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.sections import OFT
 from genrl_rewards.given import given, is_given
-
-Wrong = tuple[KeyPath, str]
 
 PACKAGES = {
     "metaworld": ("metaworld", "'genrl-diffusion[metaworld]'"),
@@ -30,14 +30,14 @@ PACKAGES = {
 """The module that shows a simulator installed, and what pip calls it."""
 
 
-def vla_files(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
+def file_problems(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
     """What is wrong; remarks that stop nothing go to `notes`."""
     yield from _policy(config, notes)
     yield from _demonstrations(config)
     yield from _simulator(config, notes)
 
 
-def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
+def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
     """A folder with a policy in LeRobot's layout, or of a run that trained one; or a class of your own."""
     if config.policy.new is not None:
         yield from _own_code(("policy", "new", "type"), config.policy.new.type, "Name", notes)
@@ -83,7 +83,7 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 
 
-def _openvla(config: VLAConfig, folder: Path) -> Iterator[Wrong]:
+def _openvla(config: VLAConfig, folder: Path) -> Iterator[FileFinding]:
     """What an OpenVLA-OFT needs to be told. A folder of ours says it itself."""
     sampler, own = config.sampler, _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
     told = OFT.model_validate(own | (config.policy.oft.model_dump(exclude_unset=True) if config.policy.oft else {}))
@@ -100,7 +100,7 @@ def _openvla(config: VLAConfig, folder: Path) -> Iterator[Wrong]:
         yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 
 
-def _demonstrations(config: VLAConfig) -> Iterator[Wrong]:
+def _demonstrations(config: VLAConfig) -> Iterator[FileFinding]:
     source, key = config.demonstrations.dataset if config.demonstrations else None, ("demonstrations", "dataset")
     if source is None:
         return
@@ -122,7 +122,7 @@ def is_recording(path: Path) -> bool:
     return path.suffix in (".hdf5", ".h5") or (path / "data" / "metadata.json").is_file()
 
 
-def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
+def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
     """A simulator that is installed."""
     name, workers, key = config.environment.name, config.environment.workers, ("environment", "name")
     if is_given(name):
@@ -146,7 +146,7 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
         yield ("environment", "workers"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
 
 
-def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterator[Wrong]:
+def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterator[FileFinding]:
     """A file that a name stands for: whether it is there, and that it will run."""
     file, _, _ = name.rpartition(":")
     if name.endswith(".py"):

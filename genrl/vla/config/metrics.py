@@ -131,3 +131,6 @@ OFFLINE = {
         "mean matching loss of the imitation that ends a round (RL-100) or comes first (DiWA)", "As any imitation.", ""
     ),
 }
+
+SECTIONS = {"Policies in simulation": SIMULATION, "Policies from data": OFFLINE}
+"""By the headings of docs/metrics.md."""

@@ -49,7 +49,7 @@ gymnasium environment."""
 EXPERTS = Group(
     "scripted expert",
     {
-        "minitable": "genrl.vla.data.demonstrations:minitable_expert",
+        "minitable": "genrl.playground.minitable.demonstrations:minitable_expert",
         "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
         "point_maze": "genrl.vla.simulators.robotics.expert:point_maze",
         "fetch": "genrl.vla.simulators.robotics.expert:fetch",
@@ -59,5 +59,7 @@ EXPERTS = Group(
 )
 """Demonstrations, by the simulator, which also says what the expert would do from any state (`simulator.Expert`):
 functions (tasks, count, seed, max_steps, image_size, points) -> `frames.Shown`."""
+WORLDS = Group("world to make data in", {"minitable": "genrl.playground.minitable.world:TableWorld"}, "")
+"""What methods that make their own data know of a simulator: functions (tasks, max_steps) -> `demonstrations.World`."""
 MINITABLE_THINGS = 7
 """On the embedded table: discs, gripper, zones."""

@@ -6,35 +6,18 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from genrl.config.method import Finding
-from genrl.config.optimizers import optimizer_problems
+from genrl.config.errors import Finding
 from genrl.config.plugins import names
-from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
-from genrl.diffusion.config.combinations import ImpossibleConfig
 from genrl.vla.config.names import BOTH, EMBEDDED, MINITABLE_THINGS, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 if TYPE_CHECKING:
-    from genrl.vla.config.method import VLAMethod
-    from genrl.vla.config.schema import VLAConfig
+    from genrl.vla.config.schema import VLAConfig, VLAMethod
 
 
-def refuse_impossible(config: VLAConfig) -> None:
-    """Raise ImpossibleConfig with everything that cannot work together."""
-    found = [
-        *_policy(config),
-        *_tokens(config),
-        *_new_policy(config),
-        *_layers(config),
-        *_shards(config),
-        *_rest(config),
-        *_staleness(config),
-        *config.sampler.problems(),
-        *config.trainer.problems(config),
-        *optimizer_problems(config),
-        *monitor_problems(config, ("success",), "held-out figure"),
-    ]
-    if found:
-        raise ImpossibleConfig(found)
+def problems(config: VLAConfig) -> Iterator[Finding]:
+    """Everything that cannot work together."""
+    for rule in (_policy, _tokens, _new_policy, _layers, _shards, _rest, _staleness):
+        yield from rule(config)
 
 
 def _policy(config: VLAConfig) -> Iterator[Finding]:
@@ -124,7 +107,6 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
 
 def _shards(config: VLAConfig) -> Iterator[Finding]:
     key, trainer = "distributed.fsdp", config.trainer
-    yield from shard_problems(config)
     if not config.distributed.fsdp:
         return
     if trainer.one_process:
@@ -144,7 +126,6 @@ def _staleness(config: VLAConfig) -> Iterator[Finding]:
         yield (at, "trainer.algorithm"), f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
     if staleness and config.distributed.fsdp:
         yield ("distributed.fsdp", at), "is not there for policies in shards; write 0"
-    yield from staleness_problems(config, at, staleness)
 
 
 def _rest(config: VLAConfig) -> Iterator[Finding]:

@@ -1,345 +1,85 @@
-"""The typed configuration of a run that trains a policy in simulation: a YAML file with the section `policy`.
+"""The configuration of a run that trains a policy in simulation, and what its method declares beside its keys.
 
-As in `schema`, the text under each field is its description. The section `trainer` is of the methods in
-`genrl/vla/methods`. Sources named there and here: pi_RL (arXiv 2510.25889), DPPO (2409.00588), ReinFlow (2505.22094),
-SimpleVLA-RL (2509.09674).
+The two refer to each other: a run has a method, and a method is asked about a run. The sections are in `sections`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny
 
-from genrl.config.method import Finding, Kind, union_of
-from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Text, Ways, Whole
-from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
-from genrl.vla.config.method import VLAMethod
-from genrl.vla.config.rules import refuse_impossible
+from genrl.config.errors import Finding
+from genrl.config.kinds import Kind
+from genrl.config.method import ByName, Method
+from genrl.config.run_config import FileFinding, RunConfig
+from genrl.config.section import Count
+from genrl.vla.config.sections import (
+    Demonstrations,
+    Diffusion,
+    Environment,
+    Evaluation,
+    FlowCPS,
+    FlowNoise,
+    FlowSDE,
+    Policy,
+    PolicyOptimizer,
+    Regression,
+    ReinFlow,
+    Tokens,
+)
 
-if TYPE_CHECKING:
-    Trainer = VLAMethod
-else:
-    Trainer = union_of("vla")
-
-
-class NewPolicy(Section):
-    """A small policy with fresh weights, for supervised training."""
-
-    type: Text = "tiny_flow_vla"
-    """tiny_flow_vla, a flow policy of half a million parameters; diffusion_mlp, DPPO's diffusion MLP; act, LeRobot's
-    ACT; an installed policy; or path/file.py:Name."""
-    horizon: Count = 4
-    """Actions in a chunk."""
-    image_size: Whole = 32
-    """Side of the picture that it sees, in pixels; 0 = none."""
-    points: Whole = 0
-    """Points of the cloud that it sees (DP3, RL-100: 512 or 1024); 0 = none. Where it sees neither picture nor points
-    it gets the state of the environment instead."""
-    train_steps: Ways = 20
-    """Noise levels of a diffusion policy (DPPO: 20 from states, 100 from pictures)."""
-    args: dict[str, Any] = {}
-    """Settings of a policy of your own, by name; of act, by LeRobot's names: {dim_model: 128, dropout: 0}."""
-
-    @property
-    def looks(self) -> bool:
-        """Whether it sees anything."""
-        return self.image_size > 0 or self.points > 0
+Row = tuple[str, str, str]
+"""A row of `genrl check`: what, how many, of what."""
 
 
-class PolicyLoRA(Section):
-    """Low-rank adapters; only they, the critic and a noise head are trained."""
+class VLAMethod(Method):
+    """Base of the settings of methods that train a policy in simulation."""
 
-    rank: Count = 32
-    """Rank of the adapters (openpi: 32 on the action expert, 16 on the language model)."""
-    alpha: Positive = 32.0
-    """Scale; the update is multiplied by alpha / rank (openpi: as the rank)."""
-    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Last parts of the names of the layers to adapt; null = the attention projections."""
-
-
-class OFT(Section):
-    """OpenVLA-OFT: what the published folders do not say."""
-
-    unnorm_key: Text | None = None
-    """Data set whose statistics map actions to the robot's units (libero_10_no_noops), which the folder names; null =
-    its only one."""
-    chunk: Count = 8
-    """Actions of a chunk (LIBERO: 8)."""
-    cameras: Annotated[tuple[Text, ...], Field(min_length=1)] = ("observation.image",)
-    """Pictures that it reads, in this order, by the environment's names (LIBERO: observation.images.image, and
-    observation.images.image2 at the hand)."""
-    centre_crop: Flag = True
-    """Show it the central 0.9 of a picture, as it was trained with augmented ones."""
-
-
-class Policy(Section):
-    """Which policy is trained, and what of it."""
-
-    path: Text | None = None
-    """Folder of a policy as LeRobot saves it (config.json, model.safetensors), of an OpenVLA-OFT, or of a run; null =
-    `new`."""
-    new: NewPolicy | None = None
-    """A small policy with fresh weights; null = `path`."""
-    rename: dict[Text, Text] = {}
-    """Published policies: the environment's name -> the policy's (LeRobot's rename_map); other cameras stay empty."""
-    padded_state: Flag | None = None
-    """pi0.5: write the state into the prompt with the zeros that pad it, as LeRobot 0.4 did; false = the robot's own
-    numbers alone, as openpi and later releases write them; null = as a folder of ours says, else false."""
-    oft: OFT | None = None
-    """OpenVLA-OFT: what its folder does not say; null = as a folder of ours says, else the defaults."""
-    freeze: Literal["nothing", "encoder"] = "encoder"
-    """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
-    keep_features: Flag = True
-    """With a frozen encoder: train on the features that it computed in the rollout (pi0 and SmolVLA compute them again,
-    since they are too big to keep)."""
-    lora: PolicyLoRA | None = None
-    """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: low-rank adapters in the layers that would be trained; null = their weights
-    are trained."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: numbers of the weights that are not trained, and of what these compute; null
-    = float32, and as in the file what the folder itself freezes. What is trained is float32."""
-    gradient_checkpointing: Flag = False
-    """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: compute the activations of the layers again in the backward pass instead of
-    keeping them: less memory, a third more training time."""
+    kind: ClassVar[Kind] = "vla"
+    one_process: ClassVar[bool] = False
+    """Its data and critics are not shared out to several processes, so that it runs in one."""
+    imitates: ClassVar[Literal["never", "new", "always"]] = "never"
+    """Whether it trains on the demonstrations: never, only a policy that is new, or always."""
+    makes_policy: ClassVar[bool] = False
+    """A new policy is made by `new_policy(config)` of its module, from data of its own, not from demonstrations."""
+    acts_through: ClassVar[str] = ""
+    """What its policy needs beside itself to act, so that it cannot be evaluated alone; empty = nothing."""
+    acts_on_actors: ClassVar[bool] = False
+    """With `environment.workers: ray` it acts by copies of the policy on Ray actors."""
+    takes_older_samples: ClassVar[bool] = False
+    """Whether a rollout may be of the weights of earlier iterations (`environment.staleness`)."""
+    whole_chain: ClassVar[bool] = False
+    """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
+    first steps of DPPO's chain."""
+    trains: ClassVar[tuple[str, ...]] = ("velocity", "noise")
+    """Which policies, by what they predict (`names.PREDICTS`)."""
 
     @property
-    def frozen(self) -> bool:
-        """Whether the encoder is not trained; that of a new policy always is."""
-        return self.path is not None and self.freeze == "encoder"
+    def retries(self) -> bool:
+        """Whether an iteration in which memory runs out is done again in smaller passes of the policy."""
+        return False
+
+    def critic_values(self, horizon: int) -> int:
+        """How many values the critic gives of an observation, for chunks of `horizon` actions; 0: there is none."""
+        return 0
+
+    def refuse_processes(self, processes: int) -> None:
+        """Raise ValueError where so many processes cannot share its work."""
+        if self.one_process and processes > 1:
+            raise ValueError(f"trainer.algorithm: {self.algorithm} runs in one process, not in {processes}")
+
+    def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
+        """What an iteration does, for `genrl check`; chunk: executed actions of a decision, None where not known."""
+        return []
 
 
-class Environment(Section):
-    """Where the policy acts."""
-
-    name: Text
-    """minitable, metaworld, point_maze, fetch, reacher, a gymnasium id, or path/file.py:function that makes an
-    environment."""
-    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Which tasks, by name; null = the environment's own choice."""
-    num_envs: Count = 64
-    """Environments that run side by side, over all processes."""
-    group_size: Count = 1
-    """Neighbouring environments that begin every episode from the same state (GRPO: 8)."""
-    chunk: Count | None = None
-    """Actions of a chunk that are executed before the policy is asked again; null = all of them."""
-    max_steps: Count | None = None
-    """Actions after which an episode is cut off; null = the environment's own limit."""
-    workers: Whole | Literal["ray", "ray_simulators"] = 0
-    """Processes that the simulators run in; 0 = this one; ray = Ray actors, which act with copies of the policy;
-    ray_simulators = Ray actors, and the policy stays here."""
-    staleness: Whole = 0
-    """Act with the weights of so many iterations before: 0 = the newest; 1 or more = with workers: ray, actors act
-    while the policy is trained. PPO, GRPO (docs/ray.md)."""
-    timeout_s: Positive = 60.0
-    """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
-    worker_gb: Positive | None = None
-    """Memory of a worker, in GB, above which it is started anew before the next rollout, for simulators that leak;
-    null = no limit."""
-    reward: Literal["success", "environment"] = "success"
-    """1 at success, or what the environment pays."""
-    goals: Whole = 0
-    """Fixed starts of each task, a function of evaluation.seed; 0 = a new one for every episode (not MiniTable)."""
-    instruction: Text | None = None
-    """gymnasium: the sentence that the policy is told, where the environment has no task_description of its own."""
-    success_key: Text | None = "is_success"
-    """gymnasium: the entry of info that says success; null = there is none, its own rewards are all that it pays."""
-    cost_key: Text | None = None
-    """gymnasium: the entry of info that is the cost of an action, for methods that limit it; null = none."""
-    proprioception: Whole = 0
-    """gymnasium: how many of the first numbers of an observation are the robot's own state."""
-    args: dict[str, Any] = {}
-    """gymnasium: keyword arguments of gymnasium.make, or of the function."""
-
-
-class Demonstrations(Section):
-    """What supervised training imitates, and offline methods learn from: exactly one source."""
-
-    expert: Count | None = None
-    """Episodes of the environment's scripted expert, of each task (MiniTable: of all together); null = `dataset`."""
-    dataset: Text | None = None
-    """Folder of a LeRobotDataset v3 or of Minari, or a file of DSRL (.hdf5); null = `expert`."""
-    camera: Text = "observation.image"
-    """Column of the data set that is the picture of a policy with one camera."""
-
-
-class Sampler(Section):
-    """What the samplers share: the facts that methods ask."""
-
-    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "velocity"
-    """What the policy has to predict."""
-    noise_head: ClassVar[Literal["none", "expert", "context"]] = "none"
-    """Where the policy has a head that sets the noise: on its action expert, beside it, or nowhere. With one, the whole
-    chain is one decision; without, every sampled step is."""
-
-    def problems(self) -> Iterator[Finding]:
-        """Settings that contradict each other."""
-        return iter(())
-
-
-class FlowSDE(Sampler):
-    """Flow-SDE of pi_RL: some denoising steps are sampled, each is a decision with a ratio of its own."""
-
-    kind: Literal["flow_sde"] = "flow_sde"
-    """Which sampler."""
-    steps: Ways = 4
-    """Denoising steps K (pi0: 4; pi0.5: 3 to 5)."""
-    noise_level: Positive = 1.0
-    """Noise a of the sampled step (pi_RL: 0.5; a small policy needs 1)."""
-    anneal: tuple[Positive, Count] | None = None
-    """[a, iterations]: the noise level goes linearly to this one in so many iterations; null = constant."""
-    selection: Literal["all", "random_per_env", "random_per_batch", "last"] = "random_per_env"
-    """Which steps are sampled, the others being the ODE's: all, one at random per chunk, one for all chunks (pi_RL as
-    released), or the last ones."""
-    count: Count = 1
-    """How many of the last steps, with selection last."""
-    skip_last: Flag = False
-    """Never sample the step that ends in the action."""
-
-    def problems(self) -> Iterator[Finding]:
-        """More steps than there are, and a count of steps that are chosen otherwise."""
-        available = self.steps - self.skip_last
-        if self.selection == "last" and self.count > available:
-            yield ("sampler.count", "sampler.steps"), f"{self.count} of {available} steps cannot be sampled"
-        if self.selection != "last" and self.count != 1:
-            yield ("sampler.count", "sampler.selection"), "counts the last steps; write selection: last"
-
-
-class FlowCPS(FlowSDE):
-    """Flow-CPS: as Flow-SDE, with a kernel that keeps the noise level; its last step is never sampled."""
-
-    kind: Literal["flow_cps"] = "flow_cps"  # type: ignore[assignment]
-    """Which sampler."""
-    noise_level: Positive = 0.7
-    """Noise of the sampled step (RL-100: 0.7)."""
-    skip_last: Literal[True] = True
-    """Always true: the last step has no noise."""
-
-    def problems(self) -> Iterator[Finding]:
-        """Beside those of Flow-SDE: more noise than there is."""
-        yield from super().problems()
-        for key, level in (("noise_level", self.noise_level), ("anneal", self.anneal and self.anneal[0])):
-            if level is not None and level > 1:
-                yield (f"sampler.{key}",), f"flow_cps replaces all of the noise at 1; {level:g} is more"
-
-
-class FlowNoise(Sampler):
-    """Flow-Noise of pi_RL: a head of the policy sets the noise of every step, and the chain is one decision."""
-
-    noise_head: ClassVar[Literal["none", "expert", "context"]] = "expert"
-
-    kind: Literal["flow_noise"] = "flow_noise"
-    """Which sampler."""
-    steps: Count = 4
-    """Denoising steps K."""
-    low: Positive = 0.2
-    """Least standard deviation (pi_RL: 0.08; a small policy needs 0.2)."""
-    high: Positive = 0.6
-    """Greatest standard deviation (pi_RL: 0.16; a small policy needs 0.6)."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """Log-densities of the K + 1 terms: mean (pi_RL as released) or sum (its equation)."""
-
-    def problems(self) -> Iterator[Finding]:
-        """Bounds in the wrong order."""
-        if self.low > self.high:
-            text = "the standard deviation lies between them; low must be the smaller"
-            yield ("sampler.low", "sampler.high"), text
-
-
-class ReinFlow(FlowNoise):
-    """ReinFlow: as Flow-Noise, with a noise network of its own; means and actions are clipped to 1, noise to 3 std."""
-
-    noise_head: ClassVar[Literal["none", "expert", "context"]] = "context"
-
-    kind: Literal["reinflow"] = "reinflow"  # type: ignore[assignment]
-    """Which sampler."""
-    steps: Count = 4
-    """Denoising steps K (ReinFlow: 4 from states, 1 from pictures)."""
-    low: Positive = 0.08
-    """Least standard deviation (ReinFlow: 0.05 to 0.10)."""
-    high: Positive = 0.24
-    """Greatest standard deviation (ReinFlow: 0.10 to 0.24)."""
-    reduction: Literal["mean", "sum"] = "sum"
-    """Log-densities of the chain's terms."""
-
-
-class Diffusion(Sampler):
-    """DPPO: a DDPM or DDIM chain whose last steps are trained, each a decision; a frozen copy does the first ones."""
-
-    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "noise"
-
-    kind: Literal["diffusion"] = "diffusion"
-    """Which sampler."""
-    steps: Count = 20
-    """Denoising steps; all of the policy's (DDPM), or fewer (DDIM)."""
-    ft_denoising_steps: Count = 10
-    """How many of the last ones are trained (DPPO: 10 of 20, or all 5 of DDIM)."""
-    floor: Positive = 0.1
-    """Least standard deviation of a step, to sample and to score (DPPO: 0.1)."""
-
-    def problems(self) -> Iterator[Finding]:
-        """More trained steps than there are."""
-        if self.ft_denoising_steps > self.steps:
-            text = f"{self.ft_denoising_steps} of {self.steps} steps cannot be trained"
-            yield ("sampler.ft_denoising_steps", "sampler.steps"), text
-
-
-class Tokens(Sampler):
-    """Action tokens of OpenVLA-OFT: every number of a chunk is drawn, all at once; evaluation takes the likeliest."""
-
-    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "tokens"
-    steps: ClassVar[int] = 1
-
-    kind: Literal["tokens"] = "tokens"
-    """Which sampler."""
-    temperature: Positive = 1.0
-    """Of the logits, in drawing and in scoring (SimpleVLA-RL, RLinf: 1.6)."""
-
-
-class Regression(Sampler):
-    """Actions that the policy computes (ACT, the continuous head of OpenVLA-OFT): nothing is drawn, so there is no
-    reinforcement."""
-
-    predicts: ClassVar[Literal["velocity", "noise", "tokens", "actions"]] = "actions"
-    steps: ClassVar[int] = 1
-
-    kind: Literal["regression"] = "regression"
-    """Which sampler."""
-
-
-class PolicyOptimizer(Optimizer):
-    """The optimiser and its schedule; the critic has a rate of its own."""
-
-    lr: Positive = 1e-4
-    """Learning rate of the policy (small policies: 1e-4; pi_RL on pi0: 5e-6)."""
-    critic_lr: Positive = 1e-3
-    """Learning rate of the critic (pi_RL: 1e-4; DPPO: 1e-3)."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
-
-
-class Evaluation(Section):
-    """Seeded episodes without exploration: the ODE, or DDIM, from fixed initial noise."""
-
-    every: Whole = 5
-    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
-    episodes: Count = 256
-    """Episodes, always the same."""
-    num_envs: Count | None = None
-    """Environments side by side; null = environment.num_envs, or `episodes` if that is fewer."""
-    seed: Whole = 1234
-    """Seed of the episodes and of the initial noise."""
-    videos: Whole = 4
-    """Episodes that are filmed, successes and failures; 0 = none."""
-    monitor: Monitor | None = None
-    """End training when a held-out figure falls; null = never."""
-
-
-class VLAConfig(Section):
+class VLAConfig(RunConfig):
     """One training run of a policy in simulation."""
 
     kind: ClassVar[Kind] = "vla"
+    library: ClassVar[str] = "lerobot"
 
     policy: Policy
     """Which policy is trained."""
@@ -352,43 +92,41 @@ class VLAConfig(Section):
         Field(discriminator="kind"),
     ] = FlowSDE()
     """How chunks are sampled: which steps of the denoising are random, and how much; or action tokens."""
-    trainer: Trainer
+    trainer: Annotated[VLAMethod, ByName(), SerializeAsAny()]
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
     """The optimiser and its schedule."""
-    ema: EMA | None = None
-    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: Evaluation = Evaluation()
     """When and how the policy is judged."""
-    checkpoint: Checkpoint = Checkpoint()
-    """When the state is saved."""
-    distributed: Distributed = Distributed()
-    """Several processes."""
-    tf32: Flag | None = None
-    """On a GPU, round what float32 matrix products and convolutions read to TF32 (docs/speed.md): faster, 10 bits of
-    mantissa instead of 23; null = as torch has it, which rounds in convolutions alone."""
-    trackers: tuple[Tracker, ...] = ("tensorboard",)
-    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 30
     """Rounds of acting and training."""
-    idle_iterations: Count | None = 5
-    """Stop the run, with the reason, after so many iterations in a row that change no weight; null = never."""
-    seed: Whole = 0
-    """Seed of everything random: episodes, noise, minibatches, new weights."""
-    output: Text = "runs/genrl"
-    """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
 
     @property
-    def rounds_weights(self) -> bool:
-        """Whether weights that are trained are rounded where they are no shards."""
-        return False
+    def base(self) -> str | None:
+        """Folder of the policy; None for a new one."""
+        return self.policy.path
 
     @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
         return self.distributed.fsdp and self.policy.lora is None
 
-    @model_validator(mode="after")
-    def _possible(self) -> VLAConfig:
-        refuse_impossible(self)
-        return self
+    @property
+    def age(self) -> tuple[str, int]:
+        """The key that says how old samples may be, and what it says."""
+        return "environment.staleness", self.environment.staleness
+
+    def problems(self) -> Iterator[Finding]:
+        """Settings that cannot work together."""
+        from genrl.vla.config.rules import problems
+
+        yield from problems(self)
+        yield from self.sampler.problems()
+        yield from self.trainer.problems(self)
+        yield from super().problems()
+
+    def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
+        """What is wrong with the policy's folder, the demonstrations and the simulator."""
+        from genrl.vla.config.files import file_problems
+
+        return file_problems(self, notes)

@@ -1,30 +1,26 @@
-"""Demonstrations of scripted experts by the name of the simulator; of MiniTable's also as a data set and as frames."""
+"""Demonstrations of scripted experts by the simulator's name, and worlds in which methods make data themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genrl.config.plugins import find
-from genrl.playground import minitable
-from genrl.playground.minitable import task
-from genrl.playground.minitable.points import cloud
-from genrl.vla.config.names import EXPERTS
-from genrl.vla.data.frames import Shown, episode_frames
-from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, tokenise
+from genrl.vla.config.names import EXPERTS, WORLDS
+from genrl.vla.data.frames import Shown
 
-MINITABLE_FPS = 10
-_NAMES = {
-    STATE: ["x", "y", "holding"],
-    ENVIRONMENT: [f"{colour}_{axis}" for colour in task.COLOURS for axis in "xy"],
-    ACTION: ["dx", "dy", "grip"],
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vla.offline.transitions import Reader, Transitions
+    from genrl.vla.policies.policy import Batch
+    from genrl.vla.simulators.contract import Environment
+
+Numbers = NDArray[np.float32]
 
 
 def demonstrated(
@@ -52,77 +48,69 @@ def demonstrated(
     return shown
 
 
-def minitable_expert(
-    tasks: Sequence[str], count: int, *, seed: int, max_steps: int | None, image_size: int, points: int
-) -> Shown:
-    """`count` episodes of all tasks together, each of which takes fewer actions than any limit that makes sense."""
-    numbers = task.task_numbers(tasks)
-    demonstrations = expert_demonstrations(count, tasks=numbers, seed=seed)
-    texts = [minitable.INSTRUCTIONS[number] for number in numbers]
-    episodes = minitable_episodes(demonstrations, image_size=image_size, points=points)
-    return Shown(texts, episodes, minitable_rest)
+class World(Protocol):
+    """A simulator whose rules are known, so that methods can play in it, look at it, and say what is fulfilled.
 
-
-def minitable_rest(actions: NDArray[np.float32]) -> Sequence[float]:
-    """What MiniTable's expert does once it has succeeded: nothing, with the gripper open."""
-    return (0.0, 0.0, -1.0)
-
-
-def expert_demonstrations(count: int, *, tasks: Sequence[int], seed: int) -> minitable.Demonstrations:
-    """`count` episodes of MiniTable's expert: a function of the seed, and of no environment's episodes."""
-    keys = task.episode_keys(seed, np.arange(count), np.zeros(count))
-    return minitable.demonstrate(keys, tasks)
-
-
-def minitable_episodes(
-    demonstrations: minitable.Demonstrations, *, image_size: int, points: int = 0
-) -> Iterator[Episode]:
-    """The demonstrations as episodes with LeRobot's columns; pictures of image_size pixels, clouds of so many
-    points, none where they are 0.
-
-    `STATE` [T, 3], `ENVIRONMENT` [T, 6], `IMAGE` uint8 [T, S, S, 3], `POINTS` [T, N, 3], `ACTION` [T, 3], and of the
-    step that follows a frame `next.reward` float32, `next.done` and `next.success` bool [T, 1]: 1 and true at the last
-    one.
+    lines: the instructions of its tasks; known: all that it may say. max_steps: actions of an episode at most.
     """
-    d = demonstrations
-    for number, length in enumerate(d.length):
-        state = minitable.State(
-            d.gripper[number, :length], d.discs[number, :length], d.held[number, :length], d.task[[number] * length]
-        )
-        last = (np.arange(length) == length - 1)[:, None]
-        columns: dict[str, NDArray[Any]] = {
-            STATE: np.concatenate([state.gripper, (state.held >= 0)[:, None].astype(np.float32)], 1),
-            ENVIRONMENT: state.discs.reshape(-1, 6),
-            ACTION: d.actions[number, :length],
-            "next.reward": last.astype(np.float32),
-            "next.done": last,
-            "next.success": last,
-        }
-        if image_size:
-            columns[IMAGE] = minitable.render(state, image_size)
-        if points:
-            columns[POINTS] = cloud(state, points)
-        yield Episode([minitable.INSTRUCTIONS[d.task[number]]] * length, columns)
+
+    lines: list[str]
+    known: Sequence[str]
+    action_dim: int
+    max_steps: int
+
+    def rest(self, actions: Numbers) -> Sequence[float]:
+        """The action that stands still after an episode's actions [T, A]."""
+        ...
+
+    def expert_data(self, config: VLAConfig, episodes: int, policy: Any, gamma: float) -> Transitions:
+        """The expert's decisions as transitions, with what the policy reads."""
+        ...
+
+    def wayward_data(self, config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
+        """Episodes of a player who does what it is told in a share `settings.right` of them, else something else."""
+        ...
+
+    def careless_data(self, config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
+        """Episodes of a player who avoids hazards in a share `settings.careful` of them, with their costs."""
+        ...
+
+    def with_hazards(self, num_envs: int, chunk: int) -> Environment:
+        """An environment whose info has "costs" of hazards."""
+        ...
+
+    def pictures(self, observation: Batch, size: int) -> Tensor:
+        """What an observation looked like, uint8 [N, S, S, 3]."""
+        ...
+
+    def instructions(self, observation: Batch, reads: Reader) -> list[str]:
+        """The instruction of each row, from its tokens."""
+        ...
+
+    def draw(self, numbers: Numbers, size: int) -> NDArray[np.uint8]:
+        """Pictures [N, S, S, 3] of the world as numbers [N, O]."""
+        ...
+
+    def play(self, count: int, steps: int, *, seed: int) -> Any:
+        """Somebody plays without being told to: `observations` [N, T + 1, O], `actions` [N, T, A]."""
+        ...
+
+    def walk(self, count: int, *, seed: int, horizon: int, still: int) -> Any:
+        """The expert's episodes and `still` more steps: `observations` [N, T + 1, O], `chunks` [N, T, H, A], `done` and
+        `counted` bool [N, T], `lines` [N]."""
+        ...
+
+    def fulfilled(self, numbers: Numbers) -> Tensor:
+        """Which of `lines` the world fulfils, as numbers [N, O]: bool [N, lines]."""
+        ...
+
+    def seen_by(self, model: Any, num_envs: int, chunk: int) -> Environment:
+        """The real world as the latents of a world model, which looks after every action."""
+        ...
 
 
-def write_minitable(
-    folder: Path, demonstrations: minitable.Demonstrations, *, image_size: int, videos: bool = False
-) -> Dataset:
-    """The demonstrations as a LeRobotDataset in a new folder; see `write_dataset`."""
-    episodes = minitable_episodes(demonstrations, image_size=image_size)
-    return write_dataset(folder, episodes, fps=MINITABLE_FPS, names=_NAMES, robot_type="minitable", videos=videos)
-
-
-def minitable_frames(
-    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int, points: int = 0
-) -> Batch:
-    """Every step of the demonstrations as an observation and the expert's chunk from there, F rows.
-
-    `STATE` [F, 3], `ENVIRONMENT` [F, 6], `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32 [F, horizon, 3];
-    `IMAGE` uint8 [F, S, S, 3] and `POINTS` [F, N, 3] where image_size and points are not 0. After its success the
-    expert keeps still, as a chunk's tail too.
-    """
-    inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()), *((POINTS,) if points else ()))
-    episodes = minitable_episodes(demonstrations, image_size=image_size, points=points)
-    told = partial(tokenise, words=words)
-    return episode_frames(episodes, told, inputs=inputs, horizon=horizon, rest=minitable_rest)
+def world_of(config: VLAConfig, default: Sequence[str] = ()) -> World:
+    """The world of a configuration; default: its tasks, where the configuration names none."""
+    env = config.environment
+    made: World = find(env.name, WORLDS)(env.tasks or default, env.max_steps)
+    return made

@@ -28,7 +28,7 @@ from genrl.vla.policies.resnet import DEPTHS, TORCHVISION, WIDTHS, FrozenBatchNo
 from genrl.vla.policies.robot import Robot
 
 if TYPE_CHECKING:
-    from genrl.vla.config.schema import NewPolicy
+    from genrl.vla.config.sections import NewPolicy
     from genrl.vla.policies.encoder import Inputs
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from genrl.mdp.noise import seeded
-from genrl.vla.config.schema import PolicyLoRA
+from genrl.vla.config.sections import PolicyLoRA
 from genrl.vla.policies.lerobot import HEADS
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out")

@@ -23,7 +23,7 @@ from genrl.vla.policies.normalise import normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, NoiseHead, Statistics
 
 if TYPE_CHECKING:
-    from genrl.vla.config.schema import NewPolicy
+    from genrl.vla.config.sections import NewPolicy
 
 _PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from genrl.vla.config.schema import NewPolicy
+    from genrl.vla.config.sections import NewPolicy
     from genrl.vla.policies.encoder import Inputs
     from genrl.vla.policies.lerobot import Adapt
 

@@ -31,7 +31,7 @@ from genrl.vla.policies.policy import (
     joined_batches,
 )
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Frozen, Sampler, chunk_noise, sample
+from genrl.vla.rollout.sampling import Frozen, Sampler
 from genrl.vla.simulators.contract import Observation, Tables
 
 ENVIRONMENT_NAMES = {
@@ -92,7 +92,7 @@ def collect(
         before = None
         if frozen is not None:
             before = Frozen(frozen, _context_before(frozen, context, seen[-1], plan.keep_contexts))
-        sampled = sample(policy, sampler, context, chunk_noise(sampler, policy, own, shared), frozen=before)
+        sampled = sampler.sample(policy, context, sampler.noise(policy, own, shared), frozen=before)
         actions = policy.actions(sampled.chunk)[:, : env.chunk].cpu().numpy().astype(np.float32)
         raw, _, terminated, truncated, info = env.step(actions)
         chosen = {name: value.cpu() for name, value in sampled._asdict().items() if name != "chunk"}

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from genrl.vla.config.names import EXPERTS
 
 Observation = dict[str, NDArray[Any]]
+Keys = NDArray[np.uint64]
 Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 """Observation, rewards summed over the chunk, terminated, truncated [B], info."""
 
@@ -273,3 +274,17 @@ class Description:
         """Make it, for so many slots."""
         made: Host = self.function(slots, **self.settings)
         return made
+
+
+def episode_keys(seed: int, slot: NDArray[np.generic], count: NDArray[np.generic]) -> Keys:
+    """Numbers of the episodes `count` [n] of the slots `slot` [n] of a run: different in all three, uint64 [n]."""
+    start = spread(np.array([seed % 2**64], dtype=np.uint64))
+    return spread(spread(start + slot.astype(np.uint64)) + count.astype(np.uint64))
+
+
+def spread(keys: Keys) -> Keys:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) after one increment: spreads neighbours, one to one."""
+    z = keys + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.playground.minitable.task import episode_keys
 from genrl.vla.data.lerobot_dataset import Episode
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE
+from genrl.vla.simulators.contract import episode_keys
 
 Act = Callable[[dict[str, NDArray[np.float64]]], NDArray[Any]]
 """The expert's action from what is observed; it is clipped to [-1, 1]."""

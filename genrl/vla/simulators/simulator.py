@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from genrl.config.plugins import find, names
-from genrl.playground.minitable.task import episode_keys
 from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators import bullet_safety
 from genrl.vla.simulators.contract import (
@@ -36,6 +35,7 @@ from genrl.vla.simulators.contract import (
     Reading,
     Render,
     Run,
+    episode_keys,
     no_expert,
 )
 from genrl_rewards.given import is_given

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.playground.minitable.task import episode_keys
 from genrl.vla.simulators.contract import (
     Advice,
     Ask,
@@ -33,6 +32,7 @@ from genrl.vla.simulators.contract import (
     Run,
     Simulation,
     Step,
+    episode_keys,
 )
 from genrl.vla.simulators.crew import Crew, Link
 from genrl.vla.simulators.workers import Worker, WorkerLost

@@ -11,13 +11,14 @@ from typing import Any
 import genrl_rewards
 from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_transformers_model
 from genrl.config.plugins import find
+from genrl.config.run_config import FileFinding
+from genrl.config.sections import missing_quantizer
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
-from genrl.diffusion.config.memory_rules import missing_package
-from genrl.vlm.config.method import columns_of
 from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
-from genrl.vlm.config.schema import Synthesis, Task, VLMConfig
+from genrl.vlm.config.schema import VLMConfig, columns_of
+from genrl.vlm.config.sections import Synthesis, Task
 from genrl_rewards.contract import nearest
 from genrl_rewards.given import given, is_given
 from genrl_rewards.scorers.texts.completions import GIVEN, resolve_text
@@ -35,10 +36,8 @@ FURTHER = {
     "pairs": ("first", "second"),
 }
 
-Finding = tuple[KeyPath, str]
 
-
-def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+def file_problems(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
     yield from _model(config, notes)
     if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
@@ -46,7 +45,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield ("generation", "engine"), text
     if config.vlm.kernels == "liger" and find_spec("liger_kernel") is None:
         yield ("vlm", "kernels"), "Liger is not installed: pip install liger-kernel, or write null"
-    if config.vlm.quantize is not None and (lacking := missing_package(config.vlm.quantize)):
+    if config.vlm.quantize is not None and (lacking := missing_quantizer(config.vlm.quantize)):
         yield ("vlm", "quantize"), lacking
     yield from _task(config, notes)
     for number, stage in enumerate(config.stages):
@@ -59,7 +58,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield from _synthesis(config.synthesis)
 
 
-def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+def _task(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     columns: list[tuple[str, list[str]]] = []
     if config.task.format is not None and config.task.format not in FORMATS.built_in:
         try:
@@ -134,7 +133,7 @@ def _further(task: str, notes: list[str]) -> tuple[str, ...]:
     return tuple(found[3]) if len(found) == 4 else ()
 
 
-def _synthesis(settings: Synthesis) -> Iterator[Finding]:
+def _synthesis(settings: Synthesis) -> Iterator[FileFinding]:
     try:
         resolve_text(settings.check)
     except ValueError as error:
@@ -144,7 +143,7 @@ def _synthesis(settings: Synthesis) -> Iterator[Finding]:
         yield ("synthesis", "pipeline"), text
 
 
-def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+def _model(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     key: KeyPath = ("vlm", "path")
     yield from _codec(config, notes)
     if config.vlm.output not in OUTPUTS.built_in:  # it says itself what it reads from the path
@@ -171,7 +170,7 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
 
 
-def _codec(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+def _codec(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     if config.vlm.codec is None:
         return
     key, path = ("vlm", "codec", "path"), Path(config.vlm.codec.path).expanduser()
@@ -183,7 +182,7 @@ def _codec(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         notes.append(f"vlm.codec.path: {config.vlm.codec.path} is loaded from the hub when training starts")
 
 
-def _given_model(config: VLMConfig) -> Iterator[Finding]:
+def _given_model(config: VLMConfig) -> Iterator[FileFinding]:
     """A loaded model of a script: what it cannot be asked for any more."""
     key: KeyPath = ("vlm", "path")
     try:
@@ -224,7 +223,7 @@ def columns_of_rows(rows: Any, task: Task) -> list[str]:
     return [name for name in known if name != task.prompt]
 
 
-def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[Finding]:
+def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[FileFinding]:
     column = str(config.task.image)
     without = next((row for row in found.rows if column not in row.columns), None)
     if without is not None:
@@ -242,7 +241,7 @@ def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Ite
                 return
 
 
-def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: list[str]) -> Iterator[Finding]:
+def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: list[str]) -> Iterator[FileFinding]:
     for index, reward in enumerate(config.rewards):
         try:
             origin = resolve_text(reward.name)

@@ -58,3 +58,6 @@ LANGUAGE = {
         "tokens of the answers / seconds of sampling and scoring them", "Speed.", "tokens/s", False
     ),
 }
+
+SECTIONS = {"Vision-language models": LANGUAGE}
+"""By the headings of docs/metrics.md."""

@@ -8,38 +8,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from genrl.config.economy import answer_economy
-from genrl.config.method import Finding
-from genrl.config.optimizers import optimizer_problems
+from genrl.config.errors import Finding
 from genrl.config.plugins import Group, find
-from genrl.config.shared_rules import monitor_problems, shard_problems, staleness_problems
-from genrl.diffusion.config.combinations import ImpossibleConfig
-from genrl.diffusion.config.memory_rules import NO_INT4
+from genrl.config.sections import NO_INT4
 from genrl.vlm.config.names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import Stage, VLMConfig
 
 
-def refuse_impossible(config: VLMConfig) -> None:
-    """Raise ImpossibleConfig with everything that cannot work together."""
-    asked = _questions(config) if config.environment is None else _episodes(config)
-    shared = [
-        *asked,
-        *_outputs(config),
-        *_quantized(config),
-        *_generation(config),
-        *_strategies(config),
-        *_shards(config),
-        *_staleness(config),
-        *answer_economy(config),
-    ]
-    own = [] if config.stages and all(stage.trainer for stage in config.stages) else config.trainer.problems(config)
-    found = [*shared, *own, *optimizer_problems(config)]
-    watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
-    found += monitor_problems(config, watchable, "held-out figure")
-    if found:
-        raise ImpossibleConfig(found)
+def problems(config: VLMConfig) -> Iterator[Finding]:
+    """Everything that cannot work together."""
+    yield from _questions(config) if config.environment is None else _episodes(config)
+    for rule in (_outputs, _quantized, _generation, _strategies, _shards, _staleness, _economy):
+        yield from rule(config)
 
 
 def _questions(config: VLMConfig) -> Iterator[Finding]:
@@ -178,7 +160,6 @@ def _method_of_stage(at: str, stage: Stage, part: VLMConfig) -> Iterator[Finding
 
 def _shards(config: VLMConfig) -> Iterator[Finding]:
     key, trainer = "distributed.fsdp", config.trainer
-    yield from shard_problems(config)
     if not config.distributed.fsdp:
         return
     if config.vlm.output != "text":
@@ -216,7 +197,6 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
             yield (key, at), text
     if config.distributed.fsdp:
         yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
-    yield from staleness_problems(config, at, staleness)
 
 
 def _strategies(config: VLMConfig) -> Iterator[Finding]:
@@ -253,3 +233,26 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
     if config.synthesis is not None and config.generation.group_size < 2:
         yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"
+
+
+def _economy(config: VLMConfig) -> Iterator[Finding]:
+    """Why a run that trains a language model cannot choose its questions or answers so."""
+    economy, generation = config.economy, config.generation
+    groups = generation.group_size, generation.prompts_per_iteration, generation.staleness
+    yield from economy.problems("generation", *groups)
+    chosen = [f"economy.{key}" for key in ("selection", "keep") if getattr(economy, key) is not None]
+    for key in chosen:
+        if config.environment is not None:
+            yield (key, "environment"), "is for answers to questions, not for episodes; leave it out"
+        if config.synthesis is not None:
+            yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
+    if economy.selection is not None:
+        at = "economy.selection"
+        if not all(part.trainer.samples for part in config.parts):
+            yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
+        if config.stages:
+            yield (at, "stages"), "what is known of a question is of one stage; leave it out"
+        if config.task.curriculum is not None:
+            yield (at, "task.curriculum"), "both say which questions come first; leave out one"
+    if economy.keep is not None and not all(part.trainer.takes_part_of_groups for part in config.parts):
+        yield ("economy.keep", "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"

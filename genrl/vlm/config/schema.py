@@ -1,250 +1,199 @@
-"""The typed configuration of a run that trains a vision-language model: a YAML file with the section `vlm`.
+"""The configuration of a run that trains a vision-language model, and what its method declares of itself.
 
-As in `schema`, the text under each field is its description. The section `trainer` is that of a method
-(`genrl.vlm.methods`).
+The two refer to each other: a run has a method, and a method is asked about a run. The sections are in `sections`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from genrl.config.economy import Economy
-from genrl.config.method import Kind, union_of
-from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Quantized, Tracker, labels_of
+from genrl.config.errors import Finding
+from genrl.config.kinds import Kind
+from genrl.config.method import ByName, Method, built_in_names, class_of
+from genrl.config.run_config import FileFinding, RunConfig
+from genrl.config.section import Count, Flag, Positive, Section, Text, Whole
+from genrl.config.sections import labels_of
 from genrl.config.unions import AnyOf
 from genrl.vlm.config.environment import Environment
-from genrl.vlm.config.method import VLMMethod, completed, default_method
-from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
-from genrl.vlm.config.rules import refuse_impossible
+from genrl.vlm.config.sections import (
+    VLM,
+    Augmentation,
+    Generation,
+    Synthesis,
+    Task,
+    VLMEvaluation,
+    VLMOptimizer,
+    VLMReward,
+)
 
-if TYPE_CHECKING:
-    Trainer = VLMMethod
-else:
-    Trainer = Annotated[union_of("vlm"), AnyOf()]
+QUESTIONS, EPISODES = "answers", "episodes"
+"""The methods of runs that name none: with questions, with an environment."""
 
+PLACE = re.compile(r"{(\w+)}")
+"""Of a column in a text."""
 
-class VLMLoRA(Section):
-    """Low-rank adapters on the language model; only they are trained."""
-
-    rank: Count = 16
-    """Rank of the adapters (VL-DAC: 16)."""
-    alpha: Positive = 32.0
-    """Scale; the update is multiplied by alpha / rank (VL-DAC: 32)."""
-    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Last parts of the names of the layers to adapt; null = the attention projections."""
-
-
-class ShapeCodec(Section):
-    """ShapeLLM-Omni's codes of bodies (`<mesh0>`, `<mesh1>` ... between `<mesh-start>` and `<mesh-end>`) and their
-    decoder."""
-
-    files: ClassVar[tuple[str, ...]] = ("3DVQVAE.bin", "3DVQVAE.safetensors")
-
-    path: Text
-    """Folder or hub id with its VQVAE, 3DVQVAE.bin or .safetensors (yejunliang23/3DVQVAE), or that file."""
-    length: Count = 1024
-    """Codes of a body (ShapeLLM-Omni: 1024)."""
-    thoughts: Count = 128
-    """Tokens of a thought at most. An answer has two thoughts and two bodies: generation.max_new_tokens."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest answer: the two marks round a body count, too."""
-        return 2 * (self.thoughts + self.length + 2)
+Row = tuple[str, str, str]
+"""What there is of in an iteration, how many, and a remark."""
 
 
-class VLM(Section):
-    """Which vision-language model is trained, and what of it."""
+class VLMMethod(Method):
+    """Base of the settings of methods for vision-language models. Shared code asks its members, never its type."""
 
-    path: Text
-    """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
-    docs/sequence_policies.md says."""
-    output: Annotated[Text, Field(examples=sorted(OUTPUTS.built_in))] = "text"
-    """What it answers: text about pictures; image, by tokens (Janus); masked_text, as a masked diffusion model; voxels
-    or audio, by the codes of a causal language model with a codec; music, by MusicGen; music_reward: no answer but a
-    score of pieces, by MusicGen; or a policy of your own, path/file.py:Name (genrl/vlm/policies/contract.py says what
-    it is)."""
-    codec: ShapeCodec | None = None
-    """output voxels: ShapeLLM-Omni's codec; null = codec.safetensors beside the weights."""
-    lora: VLMLoRA | None = None
-    """Low-rank adapters; null = all weights are trained."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights and passes; log-probabilities and LoRA weights are always float32."""
-    quantize: Quantized | None = None
-    """Hold the linear layers in fewer bits, the output layer aside: int8 or fp8 (torchao), nf4 (bitsandbytes); adapters
-    stay float32 (QLoRA: nf4 with lora, docs/vlm_models.md); null = as in dtype. int4 is refused."""
-    prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
-    """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
-    null = a copy per answer, in the model's own attention."""
+    kind: ClassVar[Kind] = "vlm"
+    acts: ClassVar[bool] = False
+    """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
 
-    kernels: Literal["liger"] | None = None
-    """Fused kernels for norms, rotations and MLPs: Liger's (pip install liger-kernel), on a GPU; null = transformers'
-    own."""
-    gradient_checkpointing: Flag = False
-    """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
-    more training time, and prompts are computed once for each answer."""
+    with_heads: ClassVar[bool] = False
+    """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
 
-    packing: Flag = False
-    """Put the prompts and answers of a pass one after the other in one row, without padding, each attending to itself
-    alone: the log-probabilities of training (docs/sft.md says which models can). Prompts are computed once for each
-    answer."""
+    takes_older_samples: ClassVar[bool] = False
+    """Whether answers may have been drawn by the weights of earlier iterations (`generation.staleness`)."""
+
+    takes_part_of_groups: ClassVar[bool] = False
+    """Whether it can be trained on some of the answers of each group, as on all (`economy.keep`)."""
+
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the micro_batch."""
 
     @property
-    def makes(self) -> str | None:
-        """What it is known to answer that is no text about a picture; None = that, or what an outside policy does."""
-        return self.output if self.output in OUTPUTS.built_in and self.output != "text" else None
+    def name(self) -> str:
+        """What it is called where people read it."""
+        return self.algorithm
+
+    @property
+    def reference(self) -> bool:
+        """Whether it reads the model as it was before training. Without LoRA that is a second copy in memory."""
+        return False
+
+    @property
+    def average(self) -> tuple[float, int] | None:
+        """A moving average of the weights that it reads: the share that an update keeps, and optimiser steps between
+        updates."""
+        return None
+
+    @property
+    def task_column(self) -> str | None:
+        """The column that names a question's task, where it compares the answers of a task with each other."""
+        return None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it reads the reward of the most probable answer to each question, which is sampled in addition."""
+        return False
+
+    @property
+    def bounds(self) -> bool:
+        """Whether samples of a bound stand for the log-probabilities of tokens (masked diffusion models)."""
+        return False
+
+    @property
+    def group_filter(self) -> Literal["none", "spread", "not_all_right"]:
+        """Which groups of answers are trained on: all, those with two different rewards, or all but those whose first
+        reward is always 1."""
+        return "none"
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        """Answers per pass of the model in training; None = all of an update."""
+        return None
+
+    @property
+    def rounds(self) -> int:
+        """Most rounds of sampling in an iteration, while the filter leaves too few groups."""
+        return 1
+
+    @property
+    def taught(self) -> str | None:
+        """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
+        return None
+
+    @property
+    def samples(self) -> bool:
+        """Whether it learns from answers that the model samples, which rewards score."""
+        return self.taught is None
+
+    @property
+    def demonstrations(self) -> tuple[str, str] | None:
+        """Answers of the data that it reads, taught or beside the model's own: the key that names them, and which."""
+        return None if self.taught is None else ("trainer.target", self.taught)
+
+    def recipe(self, config: VLMConfig) -> Any:
+        """The functions that its loss is made of, a dataclass, where it is made of named functions."""
+        return None
+
+    def shared(self, config: VLMConfig) -> tuple[str, int]:
+        """A key, and the number that is shared out evenly to the processes."""
+        return "generation.prompts_per_iteration", config.generation.prompts_per_iteration
+
+    def at_least(self, config: VLMConfig) -> tuple[str, int] | None:
+        """A key, and a number of which every process needs one, in whatever way they are shared out."""
+        return None
+
+    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
+        """What an iteration samples, how many, and how they are made up."""
+        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
+        return "answers", starts * size, f"{starts} questions x {size}"
+
+    def iteration(self, config: VLMConfig) -> Iterator[Row]:
+        """What an iteration does, as `genrl check` shows it."""
+        (what, number, remark), tokens = self.sampled(config), config.generation.max_new_tokens
+        yield what, f"{number:,}", remark
+        yield "tokens", f"{number * tokens:,} at most", f"{tokens} of each"
+
+    @classmethod
+    def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its section as it is written, with what is left out because another key implies it."""
+        return written
 
 
-class Curriculum(Section):
-    """Easy questions first."""
-
-    column: Text = "level"
-    """Column with a number that grows with difficulty; generated tasks have `level`."""
-    start: Share = 0.25
-    """Share of the questions, the easiest ones, that the first iteration takes its own from."""
-    over: Count = 100
-    """Iterations over which the share grows to all."""
+def columns_of(target: str) -> list[str]:
+    """The columns of an answer that is taught (`VLMMethod.taught`)."""
+    return PLACE.findall(target) if "{" in target else [target]
 
 
-class Task(Section):
-    """The questions: a generated task, or data."""
-
-    name: Annotated[Text, Field(examples=sorted(TASKS.built_in))] | None = None
-    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks says
-    what it is); null = `train`."""
-    rows: Count = 4096
-    """Training questions of a generated task."""
-    train: Text | None = None
-    """Data: a .jsonl file, or data set id:split; null = `name`."""
-    eval: Text | None = None
-    """Held-out data, same formats; needed while evaluation.every is above 0. Generated tasks have their own."""
-    format: Annotated[Text, Field(examples=sorted(FORMATS.built_in))] | None = None
-    """What makes questions of the rows of a published data set (docs/vlm_data.md), or a function of your own,
-    path/file.py:name, from a row to its columns; null = rows are questions as they are."""
-    prompt: Text = "prompt"
-    """Column with the question: text, in which <image> and <video> are places, or a list of chat messages."""
-    image: Text | None = "image"
-    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures; null in a
-    row = a question without one. null here = all are, or their messages have the pictures."""
-    video: Text | None = None
-    """Column with the clip: a video file beside the .jsonl file, a list of frames, or a list of clips; null = none."""
-    fps: Positive = 2.0
-    """Frames of a second of a video file that the model sees; of a list of frames, how many it has (Qwen2.5-VL: 2)."""
-    frames: Count = 16
-    """Most frames of a clip; of more, so many are taken evenly."""
-    min_pixels: Count | None = None
-    """Smaller pictures are made larger, to width x height >= this; null = as the model's processor does it."""
-    max_pixels: Count | None = None
-    """Larger pictures are made smaller, to width x height <= this; null = as the model's processor does it. A token of
-    Qwen2.5-VL is 28 x 28 pixels."""
-    system: Text | None = None
-    """System message before every question; null = none."""
-    curriculum: Curriculum | None = None
-    """Easy questions first (Jigsaw-R1); null = all from the start."""
-    passes: Ways | None = None
-    """Ask every training question so many times before training, and leave out those that the model never or always
-    answers correctly (MedVLThinker: 16); null = leave out none."""
+def default_method() -> VLMMethod:
+    """That of a run which names none."""
+    return cast(VLMMethod, class_of(QUESTIONS, "vlm")(algorithm=QUESTIONS))
 
 
-class VLLMEngine(Section):
-    """vLLM as the sampler: beside the model in each process, or on a server for all."""
-
-    url: Text | None = None
-    """A server's address, http://host:8000 (docs/vlm_engines.md says how to start it); null = in each process, on its
-    GPU."""
-    weights: Text | None = None
-    """Folder in which a server gets new weights as a file, the same path for both; null = in the run folder."""
-    memory: Share = 0.4
-    """In this process: share of the GPU's memory for the engine, its copy of the weights included."""
-    context: Count | None = None
-    """In this process: the maximum number of tokens of question and answer together; null = the model's maximum."""
-    sleep: Flag = True
-    """In this process: leave the memory to training after sampling, and copy the weights before. Needs a GPU."""
-    eager: Flag = False
-    """In this process: run the model as it is written instead of compiling it first, which takes a minute on a CPU."""
+def completed(written: Any) -> Any:
+    """A configuration as it is written, with the names of its method and of its stages', and what they leave out.
+    Without `algorithm` a method is the one that `preset` names, or that of the run's kind."""
+    found = _completed(written)
+    stages = found.get("stages") if isinstance(found, Mapping) else None
+    if not isinstance(stages, list | tuple):
+        return found
+    own = [_completed(one) if isinstance(one, Mapping) and one.get("trainer") is not None else one for one in stages]
+    return {**found, "stages": own}
 
 
-class Generation(Section):
-    """How answers are sampled for training."""
-
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples: transformers' generate on the model that is trained, or vLLM (pip install
-    'genrl-diffusion[vllm]'), whose rounding the weight engine_mismatch then corrects unless trainer.weights says
-    otherwise."""
-    vllm: VLLMEngine = VLLMEngine()
-    """vLLM as the sampler; read with engine: vllm."""
-
-    prompts_per_iteration: Count = 8
-    """Different questions in one iteration, over all processes."""
-    group_size: Count = 8
-    """Answers to each, compared with each other (8 is usual)."""
-    max_new_tokens: Count = 64
-    """Longest answer. vlm.output music: steps of the decoder, of K books steps + 1 - K frames (musicgen-small: 503 are
-    10 s)."""
-    temperature: Positive = 1.0
-    """Of sampling and of the log-probabilities that are trained."""
-    batch_size: Count | None = None
-    """Answers sampled side by side, whole groups; null = all of a process."""
-    staleness: Whole = 0
-    """Sample answers with the weights of so many iterations before: 0 = the newest; 1 or more = a vLLM server
-    (vllm.url) samples while the model is trained. Methods over groups of answers, or of episodes, with clipped ratios
-    (docs/ray.md)."""
-    guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
-    """vlm.output image and music: scale of classifier-free guidance, in sampling and in the log-probabilities that are
-    trained; 1 = none, null = the model's own."""
-    elbo_samples: Count = 16
-    """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
-    denoising_steps: Count | None = None
-    """BGPO: steps in which an answer's places are filled; null = one place at a step."""
+def _completed(written: Any) -> Any:
+    """A section with a section `trainer`: a configuration, or a stage."""
+    if not isinstance(written, Mapping):
+        return written
+    trainer = {} if written.get("trainer") is None else written["trainer"]
+    if not isinstance(trainer, Mapping):
+        return written
+    known, preset = built_in_names("vlm"), trainer.get("preset")
+    if "algorithm" not in trainer:
+        named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
+        usual = QUESTIONS if written.get("environment") is None else EPISODES
+        rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
+        trainer = {"algorithm": preset if named else usual, **rest}
+    try:
+        method = class_of(trainer["algorithm"], "vlm")
+    except (TypeError, ValueError):  # told where it is validated
+        return {**written, "trainer": trainer}
+    return {**written, "trainer": cast(type[VLMMethod], method).completed(trainer)}
 
 
-class VLMReward(Section):
-    """One reward of the weighted sum."""
-
-    name: Text
-    """A function of `genrl_rewards.scorers.texts.verifiable` (exact, numeric, choice, iou, tag_format ...), `math`, or
-    path/file.py:function, also as TRL takes it; others as `genrl rewards` lists them where they need no picture of a
-    sampler."""
-    weight: Number = 1.0
-    """Factor in the sum that is trained on; 0 = only logged."""
-    args: dict[str, Any] = {}
-    """Options of the function: its parameters with a default."""
-    views: Literal["max", "sum", "mean"] = "mean"
-    """vlm.output voxels: from the scores of the six rendered views to one (Hi-GRPO: HPSv2.1 max, UnifiedReward sum)."""
-    conversational: Flag = False
-    """Pass it prompts and completions as lists of messages, as TRL does for conversational data."""
-    max_failed: Share = 0.2
-    """Share of the answers of an iteration or evaluation for which it may raise, as the rules do for an expected answer
-    that they cannot read. They have no score and teach nothing; above this share the run stops. 1 = never."""
-
-
-class VLMOptimizer(Optimizer):
-    """The optimiser and its schedule."""
-
-    lr: Positive = 1e-6
-    """Learning rate (models of billions: 1e-6; LoRA: 1e-5; embedded: 5e-4)."""
-    weight_decay: float = Field(default=0.0, strict=True, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay."""
-
-
-class VLMEvaluation(Section):
-    """The most probable answers to held-out questions."""
-
-    every: Whole = 10
-    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
-    questions: Count = 256
-    """Held-out questions, always the same."""
-    right_at: Number = 1.0
-    """An answer counts as right if the first reward is at least this."""
-    blind: Flag = True
-    """At the start and the end, ask with black pictures too: answers that are right then do not come from the
-    picture."""
-    monitor: Monitor | None = None
-    """End training when a held-out figure falls; null = never."""
+Trainer = Annotated[VLMMethod, ByName(), SerializeAsAny(), AnyOf()]
 
 
 class StageOptimizer(Section):
@@ -273,41 +222,7 @@ class Stage(Section):
     """Its learning rate; the optimiser then begins anew. null = optimiser and schedule of the run go on."""
 
 
-class Augmentation(Section):
-    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation)."""
-
-    window: Count = 10
-    """Iterations whose mean reward a question's own is compared with: the difference is d."""
-    noise: Positive = 64.0
-    """Easy question (d < 0): Gaussian noise on its pictures of noise * |d| levels of 255."""
-    hint: Positive = 1.0
-    """Hard question (d > 0): the first min(1, hint * d) of the words of the model's own best reasoning, found with the
-    right answer in the question, is put after the question."""
-    truth: Text = "{question} (The answer is {answer}.)"
-    """How a hard question is asked with its answer, from the column `answer`."""
-
-
-class Synthesis(Section):
-    """Pictures made during the run from descriptions that the model writes (Syn-GRPO)."""
-
-    pipeline: Text
-    """Folder or hub id of the diffusers pipeline that renders them, in its own process."""
-    ask: Text
-    """What the model is asked about a question's picture; the description is its answer in <answer> tags."""
-    check: Text
-    """A text reward that is 1 if a description keeps the answer (column `answer`); other descriptions are not rendered
-    and get reward 0."""
-    questions: Count = 1
-    """Questions of an iteration that are described, group_size times each."""
-    delay: Count = 1
-    """After so many iterations the pictures replace those of as many questions, and the descriptions are trained on."""
-    num_inference_steps: Count = 20
-    """Denoising steps."""
-    guidance_scale: NonNegative = 4.0
-    """Of the pipeline."""
-
-
-class VLMConfig(Section):
+class VLMConfig(RunConfig):
     """One training run of a vision-language model."""
 
     kind: ClassVar[Kind] = "vlm"
@@ -334,27 +249,13 @@ class VLMConfig(Section):
     """New pictures during the run (Syn-GRPO); null = none."""
     optimizer: VLMOptimizer = VLMOptimizer()
     """The optimiser and its schedule."""
-    ema: EMA | None = None
-    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: VLMEvaluation = VLMEvaluation()
     """When and how the model is judged."""
-    checkpoint: Checkpoint = Checkpoint()
-    """When the state is saved."""
-    distributed: Distributed = Distributed()
-    """Several processes."""
-    tf32: Flag | None = None
-    """On a GPU, round what float32 matrix products and convolutions read to TF32 (docs/speed.md): faster, 10 bits of
-    mantissa instead of 23; null = as torch has it, which rounds in convolutions alone."""
-    trackers: tuple[Tracker, ...] = ("tensorboard",)
-    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
-    iterations: Count = 200
-    """Rounds of answering and training."""
-    idle_iterations: Count | None = 5
-    """Stop the run, with the reason, after so many iterations in a row that change no weight; null = never."""
-    seed: Whole = 0
-    """Seed of everything random: answers, the order of questions, adapters."""
-    output: Text = "runs/genrl"
-    """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
+
+    @property
+    def base(self) -> str:
+        """Folder or hub id of the model."""
+        return self.vlm.path
 
     @property
     def reward_labels(self) -> tuple[str, ...]:
@@ -402,7 +303,32 @@ class VLMConfig(Section):
     def _complete(cls, written: Any) -> Any:
         return completed(written)
 
-    @model_validator(mode="after")
-    def _possible(self) -> VLMConfig:
-        refuse_impossible(self)
-        return self
+    @property
+    def watchable(self) -> tuple[str, ...]:
+        """Rewards and the share of right answers, or the success of episodes."""
+        return (*self.reward_labels, "accuracy") if self.environment is None else ("success",)
+
+    @property
+    def age(self) -> tuple[str, int]:
+        """The key that says how old samples may be, and what it says."""
+        return "generation.staleness", self.generation.staleness
+
+    @classmethod
+    def completed(cls, written: Any) -> Any:
+        """What a file says, with the names of its method and of its stages', and what they leave out."""
+        return completed(written)
+
+    def problems(self) -> Iterator[Finding]:
+        """Settings that cannot work together."""
+        from genrl.vlm.config.rules import problems
+
+        yield from problems(self)
+        if not (self.stages and all(stage.trainer for stage in self.stages)):
+            yield from self.trainer.problems(self)
+        yield from super().problems()
+
+    def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
+        """What is wrong with the model's folder, the data and the rewards."""
+        from genrl.vlm.config.files import file_problems
+
+        return file_problems(self, notes)

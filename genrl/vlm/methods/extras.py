@@ -158,6 +158,8 @@ def computed(
         found["step"] = shaped.kinds(answers.tokens)[1].cpu()
     if "components" in reads:
         found["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
+        weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
+        found["component_weights"] = weights.repeat(answers.size, 1)
     return found
 
 

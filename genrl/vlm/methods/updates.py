@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,7 @@ from torch import Tensor
 
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vlm.methods.policy_loss import policy_loss
 from genrl.vlm.methods.sharing import Update
-from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.rollout.recorded import token_batch
 
 ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """How far a log-probability may be from that before the update where nothing was trained yet."""
@@ -40,11 +38,46 @@ EVIDENCE = ("loss", "log_prob")
 Loss = Callable[[Any, Any, Recorded], Mapping[str, Tensor]]
 
 
-def recipe_loss(preset: Preset, log_prob: Tensor, extra: Mapping[str, Tensor], given: Recorded) -> dict[str, Tensor]:
-    """The loss of rows, [], from their log-probabilities [b, T] under the weights as they are, and what it measures."""
-    part = token_batch(given.tensors).with_log_prob(log_prob, extra)
-    found = policy_loss(preset, part)
-    return {"loss": found.loss, "log_prob": log_prob, **found.metrics}
+def passes(
+    loop: Loop,
+    settings: Any,
+    called: Any,
+    parts: Sequence[Tensor],
+    number: int,
+    recorded: Callable[[Tensor], Recorded],
+    loss: Loss,
+    *,
+    idle: Callable[[], Tensor] | None = None,
+) -> Iterator[tuple[Mapping[str, Tensor], Recorded]]:
+    """The forward and backward passes of one optimiser step; yields what each part's loss returned and was made of.
+
+    parts: of this process, int64 rows each. number: passes of the process that has most. recorded: what the loss of
+    some rows is made of. called: what the loss is called with. idle: the loss of a pass without rows, where processes
+    make their passes together.
+    """
+    for k in range(number):
+        rows = (
+            parts[k] if k < len(parts) else torch.zeros(0, dtype=torch.int64)
+        )  # it is another process that has the last ones
+        results: Mapping[str, Tensor] = {"loss": torch.zeros(())}
+        given = Recorded(None, {})
+        with loop.fitting():
+            if len(rows):
+                given = recorded(rows)
+                results = loss(settings, called, given)
+            elif idle is not None:
+                results = {"loss": idle()}
+            loop.backward(settings, results, given)
+        loop.advance(len(rows))
+        if len(rows):
+            yield results, given
+    loop.check_stop()
+
+
+def summed(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sums by name over all processes, of which some may lack a name."""
+    every = gather_object([dict(sums)])
+    return {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for one in every for n in one)}
 
 
 def update(
@@ -64,35 +97,26 @@ def update(
     recorded: what the loss of some of this process's rows is made of. policy: what the loss is called with. groups: of
     parameters that are stepped. idle: the loss of a pass without rows, where processes make their passes together.
     """
-    fresh = loop.updates == 0
+    fresh = loop.updates == 0  # nothing was trained yet: both forward passes must agree
     sums: dict[str, float] = defaultdict(float)
     most, error, seen = 0.0, 0.0, 0
-    for k in range(one.passes):
-        results: Mapping[str, Tensor] = {"loss": torch.zeros(())}
-        given = Recorded(None, {})
-        with loop.fitting():
-            if k < len(one.parts):  # else it is another process that has the last ones
-                given = recorded(one, one.parts[k])
-                results = loss(settings, policy, given)
-                mask = given["mask"]
-                number = int(mask.sum())
-                if number:
-                    apart = (results["log_prob"].detach() - given["old_log_prob"])[mask]
-                    error = max(error, float(apart.abs().max()) if fresh else 0.0)
-                    sums["drift"] -= float(apart.sum())
-                for name in [name for name in results if name not in EVIDENCE]:
-                    value = float(results[name])
-                    if name == "ratio_max":
-                        most = max(most, value)
-                    else:  # parts of the loss add up; the others are means over the part's tokens
-                        sums[name] += value * (1 if name.startswith("loss/") else number)
-                seen += number
-                sums["loss"] += float(results["loss"].detach())
-            elif idle is not None:
-                results = {"loss": idle()}
-            loop.backward(settings, results, given)
-        loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
-    loop.check_stop()
+    for results, given in passes(
+        loop, settings, policy, one.parts, one.passes, partial(recorded, one), loss, idle=idle
+    ):
+        mask = given["mask"]
+        number = int(mask.sum())
+        if number:
+            apart = (results["log_prob"].detach() - given["old_log_prob"])[mask]
+            error = max(error, float(apart.abs().max()) if fresh else 0.0)
+            sums["drift"] -= float(apart.sum())
+        for name in [name for name in results if name not in EVIDENCE]:
+            value = float(results[name])
+            if name == "ratio_max":
+                most = max(most, value)
+            else:  # parts of the loss add up; the others are means over the part's tokens
+                sums[name] += value * (1 if name.startswith("loss/") else number)
+        seen += number
+        sums["loss"] += float(results["loss"].detach())
     found = _joint(sums, most, error, seen)
     check_on_policy(found.pop("error"), dtype)
     norms = loop.step(groups)

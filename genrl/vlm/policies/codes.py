@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
-from genrl.vlm.config.schema import ShapeCodec, VLMConfig
+from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import ShapeCodec
 from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of

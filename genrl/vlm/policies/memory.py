@@ -15,9 +15,10 @@ import torch
 import transformers
 from torch import nn
 
-from genrl.config.optimizers import state_bytes
-from genrl.diffusion.config.memory_estimate import BITS, LARGEST_COPY
-from genrl.vlm.config.schema import VLMConfig, VLMLoRA
+from genrl.config.optimizers import LARGEST_COPY
+from genrl.config.sections import BITS
+from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.adapters import ATTENTION
 from genrl.vlm.policies.loading import checked
 from genrl.vlm.policies.log_probs import LOGITS
@@ -94,7 +95,7 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
             ("float32 copies of the weights", 4 * trained if config.rounds_weights else 0),
         ]
     own = trained if config.vlm.lora is not None else trained // shares
-    state = state_bytes(config.optimizer)
+    state = config.optimizer.state_bytes
     resting.append((f"optimiser state ({config.optimizer.name})", round(own * state)))
     if config.vlm.lora is not None or (shares == 1 and trained <= LARGEST_COPY):
         resting.append(("copy to undo an iteration", round(own * (4 + state))))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from genrl.vlm.config.schema import ShapeCodec
+from genrl.vlm.config.sections import ShapeCodec
 from genrl_rewards.models.checkpoints import fill, find, read_weights
 
 Weights = dict[str, Tensor]

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import Count, Flag, NonNegative, Number, Text
 from genrl.vlm.recipe.choice import Choice, Factor
 
-# --- estimators: rewards of the whole rollout batch -> [B] or [B, T]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from genrl.vlm.rollout.token_batch import TokenBatch
+
+# --- estimators
 
 
-class GroupAdvantage(Choice):
+class Estimator(Choice):
+    """From the rewards of a whole rollout batch to advantages."""
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether it compares the answers of a group, so that one answer to a question is not enough."""
+        return True
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the tokens of a completion have advantages of their own, [B, T]."""
+        return False
+
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        """Advantages [B] or [B, T] of rewards to which the preset's terms have been added."""
+        raise NotImplementedError
+
+
+class GroupAdvantage(Estimator):
     """Reward less the mean of its group, over a sample standard deviation (`groups.group_advantages`)."""
 
     name: Literal["group"] = "group"
@@ -19,28 +42,53 @@ class GroupAdvantage(Choice):
     eps: NonNegative = 1e-4
     """Added to the deviation (TRL: 1e-4, verl: 1e-6)."""
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.advantages.groups import group_advantages
 
-class LeaveOneOut(Choice):
+        return group_advantages(batch.scores(self.name), batch.group, scale=self.scale, eps=self.eps, ddof=1)
+
+
+class LeaveOneOut(Estimator):
     """Reward less the mean of the others of its group: RLOO (`token_advantages.leave_one_out`)."""
 
     name: Literal["leave_one_out"] = "leave_one_out"
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import leave_one_out
 
-class GreedyBaseline(Choice):
+        return leave_one_out(batch.scores(self.name), batch.group)
+
+
+class GreedyBaseline(Estimator):
     """Reward less that of the most probable answer to the same question, [greedy] [B]: ReMax
     (`token_advantages.greedy_baseline`). No group is needed."""
 
     tensors = ("greedy",)
     name: Literal["greedy_baseline"] = "greedy_baseline"
 
+    @property
+    def needs_group(self) -> bool:
+        return False
 
-class LengthWeighted(Choice):
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import greedy_baseline
+
+        return greedy_baseline(batch.scores(self.name), batch.read("greedy", self.name))
+
+
+class LengthWeighted(Estimator):
     """Reward less the mean of its group weighted by numbers of tokens: OPO (`token_advantages.length_weighted`)."""
 
     name: Literal["length_weighted"] = "length_weighted"
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import length_weighted
+        from genrl.objectives.tokens.tokens import token_count
 
-class WhitenedReturns(Choice):
+        return length_weighted(batch.scores(self.name), token_count(batch.mask), batch.group)
+
+
+class WhitenedReturns(Estimator):
     """Returns of [token_rewards], or of the row's reward at its last token, whitened over the tokens of the batch:
     REINFORCE++ (`token_advantages.reinforce_plus_plus`)."""
 
@@ -52,23 +100,67 @@ class WhitenedReturns(Choice):
     eps: NonNegative = 1e-8
     """Added to the variance."""
 
+    @property
+    def needs_group(self) -> bool:
+        return self.baseline
 
-class VirtualReward(Choice):
+    @property
+    def by_token(self) -> bool:
+        return True
+
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.advantages.groups import group_advantages
+        from genrl.objectives.tokens import token_advantages
+        from genrl.objectives.tokens.tokens import masked
+
+        mask = batch.mask
+        if "token_rewards" in batch.extra:
+            if self.baseline:
+                raise ValueError(
+                    "a group baseline is subtracted from rewards [B]; this batch has extra['token_rewards']"
+                )
+            per_step = masked(batch.extra["token_rewards"].double(), mask)
+        else:
+            rewards, mask = batch.scores(self.name), batch.scored  # a row without a score takes no part
+            scores = group_advantages(rewards, batch.group, scale="none") if self.baseline else rewards.double()
+            last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+            per_step = masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
+        if "kl_reward" in batch.extra:  # `KlInReward` pays tokens here, since a return adds up what comes after one
+            per_step = masked(per_step + batch.extra["kl_reward"], mask)
+        returns = token_advantages.token_returns(per_step, mask, gamma=self.gamma)
+        return token_advantages.whitened(returns, mask, eps=self.eps)
+
+
+class VirtualReward(Estimator):
     """z-score of a group with virtual samples of the best reward: NGRPO (`token_advantages.with_virtual_reward`)."""
 
     name: Literal["virtual_reward"] = "virtual_reward"
     best: Number = 1.0
     """Reward of a virtual sample: the most that an answer can get."""
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import with_virtual_reward
 
-class SmoothedAdvantage(Choice):
+        return with_virtual_reward(batch.scores(self.name), batch.group, best=self.best)
+
+
+class SmoothedAdvantage(Estimator):
     """z-scores of this visit of a prompt and of all its visits: DCPO (`token_advantages.smoothed_advantages`). The
     statistics are part of a checkpoint."""
 
     name: Literal["smoothed"] = "smoothed"
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import smoothed_advantages
 
-class RankQuantiles(Choice):
+        if batch.prompts is None:
+            raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")
+        output = smoothed_advantages(batch.scores(self.name), batch.group, batch.prompts, batch.visits)
+        batch.visits.update(output.visits)
+        return output.advantage
+
+
+class RankQuantiles(Estimator):
     """Standard normal quantiles of ranks within a group or a task: G2RPO (`token_advantages.rank_quantiles`). With
     scope task it reads [task] [B]."""
 
@@ -82,16 +174,30 @@ class RankQuantiles(Choice):
     def reads(self) -> tuple[str, ...]:
         return ("task",) if self.scope == "task" else ()
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import rank_quantiles
 
-class NormaliseThenSum(Choice):
+        ranked = batch.group if self.scope == "group" else batch.read("task", self.name)
+        return rank_quantiles(batch.scores(self.name), ranked)
+
+
+class NormaliseThenSum(Estimator):
     """Each reward a z-score in its group, then their sum with the weights of `rewards`: GDPO
     (`token_advantages.normalise_then_sum` of [components] [B, K])."""
 
     tensors = ("components",)
     name: Literal["normalise_then_sum"] = "normalise_then_sum"
 
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import normalise_then_sum
 
-class CriticAdvantage(Choice):
+        components = batch.read("components", self.name)
+        weights = batch.extra.get("component_weights")  # [B, K], every row the same
+        each = [1.0] * components.shape[1] if weights is None else weights[0].tolist()
+        return normalise_then_sum(components, each, batch.group)
+
+
+class CriticAdvantage(Estimator):
     """Generalised advantages from a value function, [credit] [B] or [B, T] (`token_credit`): VL-DAC, POAD."""
 
     name: Literal["critic"] = "critic"
@@ -105,8 +211,19 @@ class CriticAdvantage(Choice):
     """With tokens: gamma discounts every token, as if each were a step (the token-level PPO that POAD is compared
     with)."""
 
+    @property
+    def needs_group(self) -> bool:
+        return False
 
-class SemiOnline(Choice):
+    @property
+    def by_token(self) -> bool:
+        return self.level == "token"
+
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        return batch.read("credit", self.name).double()
+
+
+class SemiOnline(Estimator):
     """Credit of turns whose actions are compared with an expert's, [turn], [turn_reward] and [matched] [B, T]: UI-S1
     (`semi_online.semi_online_advantages`)."""
 
@@ -123,8 +240,22 @@ class SemiOnline(Choice):
     rounds: Count = 4
     """Times that a group is played at most; one that has too little spread then is trained on as it is."""
 
+    @property
+    def by_token(self) -> bool:
+        return True
 
-class TurnLeaveOneOut(Choice):
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.semi_online import semi_online_advantages
+
+        turns, rewards = turns_of(batch, self.name)
+        row, place = batch.mask.bool().nonzero(as_tuple=True)
+        matched = batch.read("matched", self.name)[row, place].bool()
+        of_expert = rewards.new_zeros(rewards.shape).bool().index_put((row, turns[row, place]), matched)
+        weights = {"gamma": self.gamma, "episode": self.episode, "step": self.step}
+        return of_tokens(semi_online_advantages(rewards, of_expert, batch.group, **weights), turns, batch)
+
+
+class TurnLeaveOneOut(Estimator):
     """What the turns of an episode bring later, less the mean of the same turn in the others of its group, [turn] and
     [turn_reward] [B, T]: TRLOO (`turn_credit.turn_leave_one_out`)."""
 
@@ -133,8 +264,18 @@ class TurnLeaveOneOut(Choice):
     gamma: Factor = 1.0
     """Discount of later rewards per turn."""
 
+    @property
+    def by_token(self) -> bool:
+        return True
 
-class Hierarchical(Choice):
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.turn_credit import turn_leave_one_out
+
+        turns, rewards = turns_of(batch, self.name)
+        return of_tokens(turn_leave_one_out(rewards, batch.group, gamma=self.gamma), turns, batch)
+
+
+class Hierarchical(Estimator):
     """z-scores of the rewards [high] and [low] of an answer's two steps, for the tokens of either ([step]): Hi-GRPO
     (`token_advantages.hierarchical_advantages`)."""
 
@@ -142,6 +283,17 @@ class Hierarchical(Choice):
     name: Literal["hierarchical"] = "hierarchical"
     share: NonNegative = 0.5
     """Weight of the second step's reward in that of the first."""
+
+    @property
+    def by_token(self) -> bool:
+        return True
+
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import hierarchical_advantages
+
+        high, low, step = (batch.read(name, self.name) for name in ("high", "low", "step"))
+        each = hierarchical_advantages(high, low, batch.group, share=self.share)
+        return each.high[:, None].where(step == 0, each.low[:, None])
 
 
 Advantage = (
@@ -160,10 +312,35 @@ Advantage = (
     | Hierarchical
 )
 
+
+def turns_of(batch: TokenBatch, reader: str) -> tuple[Tensor, Tensor]:
+    """(turn of each token int64 [B, T], rewards of turns float64 [B, N], NaN where a row has fewer)."""
+    turn, paid = (batch.read(name, reader) for name in ("turn", "turn_reward"))
+    row, place = batch.mask.bool().nonzero(as_tuple=True)
+    turn = turn.long()
+    rewards = paid.new_full((len(turn), int(turn.max()) + 1), float("nan")).double()
+    return turn, rewards.index_put((row, turn[row, place]), paid[row, place].double())
+
+
+def of_tokens(advantage: Tensor, turn: Tensor, batch: TokenBatch) -> Tensor:
+    """[B, T], of each token that of its turn, from those of turns [B, N]."""
+    from genrl.objectives.tokens.tokens import masked
+
+    return masked(advantage.gather(1, turn), batch.mask)
+
+
 # --- added to the rewards before the estimator
 
 
-class LengthReward(Choice):
+class Term(Choice):
+    """What is added to rewards before they become advantages."""
+
+    def reward(self, batch: TokenBatch) -> Tensor:
+        """[B], to add to the rewards of completions."""
+        raise NotImplementedError
+
+
+class LengthReward(Term):
     """A trapezoid of the number of tokens: 0, up to 1, and down to 0 (`reward_shaping.length_reward`)."""
 
     name: Literal["length"] = "length"
@@ -172,8 +349,14 @@ class LengthReward(Choice):
     coefficient: Number = 1.0
     """Factor."""
 
+    def reward(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.advantages.reward_shaping import length_reward
+        from genrl.objectives.tokens.tokens import token_count
 
-class OverlongPenalty(Choice):
+        return self.coefficient * length_reward(token_count(batch.mask), self.thresholds)
+
+
+class OverlongPenalty(Term):
     """From 0 down to -1 over the last tokens allowed: DAPO (`reward_shaping.overlong_penalty`)."""
 
     name: Literal["overlong"] = "overlong"
@@ -182,8 +365,14 @@ class OverlongPenalty(Choice):
     buffer: Count
     """Tokens before that at which it is 0 (DAPO: 4096)."""
 
+    def reward(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.advantages.reward_shaping import overlong_penalty
+        from genrl.objectives.tokens.tokens import token_count
 
-class ConsistencyBonus(Choice):
+        return overlong_penalty(token_count(batch.mask), maximum=self.maximum, buffer=self.buffer)
+
+
+class ConsistencyBonus(Term):
     """For right answers that a moving average of the model finds likely after the reasoning: GRPO-CARE
     (`reward_shaping.consistency_bonus` of [accuracy] [B], [ema] and [answer_mask])."""
 
@@ -196,8 +385,18 @@ class ConsistencyBonus(Choice):
     margin: Number = 0.0
     """How far below the mean of the group's right answers the likelihood may lie (general video: .01)."""
 
+    def reward(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.advantages.reward_shaping import answer_confidence, consistency_bonus
 
-class KlInReward(Choice):
+        likely, answer, accuracy = (batch.read(name, self.name) for name in ("ema", "answer_mask", "accuracy"))
+        confidence, constants = (
+            answer_confidence(likely, answer),
+            {"coefficient": self.coefficient, "margin": self.margin},
+        )
+        return consistency_bonus(accuracy, confidence, batch.group, **constants)
+
+
+class KlInReward(Term):
     """`-beta (l_old - l_ref)`: per token for whitened_returns, else summed over the row."""
 
     tensors = ("ref",)
@@ -205,60 +404,117 @@ class KlInReward(Choice):
     beta: NonNegative
     """Weight (RLOO in TRL: .05, REINFORCE++ in OpenRLHF: .01)."""
 
+    def reward(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.tokens import sequence_log_ratio
+
+        old, reference = (batch.read(name, self.name) for name in ("old_log_prob", "ref_log_prob"))
+        return -self.beta * sequence_log_ratio(old, reference, batch.mask)
+
+    def token_reward(self, batch: TokenBatch) -> Tensor:
+        """[B, T], for estimators that discount over tokens."""
+        from genrl.objectives.advantages.reward_shaping import with_kl
+
+        old, reference = (batch.read(name, self.name) for name in ("old_log_prob", "ref_log_prob"))
+        return with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
+
 
 RewardTerm = LengthReward | OverlongPenalty | ConsistencyBonus | KlInReward
 
 # --- transforms of advantages, in order
 
 
-class BatchNormalise(Choice):
+class Change(Choice):
+    """A step from advantages to advantages."""
+
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        """Advantages of the same shape. A row without a score has NaN, which its statistics leave out."""
+        raise NotImplementedError
+
+
+class BatchNormalise(Change):
     """z-scores over the batch (`token_advantages.batch_normalised`)."""
 
     name: Literal["batch_normalise"] = "batch_normalise"
 
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import batch_normalised
 
-class SigmaFilter(Choice):
+        return batch_normalised(advantage, batch.mask if advantage.dim() == 2 else None)
+
+
+class SigmaFilter(Change):
     """Advantages far from the mean become 0: StableReinforce (`token_advantages.sigma_filtered`)."""
 
     name: Literal["sigma_filter"] = "sigma_filter"
     limit: NonNegative = 3.0
     """Standard deviations that are kept."""
 
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import sigma_filtered
 
-class Uncertainty(Choice):
+        return sigma_filtered(advantage, limit=self.limit)
+
+
+class Uncertainty(Change):
     """Times `exp(-0.2 u)`, u the scatter of the scores from 1 to 5 that a group wrote, [scores] [B]: Q-Hawkeye
     (`token_advantages.score_uncertainty`)."""
 
     tensors = ("scores",)
     name: Literal["uncertainty"] = "uncertainty"
 
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import scaled, score_uncertainty
 
-class TrajectoryDependency(Choice):
+        scatter = score_uncertainty(batch.read("scores", self.name), batch.group)
+        return scaled(advantage, (-0.2 * scatter).exp(), batch.mask)
+
+
+class TrajectoryDependency(Change):
     """Times a factor, .9 or more, that grows with how much an answer depends on its picture, [masked_image]: VPPO
     (`token_advantages.trajectory_weight`)."""
 
     tensors = ("masked_image",)
     name: Literal["trajectory_dependency"] = "trajectory_dependency"
 
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import scaled, trajectory_weight
+        from genrl.objectives.tokens.token_weights import visual_dependency
 
-class ClampAdvantage(Choice):
+        old, blind = (batch.read(name, self.name) for name in ("old_log_prob", "masked_image"))
+        return scaled(advantage, trajectory_weight(visual_dependency(old, blind, batch.mask), batch.mask), batch.mask)
+
+
+class ClampAdvantage(Change):
     """No larger than a limit on either side."""
 
     name: Literal["clamp"] = "clamp"
     limit: NonNegative
     """Largest absolute advantage."""
 
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        return advantage.clamp(-self.limit, self.limit)
 
-class PositiveOnly(Choice):
+
+class PositiveOnly(Change):
     """Negative advantages become 0."""
 
     name: Literal["positive_only"] = "positive_only"
 
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        return advantage.clamp(min=0.0)
 
-class InformativeGroups(Choice):
+
+class InformativeGroups(Change):
     """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_rescaled`)."""
 
     name: Literal["informative_groups"] = "informative_groups"
+
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_advantages import informative_factor
+        from genrl.objectives.tokens.tokens import masked
+
+        rows = advantage if advantage.dim() == 1 else masked(advantage, batch.mask).abs().sum(1)
+        return advantage * informative_factor(rows, batch.group)
 
 
 Transform = (

@@ -1,18 +1,26 @@
-"""What the functions of a recipe have in common: a name, constants, and the tensors that they read."""
+"""What the functions of a recipe have in common: a name, constants, and the tensors that they read.
+
+They compute themselves from a batch, by functions of `genrl.objectives` that they import when they are called: `genrl
+check` reads a recipe without torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from genrl.config.section import Section
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from genrl.vlm.rollout.token_batch import TokenBatch
+
 Factor = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]  # in [0, 1]
 
 
 class Choice(Section):
-    """A function of a method, by name, and its constants. What it computes is in `genrl.objectives`."""
+    """A function of a method, by name, and its constants. The mathematics is in `genrl.objectives`."""
 
     tensors: ClassVar[tuple[str, ...]] = ()
     """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`."""
@@ -23,6 +31,10 @@ class Choice(Section):
     def reads(self) -> tuple[str, ...]:
         """`tensors`, as far as its constants ask for them."""
         return self.tensors
+
+    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Tensors of rows by name that its loss reads of a whole rollout batch whose advantages are estimated."""
+        return {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -8,40 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count
 from genrl.config.unions import AnyOf
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
-from genrl.vlm.config.method import Row, VLMMethod
 from genrl.vlm.config.names import OUTPUTS
+from genrl.vlm.config.schema import Row, VLMMethod
 from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,
-    CriticAdvantage,
     GreedyBaseline,
     Hierarchical,
-    NormaliseThenSum,
     RankQuantiles,
     RewardTerm,
     SmoothedAdvantage,
     Transform,
-    WhitenedReturns,
 )
 from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_forwards
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
-from genrl.vlm.recipe.surrogates import (
-    CLIPPED,
-    GeometricMean,
-    GroupLoss,
-    KlCov,
-    LinearBound,
-    Regression,
-    SequenceClip,
-    SequenceTokenClip,
-    Surrogate,
-)
+from genrl.vlm.recipe.surrogates import GroupLoss, KlCov, LinearBound, Regression, Surrogate
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
 
 if TYPE_CHECKING:
@@ -121,11 +108,9 @@ class RecipeMethod(VLMMethod):
         return replace(own, **changes)
 
     def recipe(self, config: VLMConfig) -> Preset:
-        """`composed`, with what other sections decide: the weights of GDPO's rewards, the longest answer, and the
-        correction of an engine that samples, or of older weights."""
+        """`composed`, with what other sections decide: the longest answer, and the correction of an engine that
+        samples, or of older weights."""
         made = self.composed
-        if isinstance(made.advantage, NormaliseThenSum):
-            made = replace(made, reward_weights=tuple(reward.weight for reward in config.rewards))
         if made.aggregation == "const":
             made = replace(made, length=config.generation.max_new_tokens)
         there = any(isinstance(one, EngineMismatch) for one in made.weights)
@@ -189,7 +174,7 @@ class RecipeMethod(VLMMethod):
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         """What cannot work of functions that go together."""
-        if config.generation.staleness and not isinstance(preset.surrogate, CLIPPED):
+        if config.generation.staleness and not (preset.surrogate is not None and preset.surrogate.near):
             field, loss = "surrogate" if preset.surrogate else "group_loss", preset.surrogate or preset.group_loss
             text = f"older answers are weighed in losses of clipped ratios, {loss and loss.name!r} is none; write 0"
             yield (self.key(field), "generation.staleness"), text
@@ -202,10 +187,7 @@ class RecipeMethod(VLMMethod):
 
     def _of_groups(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         size, advantage = config.generation.group_size, preset.advantage
-        alone = isinstance(advantage, CriticAdvantage | GreedyBaseline) or (
-            isinstance(advantage, WhitenedReturns) and not advantage.baseline
-        )
-        if size < 2 and not alone:
+        if size < 2 and advantage.needs_group:
             text = f"{advantage.name!r} compares the answers of a group; write 2 or more (8 is usual)"
             yield ("generation.group_size",), text
         if config.economy.keep is not None and isinstance(advantage, GreedyBaseline | SmoothedAdvantage):
@@ -244,7 +226,7 @@ def decoupling(preset: Preset) -> EngineMismatch:
     """The weight of answers that older weights drew, which makes PPO a decoupled one, as in AReaL (arXiv 2505.24298):
     of every token, or where the ratio is that of an answer, with its length taken out as there; 0 above the same bound
     as `staleness_weight`."""
-    of_rows = isinstance(preset.surrogate, SequenceClip | SequenceTokenClip | GeometricMean)
+    of_rows = preset.surrogate is not None and preset.surrogate.one_ratio
     high = LARGEST_STALENESS_WEIGHT
     return EngineMismatch(level="sequence_geo" if of_rows else "token", mode="mask", high=high)
 

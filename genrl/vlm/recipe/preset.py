@@ -6,19 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from genrl.vlm.recipe.advantages import (
-    Advantage,
-    CriticAdvantage,
-    Hierarchical,
-    RewardTerm,
-    SemiOnline,
-    Transform,
-    TurnLeaveOneOut,
-    WhitenedReturns,
-)
+from genrl.vlm.recipe.advantages import Advantage, RewardTerm, Transform
 from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.regularisers import Regulariser
-from genrl.vlm.recipe.surrogates import GeometricMean, GroupLoss, LinearBound, SequenceClip, Surrogate, Vespo
+from genrl.vlm.recipe.surrogates import GroupLoss, Surrogate
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
 
 Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"]
@@ -37,8 +28,7 @@ class Contradiction(ValueError):
 class Preset:
     """A method: `aggregate(-weight * surrogate(advantage) + KL) + regularisers`, or a loss of whole groups.
 
-    length: the divisor of aggregation "const", the longest completion allowed. reward_weights: of advantage
-    "normalise_then_sum", one for each reward; () = all 1.
+    length: the divisor of aggregation "const", the longest completion allowed.
     warmup: with a critic, iterations at the start that train it alone. kl_stop: with a critic, the mean of l_old - l
     above which an iteration's updates end; None = they never do.
     output: `vlm.output` of the models that it is for; None = any.
@@ -55,7 +45,6 @@ class Preset:
     regularisers: tuple[Regulariser, ...] = ()
     group_loss: GroupLoss | None = None
     length: int | None = None
-    reward_weights: tuple[float, ...] = ()
     warmup: int = 0
     kl_stop: float | None = None
     output: str | None = None
@@ -69,16 +58,13 @@ class Preset:
             raise Contradiction("weights", "a group loss compares whole completions: token weights do not apply to it")
         if self.group_loss is not None and self.aggregation == "balanced":
             raise Contradiction("aggregation", "a group loss compares whole completions: 'balanced' does not apply")
-        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical | SemiOnline | TurnLeaveOneOut) or (
-            isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
-        )
-        if per_token and self.of_rows:
+        if self.advantage.by_token and self.of_rows:
             raise Contradiction(
                 "surrogate",
                 f"advantage {self.advantage.name!r} differs by token, but this loss needs one per completion; nearest: "
                 "surrogate 'sequence_token_clip'",
             )
-        if any(isinstance(weight, OffPolicyMask) for weight in self.weights) and per_token:
+        if any(isinstance(weight, OffPolicyMask) for weight in self.weights) and self.advantage.by_token:
             raise Contradiction("weights", "the off-policy mask looks at the sign of one advantage per completion")
         if self.aggregation == "const" and self.length is not None and self.length < 1:
             raise Contradiction("length", f"length must be at least 1, got {self.length}")
@@ -88,7 +74,7 @@ class Preset:
         """What needs one advantage per completion, the same for its tokens; "" where nothing does."""
         if self.group_loss is not None:
             return self.group_loss.name
-        if isinstance(self.surrogate, SequenceClip | GeometricMean | Vespo | LinearBound):
+        if self.surrogate is not None and self.surrogate.of_rows:
             return self.surrogate.name
         return "balanced" if self.aggregation == "balanced" else ""
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 from genrl.config.section import Flag, NonNegative, Number, Positive
 from genrl.vlm.recipe.choice import Choice
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Kl(Choice):
+    from genrl.vlm.rollout.token_batch import TokenBatch
+
+    Aggregated = Callable[[Tensor], Tensor]
+    """From terms [B, T] to one number, as the preset has it for the surrogate."""
+    Measured = tuple[Tensor, dict[str, Tensor]]
+    """The term, [], and what else was measured of it, without gradient."""
+
+
+class Added(Choice):
+    """A term of the loss beside the surrogate."""
+
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        """The term of a micro-batch; gradient through `batch.log_prob`."""
+        raise NotImplementedError
+
+
+class Kl(Added):
     """An estimate per token of the KL to the model before training. It is aggregated as the surrogate is."""
 
     tensors = ("ref",)
@@ -22,16 +41,38 @@ class Kl(Choice):
     corrected: Flag = False
     """Multiply it by the ratio, so that its gradient is that of the KL itself (DeepSeek-V3.2, TRL's default)."""
 
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        from genrl.objectives.surrogates.policy_losses import kl_k2, kl_k3
+        from genrl.objectives.tokens.token_regularisers import kl_k3_clamped
+        from genrl.objectives.tokens.tokens import log_ratio, masked, token_mean
 
-class EntropyPenalty(Choice):
+        log_prob, old, _, mask = batch.terms
+        estimate = {"k2": kl_k2, "k3": kl_k3, "k3_clamped": kl_k3_clamped}[self.estimator]
+        kl = estimate(masked(log_prob, mask), masked(batch.read("ref_log_prob", self.name), mask))
+        measured = {f"kl_{self.estimator}": token_mean(kl.detach(), mask)}
+        if self.corrected:
+            kl = kl * log_ratio(log_prob, old, mask).exp()
+        if self.weighted and batch.weight is not None:
+            kl = kl * batch.weight
+        return self.beta * aggregated(kl), measured
+
+
+class EntropyPenalty(Added):
     """The mean of -l over all tokens (`token_regularisers.sampled_entropy`): VPPO."""
 
     name: Literal["entropy_penalty"] = "entropy_penalty"
     coefficient: Number
     """Weight: positive lowers the entropy (VPPO: .06), negative is a bonus."""
 
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        from genrl.objectives.tokens.token_aggregation import aggregate
+        from genrl.objectives.tokens.tokens import masked
 
-class EntropyBonus(Choice):
+        terms = -masked(batch.terms[0], batch.mask)
+        return self.coefficient * aggregate(terms, batch.mask, "token_mean_global", tokens=batch.tokens), {}
+
+
+class EntropyBonus(Added):
     """Less the mean entropy of the distributions under the weights as they are, [policy_entropy] [B, T]: POAD. Unlike
     `entropy_penalty`, which sees one sample, it has a gradient in expectation on policy."""
 
@@ -40,8 +81,16 @@ class EntropyBonus(Choice):
     coefficient: Number = 0.01
     """Weight."""
 
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        from genrl.objectives.tokens.token_aggregation import aggregate
+        from genrl.objectives.tokens.tokens import masked, token_mean
 
-class EntropyBand(Choice):
+        entropy = masked(batch.read("policy_entropy", self.name), batch.mask)
+        total = aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
+        return -self.coefficient * total, {"policy_entropy": token_mean(entropy.detach(), batch.mask)}
+
+
+class EntropyBand(Added):
     """What the mean of -l of each task ([task] [B]; one task where it is not given) lies outside of a band:
     OpenVLThinkerV2, SPINE (`token_regularisers.entropy_band`)."""
 
@@ -60,8 +109,35 @@ class EntropyBand(Choice):
     def reads(self) -> tuple[str, ...]:
         return ("entropy",) if self.bounds == "quantile" else ()
 
+    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
+        if self.bounds != "quantile":
+            return {}
+        chosen = batch.read("entropy", self.name)[self.tokens(batch)].double()
+        ends = chosen.quantile(chosen.new_tensor([self.low, self.high]))
+        return {"entropy_bounds": ends.expand(len(batch.mask), 2)}
 
-class Perception(Choice):
+    def tokens(self, batch: TokenBatch) -> Tensor:
+        """The tokens that it looks at, bool [B, T]."""
+        mask = batch.mask.bool()
+        return mask & (batch.weight != 0) if self.bounds == "quantile" and batch.weight is not None else mask
+
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        import torch
+
+        from genrl.objectives.tokens.token_regularisers import entropy_band, sampled_entropy
+
+        low, high = self.low, self.high
+        if "entropy_bounds" in batch.extra:
+            low, high = batch.extra["entropy_bounds"][0].tolist()
+        tokens, tasks = self.tokens(batch), batch.extra.get("task", batch.group.new_zeros(batch.group.shape))
+        costs = []
+        for number in sorted(set(tasks.tolist())):
+            entropy = sampled_entropy(batch.terms[0], tokens & (tasks == number)[:, None])
+            costs.append((tasks == number).sum() / batch.number * entropy_band(entropy, low, high))
+        return self.coefficient * torch.stack(costs).sum(), {}
+
+
+class Perception(Added):
     """Answers must depend on how the picture is degraded, [degraded]: Q-Hawkeye (`token_regularisers.perception_loss`).
     Rows in which that is NaN have no degraded twin."""
 
@@ -72,8 +148,15 @@ class Perception(Choice):
     eta: NonNegative = 1e-3
     """Weight of the log-probabilities of the answers."""
 
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        from genrl.objectives.tokens.token_regularisers import perception_loss
 
-class ValueLoss(Choice):
+        log_prob, mask, degraded = batch.terms[0], batch.mask.bool(), batch.read("degraded", self.name)
+        twins = mask & ~(degraded.isnan() & mask).any(dim=1, keepdim=True)
+        return perception_loss(log_prob, degraded, twins, gamma=self.gamma, eta=self.eta, rows=batch.number), {}
+
+
+class ValueLoss(Added):
     """The critic's clipped squared error, of [value], [old_value] and [returns], [B] or [B, T]: VL-DAC, POAD
     (`token_regularisers.clipped_value_loss`)."""
 
@@ -82,6 +165,19 @@ class ValueLoss(Choice):
     """Weight."""
     clip: Positive = 0.1
     """How far a value may move from the old one."""
+
+    def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
+        from genrl.objectives.tokens.token_aggregation import aggregate
+        from genrl.objectives.tokens.token_regularisers import clipped_value_loss
+        from genrl.objectives.tokens.tokens import masked
+
+        value, before, returns = (batch.read(name, self.name) for name in ("value", "old_value", "returns"))
+        if value.dim() == 1:
+            squares = clipped_value_loss(value, before, returns.to(value.dtype), clip=self.clip)
+            return self.coefficient * squares.sum() / batch.number, {}
+        arguments = (masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
+        squares = clipped_value_loss(*arguments, clip=self.clip)
+        return self.coefficient * aggregate(squares, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
 Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import NonNegative, Positive, Share
 from genrl.vlm.recipe.choice import Choice
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Clip(Choice):
+    from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+    from genrl.vlm.rollout.token_batch import TokenBatch
+
+
+class Rule(Choice):
+    """A rule of ratio and clip."""
+
+    near: ClassVar[bool] = False
+    """It keeps near the policy before the update by its ratio, hard or softly."""
+    one_ratio: ClassVar[bool] = False
+    """The ratio is that of a completion, not of a token."""
+    of_rows: ClassVar[bool] = False
+    """It needs one advantage per completion, the same for its tokens."""
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        """Terms [B, T], or [B, 1] of completions, of a micro-batch; gradient through `batch.log_prob`."""
+        raise NotImplementedError
+
+
+class Clip(Rule):
     """PPO's clip of the ratio of each token: GRPO, DAPO."""
 
+    near = True
     name: Literal["clip"] = "clip"
     low: NonNegative = 0.2
     """The ratio is clipped below 1 - low."""
@@ -23,69 +45,124 @@ class Clip(Choice):
     drop_above: Positive | None = None
     """Rows with a ratio above it keep the clipped branch alone (VL-DAC: 10); null = none do."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import clip_surrogate
 
-class ElasticClip(Choice):
+        bounds = {"cap": self.cap, "dual": self.dual, "drop_above": self.drop_above}
+        return clip_surrogate(*batch.terms, low=self.low, high=self.high, **bounds)
+
+
+class ElasticClip(Rule):
     """`clip` with widths that grow with the advantage and the group's spread: ETR, experimental."""
 
+    near = True
     name: Literal["elastic_clip"] = "elastic_clip"
     low: NonNegative = 0.2
     """Narrowest width below 1."""
     high: NonNegative = 0.2
     """Narrowest width above 1."""
 
+    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
+        from genrl.objectives.tokens.token_surrogates import elastic_width
 
-class SequenceClip(Choice):
+        rewards = batch.scores(self.name)
+        assert batch.advantage is not None, "it is estimated before"
+        return {"clip_width": elastic_width(batch.advantage, rewards, batch.group, alpha=0.5, gamma=0.5)}  # inferred
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import clip_surrogate
+
+        width = batch.read("clip_width", self.name).to(batch.terms[0].dtype)[:, None]
+        return clip_surrogate(*batch.terms, low=self.low * width, high=self.high * width)
+
+
+class SequenceClip(Rule):
     """PPO's clip of one ratio per row, the geometric mean of its tokens': GSPO, LUSPO."""
 
+    near = True
+    one_ratio = True
+    of_rows = True
     name: Literal["sequence_clip"] = "sequence_clip"
     low: NonNegative = 3e-4
     """The ratio is clipped below 1 - low."""
     high: NonNegative = 4e-4
     """The ratio is clipped above 1 + high."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import sequence_clip_surrogate
 
-class SequenceTokenClip(Choice):
+        return sequence_clip_surrogate(*batch.terms, low=self.low, high=self.high)
+
+
+class SequenceTokenClip(Rule):
     """`sequence_clip` with an advantage per token: GSPO-token."""
 
+    near = True
+    one_ratio = True
     name: Literal["sequence_token_clip"] = "sequence_token_clip"
     low: NonNegative = 3e-4
     """The ratio is clipped below 1 - low."""
     high: NonNegative = 4e-4
     """The ratio is clipped above 1 + high."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import sequence_token_clip_surrogate
 
-class DynamicClip(Choice):
+        return sequence_token_clip_surrogate(*batch.terms, low=self.low, high=self.high)
+
+
+class DynamicClip(Rule):
     """PPO's clip with bounds by the token's old probability, the upper one 10 at most; for negative advantages the
     objective is at least 10 A: DCPO."""
 
+    near = True
     name: Literal["dynamic_clip"] = "dynamic_clip"
     low: NonNegative = 0.16
     """Width below 1 (the scripts: .2)."""
     high: NonNegative = 0.2
     """Width above 1 (the scripts: .28)."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import dynamic_clip_surrogate
 
-class LogClamp(Choice):
+        return dynamic_clip_surrogate(*batch.terms, low=self.low, high=self.high)
+
+
+class LogClamp(Rule):
     """`clip` of a ratio that is clamped to 1e-3 and 1e3 before the exponential: StableReinforce."""
 
+    near = True
     name: Literal["log_clamp"] = "log_clamp"
     low: NonNegative = 0.2
     """The ratio is clipped below 1 - low."""
     high: NonNegative = 0.2
     """The ratio is clipped above 1 + high."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import log_clamp_surrogate
 
-class GeometricMean(Choice):
+        return log_clamp_surrogate(*batch.terms, low=self.low, high=self.high)
+
+
+class GeometricMean(Rule):
     """The geometric mean of a row's ratios, each clipped in the log domain: GMPO."""
 
+    near = True
+    one_ratio = True
+    of_rows = True
     name: Literal["geometric_mean"] = "geometric_mean"
     low: NonNegative = 0.4
     """A ratio is clipped below exp(-low)."""
     high: NonNegative = 0.4
     """A ratio is clipped above exp(high)."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import geometric_mean_surrogate
 
-class KlCov(Choice):
+        return geometric_mean_surrogate(*batch.terms, low=self.low, high=self.high)
+
+
+class KlCov(Rule):
     """The plain ratio, and a penalty of moving the tokens whose log-probability and advantage vary together: KL-Cov
     (`token_covariance`)."""
 
@@ -95,39 +172,88 @@ class KlCov(Choice):
     beta: NonNegative = 1.0
     """Weight of |l - l_old|."""
 
+    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
+        from genrl.objectives.tokens.token_covariance import kl_cov_tokens, token_covariance
 
-class Cispo(Choice):
+        assert batch.advantage is not None, "it is estimated before"
+        together = token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
+        return {"kl_cov": kl_cov_tokens(together, batch.scored, share=self.share)}
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import kl_cov_surrogate
+
+        return kl_cov_surrogate(*batch.terms, batch.read("kl_cov", self.name), beta=self.beta)
+
+
+class Cispo(Rule):
     """The clipped ratio as a weight without gradient: CISPO."""
 
+    near = True
     name: Literal["cispo"] = "cispo"
     highest: NonNegative = 5.0
     """Largest weight."""
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import cispo_surrogate
 
-class Sapo(Choice):
+        return cispo_surrogate(*batch.terms, highest=self.highest)
+
+
+class Sapo(Rule):
     """A soft gate of the ratio, of steepness 1 for positive advantages and 1.05 for the others: SAPO."""
 
+    near = True
     name: Literal["sapo"] = "sapo"
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import sapo_surrogate
 
-class Reinforce(Choice):
+        return sapo_surrogate(*batch.terms)
+
+
+class Reinforce(Rule):
     """The policy gradient itself, without a ratio."""
 
     name: Literal["reinforce"] = "reinforce"
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import reinforce_surrogate
 
-class Vespo(Choice):
+        return reinforce_surrogate(*batch.terms)
+
+
+class Vespo(Rule):
     """A soft weight by the ratio W of the row, `W^k exp(lambda (1 - W))`, k = 2 and lambda = 3 for advantages of 0 or
     more, 3 and 2 for the others: VESPO."""
 
+    of_rows = True
     name: Literal["vespo"] = "vespo"
 
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.tokens.token_surrogates import vespo_surrogate
 
-class LinearBound(Choice):
+        return vespo_surrogate(*batch.terms)
+
+
+class LinearBound(Rule):
     """A linear lower bound of the objective, of samples of a masked diffusion model's evidence bound in place of
     log-probabilities of tokens: BGPO (`masked_diffusion.linear_bound_loss`)."""
 
+    of_rows = True
     name: Literal["linear_bound"] = "linear_bound"
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+        from genrl.objectives.tokens.masked_diffusion import linear_bound_loss
+        from genrl.objectives.tokens.tokens import mean_log_ratio
+
+        if not bool(batch.mask.bool().all()):
+            raise ValueError("the columns of log_prob are ELBO samples here: the mask must be 1 everywhere")
+        log_prob, old, advantage, mask = batch.terms
+        ratio = mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
+        return SurrogateOutput(
+            linear_bound_loss(log_prob, old, advantage)[:, None], ratio, ratio.new_zeros(ratio.shape).bool()
+        )
 
 
 Surrogate = (
@@ -146,32 +272,61 @@ Surrogate = (
     | LinearBound
 )
 
-CLIPPED = (Clip, ElasticClip, SequenceClip, SequenceTokenClip, DynamicClip, LogClamp, GeometricMean, Cispo, Sapo)
-"""Those that keep near the policy before the update by its ratio, hard or softly."""
-
 # --- losses of whole groups, in place of weights, surrogate and aggregation
 
 
-class Regression(Choice):
+class WholeGroups(Choice):
+    """A loss of whole groups."""
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        """This micro-batch's part of the step's loss, []. scored: the rows that have rewards, bool [B]: of advantage 0,
+        one without would be taught as no better than its group."""
+        raise NotImplementedError
+
+
+class Regression(WholeGroups):
     """Log-ratios regressed on advantages: Reg-GRPO (`group_losses.regression_loss`)."""
 
     name: Literal["regression"] = "regression"
 
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        from genrl.objectives.tokens.group_losses import regression_loss
+        from genrl.objectives.tokens.tokens import sequence_log_ratio
 
-class Classification(Choice):
+        log_prob, old, advantage, mask = batch.terms
+        ratio = sequence_log_ratio(log_prob, old, mask)[scored]
+        return regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.rows
+
+
+class Classification(WholeGroups):
     """Answers of positive advantage told from the others: REAL (`group_losses.classification_loss`)."""
 
     name: Literal["classification"] = "classification"
 
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        from genrl.objectives.tokens.group_losses import classification_loss
+        from genrl.objectives.tokens.tokens import mean_log_ratio
 
-class DistributionMatching(Choice):
+        log_prob, old, advantage, mask = batch.terms
+        score = mean_log_ratio(log_prob, old, mask)[scored]
+        return classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum() / batch.groups
+
+
+class DistributionMatching(WholeGroups):
     """The model's distribution over a group's answers brought to that of their rewards: DMPO, experimental
     (`group_losses.distribution_matching_loss`)."""
 
     name: Literal["distribution_matching"] = "distribution_matching"
 
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        from genrl.objectives.tokens.group_losses import distribution_matching_loss
+        from genrl.objectives.tokens.tokens import masked, row_mean
 
-class Preference(Choice):
+        score = row_mean(masked(batch.terms[0], batch.mask), batch.mask)
+        return distribution_matching_loss(score, batch.scores(self.name), batch.group).sum() / batch.groups
+
+
+class Preference(WholeGroups):
     """DPO on the best and the worst answer of each group (`preference.dpo_loss`). A group without spread has no pair,
     and counts in the mean."""
 
@@ -179,6 +334,17 @@ class Preference(Choice):
     name: Literal["preference"] = "preference"
     beta: Positive = 0.1
     """Weight of the log-ratios to the model before training."""
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        from genrl.objectives.advantages.groups import best_and_worst
+        from genrl.objectives.preferences.preference import dpo_loss
+        from genrl.objectives.tokens.tokens import row_sum
+
+        sign = best_and_worst(batch.scores(self.name), batch.group)
+        best, worst = ((sign == side).nonzero()[:, 0] for side in (1, -1))  # by group, since rows of one are together
+        now = row_sum(batch.terms[0], batch.mask)
+        ref = row_sum(batch.read("ref_log_prob", self.name), batch.mask)
+        return dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum() / batch.groups
 
 
 GroupLoss = Regression | Classification | DistributionMatching | Preference

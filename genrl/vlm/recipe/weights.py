@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from genrl.config.section import NonNegative, Number, Positive, Share
 from genrl.vlm.recipe.choice import Choice
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class TopEntropy(Choice):
+    from genrl.vlm.rollout.token_batch import TokenBatch
+
+
+class Weight(Choice):
+    """A factor of tokens."""
+
+    def factor(self, batch: TokenBatch) -> Tensor | None:
+        """[B, T] or [B, 1], from the whole rollout batch and its advantages; None where it is `factor_now` alone."""
+        return None
+
+    def factor_now(self, batch: TokenBatch) -> Tensor | None:
+        """[B, T] or [B, 1], from a micro-batch under the weights as they are; None where it does not depend on them."""
+        return None
+
+
+class TopEntropy(Weight):
     """1 for the tokens of highest [entropy], 0 for the others: forking tokens, SPINE."""
 
     tensors = ("entropy",)
@@ -18,8 +35,14 @@ class TopEntropy(Choice):
     scope: Literal["batch", "row"] = "batch"
     """Of the tokens of the batch (`token_weights.top_entropy`), or of each row (`token_weights.top_of_row`)."""
 
+    def factor(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_weights import top_entropy, top_of_row
 
-class TopDependency(Choice):
+        rule = top_entropy if self.scope == "batch" else top_of_row
+        return rule(batch.read("entropy", self.name), batch.mask, share=self.share)
+
+
+class TopDependency(Weight):
     """1 for the tokens of a row that depend most on the picture, by [masked_image]: VPPO (`token_weights.top_of_row` of
     `visual_dependency`)."""
 
@@ -28,16 +51,29 @@ class TopDependency(Choice):
     share: Share = 0.4
     """Share of a row's tokens that are trained."""
 
+    def factor(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_weights import top_of_row, visual_dependency
 
-class Divergence(Choice):
+        old, blind = (batch.read(name, self.name) for name in ("old_log_prob", "masked_image"))
+        return top_of_row(visual_dependency(old, blind, batch.mask), batch.mask, share=self.share)
+
+
+class Divergence(Weight):
     """From 1 to 1.7, by how much a group disagrees on the next token, [divergence]: TW-GRPO
     (`token_weights.divergence_weights`)."""
 
     tensors = ("divergence",)
     name: Literal["divergence"] = "divergence"
 
+    def factor(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_weights import divergence_weights
 
-class ClipCov(Choice):
+        rows, numbers = batch.read("divergence", self.name), batch.group.tolist()
+        first = [numbers.index(number) for number in sorted(set(numbers))]  # a group's rows have the same
+        return divergence_weights(rows[first], batch.mask, batch.group)
+
+
+class ClipCov(Weight):
     """0 for a few tokens, drawn at random ([draw]), whose covariance of log-probability and advantage is large, 1 for
     the others: Clip-Cov (`token_covariance`)."""
 
@@ -50,8 +86,16 @@ class ClipCov(Choice):
     high: NonNegative = 5.0
     """They have a covariance below this."""
 
+    def factor(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_covariance import clip_cov_weight, token_covariance
 
-class EngineMismatch(Choice):
+        assert batch.advantage is not None, "it is estimated before"
+        together = token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
+        limits = {"share": self.share, "low": self.low, "high": self.high}
+        return clip_cov_weight(together, batch.read("draw", self.name), batch.scored, **limits)
+
+
+class EngineMismatch(Weight):
     """`exp(l_old - l_sampler)`, for the engine that sampled (`token_weights.mismatch_weights`). TRL: sequence, mask, 3;
     truncated importance sampling: token, truncate, 2; IcePop: token, mask, from .5 to 5."""
 
@@ -65,8 +109,15 @@ class EngineMismatch(Choice):
     high: Positive = 3.0
     """Upper limit (TRL: 3; PARA-GRPO and IcePop: 5)."""
 
+    def factor(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_weights import mismatch_weights
 
-class OffPolicyMask(Choice):
+        old, sampler = (batch.read(name, self.name) for name in ("old_log_prob", "sampler_log_prob"))
+        limits = {"low": self.low, "high": self.high}
+        return mismatch_weights(old, sampler, batch.mask, level=self.level, mode=self.mode, **limits)
+
+
+class OffPolicyMask(Weight):
     """0 for rows of negative advantage that the policy has moved away from: DeepSeek-V3.2
     (`token_weights.off_policy_mask`, for each update anew)."""
 
@@ -74,13 +125,28 @@ class OffPolicyMask(Choice):
     threshold: Number
     """Mean of l_sampler - l above which a row is left out."""
 
+    def factor_now(self, batch: TokenBatch) -> Tensor:
+        from genrl.objectives.tokens.token_weights import off_policy_mask
 
-class StepMeans(Choice):
+        log_prob, _, advantage, mask = batch.terms
+        sampler = batch.read("sampler_log_prob", self.name)
+        return off_policy_mask(log_prob, sampler, advantage, mask, threshold=self.threshold)
+
+
+class StepMeans(Weight):
     """Tokens / tokens of this step, by [step]: with aggregation token_mean_global the sum of the steps' own means, two
     separate losses (Hi-GRPO)."""
 
     tensors = ("step",)
     name: Literal["step_means"] = "step_means"
+
+    def factor(self, batch: TokenBatch) -> Tensor:
+        step, mask = batch.read("step", self.name), batch.mask.bool()
+        factor = mask.new_ones(mask.shape).double()
+        for number in sorted(set(step[mask].tolist())):
+            tokens = mask & (step == number)
+            factor[tokens] = float(mask.sum() / tokens.sum())
+        return factor
 
 
 TokenWeight = TopEntropy | TopDependency | Divergence | ClipCov | EngineMismatch | OffPolicyMask | StepMeans

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.runtime.loop.loop import Loop
-from genrl.vlm.config.schema import Synthesis as Settings
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import Synthesis as Settings
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.augment import with_text
 from genrl.vlm.rollout.data import Questions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from genrl.vlm.config.method import PLACE
+from genrl.vlm.config.schema import PLACE
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import answer_ids
 from genrl.vlm.rollout.data import Questions

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ class TokenBatch:
     The caller gives: mask, group, rewards [B] (NaN = no score), and, where a preset reads them, the log-probabilities
     and `extra` (row-indexed tensors by name; `Choice.tensors` says which choice reads which).
     old_log_prob None: strictly on policy, one update per rollout, `old = log_prob.detach()`.
-    `estimate` fills in advantage [B] or [B, T], weight [B, 1] or [B, T], clip_width [B], entropy_bounds, group_size
-    [B], and the totals of the step: rows, tokens, groups.
+    `estimate` fills in advantage [B] or [B, T], weight [B, 1] or [B, T], group_size [B], and the totals of the step:
+    rows, tokens, groups. For it, prompts has one name per group, in the order of group numbers, and visits what DCPO
+    knows of each, which its estimator brings up to date.
     """
 
     mask: Tensor
@@ -30,12 +32,12 @@ class TokenBatch:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     advantage: Tensor | None = None
     weight: Tensor | None = None
-    clip_width: Tensor | None = None
     group_size: Tensor | None = None
-    entropy_bounds: Tensor | None = None
     rows: int | None = None
     tokens: int | None = None
     groups: int | None = None
+    prompts: Sequence[str] | None = None
+    visits: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rows, length = self.mask.shape
@@ -49,9 +51,47 @@ class TokenBatch:
         if wrong:
             raise ValueError(f"the mask has {rows} rows of {length} tokens; of other shapes are {wrong}")
 
+    @property
+    def number(self) -> int:
+        """The rows of the step, or those of this batch before it was estimated."""
+        return self.rows or len(self.mask)
+
+    @property
+    def scored(self) -> Tensor:
+        """The tokens of rows that have a reward, bool [B, T]."""
+        return self.mask.bool() if self.rewards is None else self.mask.bool() & ~self.rewards.isnan()[:, None]
+
+    @property
+    def terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(log_prob [B, T], old_log_prob [B, T], advantage [B] or [B, T], mask): what a surrogate is a function of."""
+        log_prob = self.read("log_prob", "the loss")
+        # strictly on policy, the old policy is the present one without its gradient
+        old = log_prob.detach() if self.old_log_prob is None else self.old_log_prob
+        return log_prob, old, self.read("advantage", "the loss"), self.mask
+
+    def scores(self, reader: str) -> Tensor:
+        """The rewards [B]."""
+        return self.read("rewards", reader)
+
+    def read(self, name: str, reader: str) -> Tensor:
+        """A field, or one of the extra tensors. Raises ValueError where it is missing, naming the reader."""
+        value: Tensor | None = getattr(self, name) if name in self.__dataclass_fields__ else self.extra.get(name)
+        if value is None:
+            where = name if name in self.__dataclass_fields__ else f"extra[{name!r}]"
+            raise ValueError(
+                f"{reader} reads {where}, which this batch does not have (extra: {sorted(self.extra)}); "
+                "`Preset.reads` lists what a method asks for"
+            )
+        return value
+
     def with_log_prob(self, log_prob: Tensor, extra: Mapping[str, Tensor] | None = None) -> TokenBatch:
         """The same with the current policy's log-probabilities [B, T], and further tensors of this update ([value])."""
         return replace(self, log_prob=log_prob, extra={**self.extra, **(extra or {})})
+
+    def weighted(self, weight: Tensor | None) -> TokenBatch:
+        """The same with these weights of tokens, without gradient and as precise as the log-probabilities."""
+        like = self.read("log_prob", "the loss")
+        return replace(self, weight=None if weight is None else weight.detach().to(like.dtype))
 
     def select(self, rows: Tensor) -> TokenBatch:
         """Rows by their int64 indices; the totals of the step stay."""
@@ -71,7 +111,6 @@ class TokenBatch:
             extra={name: value[rows] for name, value in self.extra.items()},
             advantage=chosen(self.advantage),
             weight=chosen(self.weight),
-            clip_width=chosen(self.clip_width),
             group_size=chosen(self.group_size),
         )
 
@@ -96,15 +135,3 @@ def micro_batches(batch: TokenBatch, size: int, *, whole_groups: bool = False) -
             parts.append([])
         parts[-1] += members
     return [batch.select(torch.tensor(part, device=batch.mask.device)) for part in parts]
-
-
-def given(batch: TokenBatch, name: str, reader: str) -> Tensor:
-    """A field of the batch or one of its extra tensors. Raises ValueError where it is missing, naming the reader."""
-    value = getattr(batch, name) if hasattr(batch, name) else batch.extra.get(name)
-    if value is None:
-        where = name if hasattr(batch, name) else f"extra[{name!r}]"
-        raise ValueError(
-            f"{reader} reads {where}, which this batch does not have (extra: {sorted(batch.extra)}); "
-            "`Preset.reads` lists what a method asks for"
-        )
-    return value

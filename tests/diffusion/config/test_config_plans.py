@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from genrl.config import Config
-from genrl.diffusion.methods.layout import roots_together
-from genrl.diffusion.methods.plans import sampling_plan, trained_steps, window_of
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.steps.layout import roots_together
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp.plan import extreme_count, unpruned_steps
 
 
@@ -97,8 +97,7 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
     rounds, tree = trains.rounds(accepted), trains.layout.tree
     known = {(r.plan, r.trained) for r in rounds}
     for iteration in range(iterations):
-        plan, trained = sampling_plan(accepted, trains, iteration), trained_steps(accepted, trains, iteration)
-        window = window_of(accepted, trains, iteration)
+        plan, trained, _, window = Steps.of(accepted, trains, iteration)
         assert window is None or 0 <= window[0] <= window[-1] <= 6
         assert plan.leaves == group and set(trained) <= set(plan.stochastic) and trained
         assert 7 not in plan.stochastic
@@ -121,7 +120,7 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
 def test_shares_of_a_window_that_is_not_drawn_are_those_of_the_run(schedule: str) -> None:
     window = {"size": 3, "schedule": schedule} | ({"shortest": 1} if schedule == "backward" else {"every": 7})
     found = config({"window": window}, iterations=37)
-    ran = Counter(trained_steps(found, found.trainer, i) for i in range(37))
+    ran = Counter(Steps.of(found, found.trainer, i).trained for i in range(37))
     shares = {r.trained: r.share for r in found.trainer.rounds(found)}
     assert shares == pytest.approx({steps: count / 37 for steps, count in ran.items()})
     assert len(ran) > 1 and found.trainer.rounds(found)[0].first == 0
@@ -133,7 +132,7 @@ def test_shares_of_a_window_that_is_drawn_are_those_of_its_law(schedule: str, ra
     law = [ratio**k for k in range(3)]
     shares = {r.trained: r.share for r in found.trainer.rounds(found)}
     assert shares == pytest.approx({(1 + k, 2 + k, 3 + k): share / sum(law) for k, share in enumerate(law)})
-    ran = Counter(trained_steps(found, found.trainer, i) for i in range(2000))
+    ran = Counter(Steps.of(found, found.trainer, i).trained for i in range(2000))
     assert all(abs(ran[steps] - 2000 * p) < 5 * math.sqrt(2000 * p * (1 - p)) for steps, p in shares.items())
 
 
@@ -151,7 +150,7 @@ def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
     assert found.trainer.most_micro_batches(found) == 10
-    plan = sampling_plan(found, found.trainer, 0)
+    plan = Steps.of(found, found.trainer, 0).plan
     assert [roots_together(found, plan, processes) for processes in (1, 2, 3, 5)] == [5, 3, 2, 1]
     chain = config({"updates_per_iteration": 2}, batch_size=6)
     assert chain.trainer.most_micro_batches(chain) == 4

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion.config.estimate import (
     Component,
     HeaderError,
@@ -22,6 +22,7 @@ from genrl.diffusion.config.estimate import (
     trained_parameters,
 )
 from genrl.diffusion.config.memory_estimate import memory
+from genrl.diffusion.config.schema import Config
 
 FLOW_GRPO = {"algorithm": "flow_grpo"}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 4, "noise_growth": 0}}

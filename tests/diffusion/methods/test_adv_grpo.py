@@ -14,8 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.cli.pipelines import rewards_of_run
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
 from genrl.data.prompts import PromptError
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
 from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
 from genrl.diffusion.methods.adv_grpo.train import turns
@@ -297,7 +298,7 @@ def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, m
 def test_evaluation_asks_a_method_from_outside_for_its_trained_reward(critics: Path, model: Path) -> None:
     (critics / "own.py").write_text(
         "from typing import ClassVar\n"
-        "from genrl.diffusion.config.method import DiffusionMethod\n"
+        "from genrl.diffusion.config.schema import DiffusionMethod\n"
         "class Own(DiffusionMethod):\n"
         '    """Keeps its reward in a way of its own."""\n'
         "    trains_reward: ClassVar[bool] = True\n"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.forward.noising import own_noise
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
-from genrl.diffusion.methods.noising import own_noise
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.runtime.folder.run import read_metrics

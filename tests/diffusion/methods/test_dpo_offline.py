@@ -10,14 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
 from genrl.data.preferences import as_tensor, open_set
 from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dpo_offline import train as dpo_offline
 from genrl.diffusion.methods.dpo_offline.train import PAIR
-from genrl.diffusion.methods.given import given_pictures, picture_size
 from genrl.diffusion.policy import inverse
+from genrl.diffusion.rollout.given import given_pictures, picture_size
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch

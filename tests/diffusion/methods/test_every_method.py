@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
-from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import inverse
+from genrl.diffusion.updating import Meter
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
 from genrl.runtime.folder.run import Run, read_metrics
@@ -88,6 +88,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
 }
 
 
+ONE_OF_EACH_ROOM = ("flow_grpo", "diffusion_nft", "d3po", "draft", "diff_instruct", "sft")
+
 KEPT: dict[str, set[str]] = {
     "adv_grpo": {"kept-adversary", "kept-adversary_optimizer", "kept-best", "snapshot-best"},
     "diffusion_nft": {"snapshot-old"},
@@ -128,7 +130,7 @@ def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverse, "MOST", 10.0)  # it need not give pictures back
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", tiered(CONFIGURATIONS, ONE_OF_EACH_ROOM))
 def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kontext: Path, name: str) -> None:
     """That no other key is logged is the logger's to refuse (`document` raises)."""
     config = brief(name, folder, model, kontext)

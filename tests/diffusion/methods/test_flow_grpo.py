@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config
 from genrl.diffusion import run as diffusion_run
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.folder.run import read_metrics
@@ -307,14 +307,14 @@ def test_training_without_guidance_judges_by_the_unguided_policy(folder: Path, m
     ratios: list[float] = []
 
     def measuring(opened: DiffusionRun) -> None:
-        backward = opened.backward
+        backward = opened.loop.backward
 
         def measured(settings: Any, results: Any, recorded: Any, **counts: float) -> None:
             assert recorded.batch.sampling["guidance_scale"] == 1.0
             ratios.append(float((results["log_prob"] - recorded["old_log_prob"]).exp().sub(1).abs().max()))
             backward(settings, results, recorded, **counts)
 
-        opened.backward = measured  # type: ignore[method-assign]
+        opened.loop.backward = measured  # type: ignore[method-assign]
 
     trainer = {**GRPO, "guidance_in_training": False, "inner_epochs": 2}
     config = runs.config(folder, model, trainer=trainer, sampling={"guidance_scale": 4.5}, iterations=1, **QUIET)

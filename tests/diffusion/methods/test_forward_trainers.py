@@ -178,6 +178,7 @@ def check_noised(clean: Tensor, given: Given, *, same: bool) -> None:
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None:
     nothing: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "iterations": 1, "sampling": EIGHT, **QUIET}
     for name, trainer in TRAINERS.items():

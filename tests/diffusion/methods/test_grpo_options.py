@@ -14,10 +14,10 @@ from genrl.diffusion.methods.ddpo import train as ddpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.grpo_guard import train as grpo_guard
 from genrl.diffusion.methods.paco_grpo import train as paco_grpo
-from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
-from genrl.diffusion.methods.transitions import reference_kl
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.plans import Steps, choose_kernel
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
@@ -67,7 +67,7 @@ def test_guard_measures_from_the_policy_that_sampled(
                     sigmas[:] = [piece.trajectory.sigmas]
                     for i, x in piece.trajectory.next_states.items():
                         sigma = float(piece.trajectory.sigmas[i])
-                        before[float(x.double().sum()), sigma] = opened.policy.replay(piece.trajectory, i).mean
+                        before[float(x.double().sum()), sigma] = opened.policy.replay(piece.trajectory.step(i)).mean
             return found
 
         opened.collect = then_replay  # type: ignore[method-assign]
@@ -101,6 +101,7 @@ def learn_ddpo(folder: Path, sd: Path, iterations: int = 4, **trainer: Any) -> W
     return run(runs.config(folder, sd, trainer=settings, sampling=sampling, iterations=iterations, **QUIET))
 
 
+@pytest.mark.slow
 def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,15 +141,15 @@ def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
     with runs.opened(config) as run, torch.no_grad():
         for p in run.weights.parameters:
             p.add_(0.05)
-        plan = sampling_plan(config, config.trainer, 0)  # type: ignore[arg-type]
+        plan = Steps.of(config, config.trainer, 0).plan  # type: ignore[arg-type]
         assert isinstance(config.trainer, PolicyGradient)
         kernel = choose_kernel(run, config.trainer, plan)
         batch = run.probe
         trajectory = run.policy.roll_out(batch, kernel, range(2))
         for i in trajectory.log_probs:
-            new = run.policy.replay(trajectory, i)
+            new = run.policy.replay(trajectory.step(i))
             with run.weights.reference():
-                reference = run.policy.replay(trajectory, i)
+                reference = run.policy.replay(trajectory.step(i))
             read = {"velocity": "model_output", "x_prediction": "model_output", "k2": "log_prob"}
             by_name = {kind: reference_kl(kind, new, getattr(reference, name)) for kind, name in read.items()}
             sigma = float(trajectory.sigmas[i])

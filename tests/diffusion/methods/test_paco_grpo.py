@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import Config
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import same_prompt
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages

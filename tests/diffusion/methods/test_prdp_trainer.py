@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs
@@ -84,6 +85,7 @@ def test_gradient_and_loss_by_hand(folder: Path, model: Path) -> None:
     assert seen.rows[1]["prdp/clip_frac"] > 0
 
 
+@pytest.mark.slow
 def test_the_first_step_takes_the_recorded_log_probabilities(folder: Path, sd: Path) -> None:
     """6 samples, 3 trained steps: 18 calls of the reference, 18 with gradients; 36 more for every further step."""
     for epochs in (1, 3):

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import ConfigError, Model, check_files, load_located
+from genrl.config import ConfigError, check_files, load_located
 from genrl.config import load as load_config
 from genrl.diffusion.config.rewriter import Rewriter as Rewritten
-from genrl.diffusion.methods.plans import SamplingPlan
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
@@ -24,7 +24,10 @@ from genrl.diffusion.policy.text_room import TextRoom
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
+from genrl.diffusion.steps.edges import Edges
+from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.train import train
+from genrl.diffusion.updating import Meter
 from genrl.mdp.batches import prompt_indices
 from genrl.objectives.advantages.prompt_rl import tagged_rewards
 from genrl.runtime.folder.run import Run, read_metrics
@@ -47,11 +50,11 @@ def trainer(**changes: Any) -> dict[str, Any]:
 def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn in each slot, and that scores are by the prompts as they were."""
     drawn: dict[int, str] = {}
-    update = prompt_rl.flow_grpo_update
+    estimate = prompt_rl.estimate
 
     def watched(
-        run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, plan: SamplingPlan, advantages: Tensor
-    ) -> dict[str, float]:
+        run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, steps: Steps, advantages: Tensor, meter: Meter
+    ) -> Edges:
         for one in rollouts.mine.values():
             drawn.update(zip(one.slots, one.batch.prompts, strict=True))
         assert rollouts.prompts == [runs.PROMPTS[k] for k in order for _ in range(4)]
@@ -59,9 +62,9 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
         extra = (total - generation).view(2, 4)
         assert torch.allclose(extra[:, 3], extra[:, :3].mean(1))
         assert set(extra[:, :3].flatten().round(decimals=9).tolist()) <= {0.0, 0.5}
-        return update(run, settings, rollouts, plan, advantages)
+        return estimate(run, settings, rollouts, steps, advantages, meter)
 
-    monkeypatch.setattr(prompt_rl, "flow_grpo_update", watched)
+    monkeypatch.setattr(prompt_rl, "estimate", watched)
     half = trainer(rewriter={"format_weight": 0.5})
     config = runs.config(folder, model, trainer=half, iterations=1, evaluation={"every": 0}, **GROUPS)
     order = prompt_indices(4, 2, seed=0, iteration=0)

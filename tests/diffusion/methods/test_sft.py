@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config, ConfigError, check_files
+from genrl.config import ConfigError, check_files
 from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
 from genrl.data.prompts import PromptError
 from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.sft import train as sft
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.policy.guidance import without_guidance

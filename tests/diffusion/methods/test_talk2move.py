@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError
+from genrl.config import ConfigError
 from genrl.diffusion.config.estimate import plan
-from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.talk2move import train as talk2move
+from genrl.diffusion.methods.talk2move.shortcut import take_shortcut
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
-from genrl.diffusion.rollout.shortcut import take_shortcut
+from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.train import train
 from genrl.mdp.early_exit import exit_step
 from genrl.objectives.advantages.groups import group_advantages
@@ -68,7 +69,7 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: P
     settings = {**MOVE, "step_evaluation": {"prompts": 2, "samples": 3}}
     with runs.opened(config(folder, kontext, trainer=settings, **QUIET)) as opened:
         trainer, policy = opened.config.trainer, opened.policy
-        kernel = choose_kernel(opened, trainer, sampling_plan(opened.config, trainer, 0))  # type: ignore[arg-type]
+        kernel = choose_kernel(opened, trainer, Steps.of(opened.config, trainer, 0).plan)  # type: ignore[arg-type]
         found = talk2move.evaluate_steps(opened, trainer, kernel, 0)  # type: ignore[arg-type]
         assert found.shape == (2, STEPS, 3) and bool(found[:, 0].isnan().all()) and not bool(found[:, 1:].isnan().any())
         rows = [opened.prompts[r] for r in talk2move.prompt_indices(3, 2, seed=0, iteration=0)]
@@ -98,7 +99,7 @@ def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypa
         equal[:, 0] = torch.nan
         rewards = iter([equal, equal + torch.rand(2, STEPS, 3), equal])
         monkeypatch.setattr(talk2move, "evaluate_steps", lambda *_: next(rewards))
-        kernel = choose_kernel(opened, trainer, sampling_plan(opened.config, trainer, 0))  # type: ignore[arg-type]
+        kernel = choose_kernel(opened, trainer, Steps.of(opened.config, trainer, 0).plan)  # type: ignore[arg-type]
         found = []
         for every in (None, 1, 1):
             settings = trainer.model_copy(
@@ -109,6 +110,7 @@ def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypa
         assert found[2] == found[1] and found[1][1]["exit/variance"] > 0
 
 
+@pytest.mark.slow
 def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path) -> None:
     """2 x 3 chains of 4 drawn steps, left 4 times with a shortcut of 2, 2, 2 and 1 steps: in the first of two
     iterations. One is remembered over a stop, the next found after it."""
@@ -139,7 +141,7 @@ def test_gradient_by_hand(folder: Path, kontext: Path) -> None:
             parameter.data.copy_(seen.updates[0].weights[key])
         for one in rollouts.mine.values():
             for i in (0, 1):
-                log_prob = opened.policy.replay(one.pieces[0].trajectory, i).log_prob
+                log_prob = opened.policy.replay(one.pieces[0].trajectory.step(i)).log_prob
                 (-(advantages[one.slots].float() * log_prob).sum() / (4 * 2)).backward()
         expected = gradients(opened)
     assert relative(seen.updates[0].gradient, expected) < 1e-5

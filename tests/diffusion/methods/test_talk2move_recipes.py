@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.diffusion.config.estimate import plan, read_components
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import inverse
 from genrl.diffusion.train import train
 from tests.diffusion import runs

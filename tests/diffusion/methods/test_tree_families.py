@@ -54,7 +54,7 @@ def test_trees_and_windows(name: str) -> None:
         for piece in found.pieces:
             assert sorted(piece.slots) == sorted(piece.trajectory.log_probs)
             for i, recorded in piece.trajectory.log_probs.items():
-                assert torch.equal(policy.replay(piece.trajectory, i).log_prob, recorded)
+                assert torch.equal(policy.replay(piece.trajectory.step(i)).log_prob, recorded)
                 seen += len(recorded)
         assert seen == 2 * plan.trained_edges(plan.stochastic)
         assert found.slots == list(range(2 * plan.leaves)) and found.final.isfinite().all()

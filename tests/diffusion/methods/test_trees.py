@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from genrl.config import Config, ConfigError
+from genrl.config import ConfigError
 from genrl.config.method import code_of
 from genrl.diffusion.config import estimate
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
-from genrl.diffusion.methods.edges import Edges, progress_table
-from genrl.diffusion.methods.plans import sampling_plan, trained_steps
-from genrl.diffusion.methods.transitions import actions_of
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import Edges, progress_table
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import actions_of
 from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree
 from tests.diffusion import runs
@@ -84,10 +85,11 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
     assert sum(row["model_calls/sample"] for row in rows) == pytest.approx(len(rows) * expected.sample_calls)
     assert sum(row["model_calls/train"] for row in rows) == pytest.approx(len(rows) * expected.train_calls)
     for iteration, row in enumerate(rows):
-        plan = sampling_plan(found, found.trainer, iteration)  # type: ignore[arg-type]
+        steps = Steps.of(found, found.trainer, iteration)  # type: ignore[arg-type]
+        plan = steps.plan
         assert row["model_calls/sample"] == 2 * plan.calls * (2 if guided else 1)
         assert row["ratio/max_abs_dev"] == 0.0 or "kl" in row  # a second epoch is off-policy
-        assert row["window/size"] == len(trained_steps(found, found.trainer, iteration))  # type: ignore[arg-type]
+        assert row["window/size"] == len(steps.trained)
 
 
 B2 = {
@@ -175,7 +177,7 @@ def test_samples_learn_the_velocity_on_the_best_path(folder: Path, model: Path) 
         for action in actions:
             i, slots = action.step, action.piece.slots[action.step]
             with torch.no_grad():
-                outputs = run.policy.replay(action.piece.trajectory, i).model_output
+                outputs = run.policy.replay(action.piece.trajectory.step(i)).model_output
             aims = dynamic_tree_rpo.target_of(action, targets, 8)
             for row, slot in enumerate(slots):
                 if slot % 8 == best[slot // 8]:
@@ -195,7 +197,7 @@ def test_samples_learn_what_leads_to_the_best_image(folder: Path, model: Path) -
     for actions in actions_of(run, run.config.trainer, rollouts, edges).values():  # type: ignore[arg-type]
         for action in actions:
             i, trajectory = action.step, action.piece.trajectory
-            rows, aims = trajectory.rows(i), dynamic_tree_rpo.target_of(action, targets, 8)
+            rows, aims = trajectory.step(i).rows, dynamic_tree_rpo.target_of(action, targets, 8)
             for k, (slot, aim) in enumerate(zip(action.piece.slots[i], aims, strict=True)):
                 state = trajectory.states[i][k if rows is None else int(rows[k])]
                 picture = finals[int(slot // 8 * 8 + best[slot // 8])]

@@ -14,8 +14,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from genrl.config import Config, load
+from genrl.config import load
 from genrl.config.method import code_of
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
@@ -74,7 +75,7 @@ def gradients(run: DiffusionRun) -> Given:
 
 def watch(run: DiffusionRun) -> Watched:
     seen, pieces = Watched(), []
-    collect, backward, step, finish = run.collect, run.backward, run.step, run.finish
+    collect, backward, step, finish = run.collect, run.loop.backward, run.loop.step, run.finish
 
     def watched_collect(draw: Any, **shape: Any) -> Rollouts:
         seen.rollouts.append(collect(draw, **shape))
@@ -84,7 +85,7 @@ def watch(run: DiffusionRun) -> Watched:
         pieces.append(Piece(recorded.batch, copied(recorded.tensors)))
         backward(settings, results, recorded, **counts)
 
-    def watched_step() -> float:
+    def watched_step() -> dict[str, float]:
         snapshots = {name: copied(tensors) for name, tensors in run.weights.snapshots.items()}
         seen.updates.append(Update(copied(run.weights.named), snapshots, gradients(run), list(pieces)))
         pieces.clear()
@@ -95,8 +96,8 @@ def watch(run: DiffusionRun) -> Watched:
         seen.snapshots.append({name: copied(tensors) for name, tensors in run.weights.snapshots.items()})
         finish(metrics)
 
-    run.collect, run.backward = watched_collect, watched_backward  # type: ignore[method-assign]
-    run.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
+    run.collect, run.loop.backward = watched_collect, watched_backward  # type: ignore[method-assign]
+    run.loop.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
     return seen
 
 

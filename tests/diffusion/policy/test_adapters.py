@@ -61,7 +61,7 @@ def test_nothing_changes_at_first_and_replay_is_exact(kind: str) -> None:
     move(weights)
     with torch.no_grad():
         recorded = policy.roll_out(BATCH, Kernel("flow_sde", 0.7), (0, 1))
-    replayed = policy.replay(recorded, 1)
+    replayed = policy.replay(recorded.step(1))
     assert torch.equal(replayed.log_prob.detach(), recorded.log_probs[1])
     replayed.log_prob.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in weights.parameters)

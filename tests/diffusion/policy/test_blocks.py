@@ -15,8 +15,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from genrl.config import Kernels, Model
 from genrl.diffusion import train
+from genrl.diffusion.config.sections import Kernels, Model
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.blocks import BLOCKS, install
 from genrl.diffusion.policy.loading import load_pipeline
@@ -166,7 +166,7 @@ def test_ratio_is_one_with_every_switch_on(name: str) -> None:
     policy, recorded = rolled(FAMILIES[name](), Kernels(**ALL))
     torch.testing.assert_close(recorded.final, plain.final, atol=1e-3, rtol=1e-3)
     for i in (0, 1, 2):
-        again = policy.replay(recorded, i)
+        again = policy.replay(recorded.step(i))
         assert torch.equal(again.log_prob.detach(), recorded.log_probs[i])
     again.log_prob.sum().backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for d in policy.denoisers.values() for p in d.parameters())
@@ -183,7 +183,7 @@ def test_ratio_is_one_through_the_kernels(root: Any) -> None:
     call = {"num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 2, "height": 16, "width": 16}
     batch = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], call)
     recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2)
-    again = policy.replay(recorded, 1)
+    again = policy.replay(recorded.step(1))
     assert torch.equal(again.log_prob.detach(), recorded.log_probs[1])
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.diffusion.config.schema import Offload
-from genrl.diffusion.methods.on_policy import off_policy
+from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.steps.on_policy import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
@@ -57,6 +57,7 @@ def batch_of(family: Family) -> Batch:
     return Batch(texts, [(7, 0, k) for k in range(2)], call, inputs=family.inputs)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_the_same_names(
     folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ TRACED = (
 """A pipeline of each kind of denoiser: the others are called alike."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(TRACED, ("sd15",)))
 def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
     """At most once per prediction and shape; the others are parts of models that torch cuts in pieces. Without
@@ -105,7 +107,7 @@ def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
     with torch.no_grad():
         recorded = policy.roll_out(batch_of(family), kernel, (0, 1, 2))
     for i, log_prob in recorded.log_probs.items():
-        assert torch.equal(policy.replay(recorded, i).log_prob.detach(), log_prob)
+        assert torch.equal(policy.replay(recorded.step(i)).log_prob.detach(), log_prob)
     assert 1 <= len(lines) <= 4 and len(recorded.log_probs) >= 2
 
 
@@ -161,7 +163,7 @@ def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
         run.start_training(2)
         for _ in range(2):
             loss = torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]
-            run.backward(run.settings, {"loss": loss}, Recorded(run.probe, {}), divisor=1)
+            run.loop.backward(run.settings, {"loss": loss}, Recorded(run.probe, {}), divisor=1)
     assert len(seen) == marks
 
 
@@ -246,7 +248,7 @@ def test_by_inductor_the_ratio_is_one() -> None:
     with torch.no_grad():
         recorded = policy.roll_out(batch_of(family), Kernel("flow_sde", 0.7), (0, 1, 2))
     for i in (0, 1, 2):
-        again = policy.replay(recorded, i)
+        again = policy.replay(recorded.step(i))
         assert torch.equal(again.log_prob.detach(), recorded.log_probs[i])
     again.log_prob.sum().backward()
     gradients = [p.grad for p in policy.denoiser.parameters() if p.grad is not None]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.diffusion.config.schema import Offload
+from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from tests.diffusion import runs

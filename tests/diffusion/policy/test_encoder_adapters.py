@@ -51,7 +51,7 @@ def test_replay_gradients_reference_and_file(family: str, tmp_path: Path) -> Non
     assert all(p.dtype == torch.float32 for p in weights.parameters)
     with torch.no_grad():
         trajectory = policy.roll_out(batch, KERNELS.get(family, Kernel("flow_sde", 0.7)), (0, 1))
-    replayed = policy.replay(trajectory, 1)
+    replayed = policy.replay(trajectory.step(1))
     assert torch.equal(replayed.log_prob.detach(), trajectory.log_probs[1])
     replayed.log_prob.sum().backward()  # type: ignore[no-untyped-call]
     for encoder in ENCODERS[family]:

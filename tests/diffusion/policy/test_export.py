@@ -20,7 +20,8 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from genrl.config import LoRA, Model, dump
+from genrl.config import LoRA, dump
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.adapters import loads_lora
 from genrl.diffusion.policy.export import ExportError, export, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy

@@ -119,7 +119,7 @@ def test_steps_are_recorded_and_replayed_with_gradients(tried: Tried) -> None:
     handles = [encoder.register_forward_hook(lambda *_: encoded.append(1)) for encoder in encoders]
     assert handles
     for index, log_prob in recorded.log_probs.items():
-        replayed = policy.replay(recorded, index)
+        replayed = policy.replay(recorded.step(index))
         assert replayed.log_prob.shape == (2,) and torch.equal(replayed.log_prob, log_prob), f"step {index}"
         replayed.log_prob.sum().backward()
         with torch.no_grad():
@@ -223,7 +223,7 @@ def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
         assert recorded.final.dtype == torch.float32
         assert torch.equal(rest.final, recorded.final)
         for index, log_prob in recorded.log_probs.items():
-            assert torch.equal(policy.replay(recorded, index).log_prob, log_prob), f"step {index}"
+            assert torch.equal(policy.replay(recorded.step(index)).log_prob, log_prob), f"step {index}"
         assert policy.decode(batch, recorded.final).isfinite().all()
 
 
@@ -237,14 +237,14 @@ def test_adapter(name: str, tmp_path: Path) -> None:
             parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
         recorded = policy.roll_out(batch, kernel, STOCHASTIC)
     for index, log_prob in recorded.log_probs.items():
-        replayed = policy.replay(recorded, index).log_prob
+        replayed = policy.replay(recorded.step(index)).log_prob
         assert torch.equal(replayed, log_prob), f"step {index}"
         replayed.sum().backward()
     assert sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in weights.parameters) > (
         0.7 * len(weights.parameters)
     )
     with torch.no_grad(), weights.reference():
-        assert not torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])
+        assert not torch.equal(policy.replay(recorded.step(1)).log_prob, recorded.log_probs[1])
     save_lora(policy, tmp_path / "lora", batch)  # reloads it by diffusers, and compares
     assert (denoiser_that_loads(tmp_path / "lora") is None) == loads_lora(policy.pipe, policy.denoisers)
 
@@ -310,5 +310,5 @@ def test_memory_within_the_call_shows_in_the_ratio() -> None:
     policy = Policy(family.pipe)
     with torch.no_grad():
         recorded = policy.roll_out(batch_of(family), kernel_of(family), STOCHASTIC)
-        same = [torch.equal(policy.replay(recorded, i).log_prob, recorded.log_probs[i]) for i in STOCHASTIC]
+        same = [torch.equal(policy.replay(recorded.step(i)).log_prob, recorded.log_probs[i]) for i in STOCHASTIC]
     assert same == [True, False, False]

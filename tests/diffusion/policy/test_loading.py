@@ -11,7 +11,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
-from genrl.config import ConfigError, Model, Sampling, check_files, load
+from genrl.config import ConfigError, check_files, load
+from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.policy import adapters
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy

@@ -65,7 +65,7 @@ def test_replay_equals_record_between_other_calls(policy: Policy, name: str) -> 
             policy.generate(batch([1], num_inference_steps=3))
             policy.velocity(batch([2]), recorded.states[i][:1], torch.tensor(0.4))
             policy.decode(batch([1]), recorded.final[:1])
-            replayed = policy.replay(recorded, i)
+            replayed = policy.replay(recorded.step(i))
             assert torch.equal(replayed.log_prob, recorded.log_probs[i]), f"step {i}"
             again = gaussian.log_prob(recorded.states[i + 1], replayed.mean, replayed.std)
             assert torch.equal(again, recorded.log_probs[i]) and again.dtype == torch.float32
@@ -88,7 +88,7 @@ def test_ddim_and_the_bounds_of_a_clean_sample(asked: dict[str, object]) -> None
     assert sorted(recorded.log_probs)[:3] == [0, 1, 2]
     for i, log_prob in recorded.log_probs.items():
         policy.generate(replace(drawn, sampling={**DDIM_SAMPLING, "num_inference_steps": 3}))
-        assert torch.equal(policy.replay(recorded, i).log_prob, log_prob)
+        assert torch.equal(policy.replay(recorded.step(i)).log_prob, log_prob)
 
 
 def test_deterministic_steps_are_not_recorded(policy: Policy) -> None:
@@ -98,7 +98,7 @@ def test_deterministic_steps_are_not_recorded(policy: Policy) -> None:
     window = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (1,))
     assert sorted(window.log_probs) == [1] and sorted(window.states) == [1, 2]
     with pytest.raises(KeyError):
-        policy.replay(window, 2)
+        policy.replay(window.step(2))
     ode = policy.roll_out(batch([0, 1]))
     assert not ode.log_probs
     assert (ode.final - policy.generate(batch([0, 1]))).abs().max() < 1e-5  # Euler steps, as the pipeline's own
@@ -111,7 +111,7 @@ def test_sum_is_the_joint_density_of_all_elements() -> None:
     by_sum = joint.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (0,))
     elements = by_mean.final[0].numel()
     torch.testing.assert_close(by_sum.log_probs[0], by_mean.log_probs[0] * elements)
-    assert torch.equal(joint.replay(by_sum, 0).log_prob, by_sum.log_probs[0])
+    assert torch.equal(joint.replay(by_sum.step(0)).log_prob, by_sum.log_probs[0])
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_a_sample_can_be_made_again_alone(policy: Policy) -> None:
     for i in ACTIONS:
         noise = keyed_noise(alone.states[0].shape[1:], 7, 0, 2, "step", i)
         for recorded, row in ((together, 2), (alone, 0)):
-            replayed = policy.replay(recorded, i)
+            replayed = policy.replay(recorded.step(i))
             expected = replayed.mean[row] + replayed.std[row] * noise
             assert torch.equal(recorded.states[i + 1][row], expected)
     assert (alone.final[0] - together.final[2]).abs().max() < 1e-4 * together.final.abs().max()
@@ -149,7 +149,7 @@ def test_shared_initial_noise(policy: Policy) -> None:
     recorded = policy.roll_out(shared, FLOW_KERNELS["flow_sde"], ACTIONS)
     assert torch.equal(recorded.states[0][0], recorded.states[0][1])
     assert not torch.equal(recorded.states[1][0], recorded.states[1][1])
-    assert torch.equal(policy.replay(recorded, 2).log_prob, recorded.log_probs[2])
+    assert torch.equal(policy.replay(recorded.step(2)).log_prob, recorded.log_probs[2])
 
 
 # -- precision -------------------------------------------------------------------------------------------------------
@@ -160,11 +160,11 @@ def test_weights_and_guidance_are_part_of_the_policy(policy: Policy) -> None:
     weight = policy.denoiser.proj_out.weight
     kept = weight.detach().clone()
     weight.mul_(1.01)
-    moved = policy.replay(recorded, 1).log_prob
+    moved = policy.replay(recorded.step(1)).log_prob
     weight.copy_(kept)
-    unguided = policy.replay(recorded, 1, batch([0, 1], guidance_scale=1.0)).log_prob
+    unguided = policy.replay(recorded.step(1, batch([0, 1], guidance_scale=1.0))).log_prob
     assert (moved != recorded.log_probs[1]).all() and (unguided != recorded.log_probs[1]).all()
-    assert torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])
+    assert torch.equal(policy.replay(recorded.step(1)).log_prob, recorded.log_probs[1])
 
 
 def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
@@ -177,7 +177,7 @@ def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
     for i in ACTIONS:
         assert recorded.states[i].dtype == torch.float32
         assert not torch.equal(recorded.states[i], recorded.states[i].bfloat16().float())
-        assert torch.equal(half.replay(recorded, i).log_prob, recorded.log_probs[i])
+        assert torch.equal(half.replay(recorded.step(i)).log_prob, recorded.log_probs[i])
     assert torch.equal(half.decode(batch([0, 1]), exact.final), policy.decode(batch([0, 1]), exact.final))
 
 
@@ -290,8 +290,8 @@ def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_states_of_another_shape_are_refused(policy: Policy) -> None:
     recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
     with pytest.raises(ValueError, match=r"prepare_latents makes latents of shape \(2, 4, 16, 16\)"):
-        policy.replay(recorded, 1, batch([0, 1], height=32, width=32))
-    assert torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])  # nothing is left behind
+        policy.replay(recorded.step(1, batch([0, 1], height=32, width=32)))
+    assert torch.equal(policy.replay(recorded.step(1)).log_prob, recorded.log_probs[1])  # nothing is left behind
 
 
 def test_a_pipeline_becomes_a_policy_once(policy: Policy) -> None:
@@ -326,7 +326,7 @@ def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
 
     assert calls(lambda: policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)) == STEPS * 3 * factor
     recorded = policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)
-    assert calls(lambda: policy.replay(recorded, 1)) == 3 * factor
+    assert calls(lambda: policy.replay(recorded.step(1))) == 3 * factor
     assert calls(lambda: policy.velocity(drawn, recorded.final, torch.tensor(0.5))) == 3 * factor
     assert calls(lambda: policy.decode(drawn, recorded.final)) == 0
     assert calls(lambda: policy.generate(drawn)) == STEPS * 3 * factor
@@ -366,8 +366,8 @@ def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
         made: Tensor = pipe(prompt=[PROMPTS[1]], generator=generator, output_type="pt", **SAMPLING)[0]  # type: ignore
         return made
 
-    policy.replay(recorded, 1)
+    policy.replay(recorded.step(1))
     assert torch.equal(plain(policy.pipe), plain(fresh))
     with pytest.raises(TypeError):
-        policy.replay(recorded, 1, batch([0], no_such_argument=1))
+        policy.replay(recorded.step(1, batch([0], no_such_argument=1)))
     assert torch.equal(plain(policy.pipe), plain(fresh))

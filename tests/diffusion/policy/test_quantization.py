@@ -11,7 +11,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from genrl.config import ConfigError, Model
+from genrl.config import ConfigError
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.loading import load_pipeline

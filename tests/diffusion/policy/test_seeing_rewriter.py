@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import Model, load
+from genrl.config import load
 from genrl.diffusion.config.rewriter import Rewriter as Settings
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe

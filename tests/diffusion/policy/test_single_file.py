@@ -12,7 +12,8 @@ import transformers
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from genrl.config import Config, Model
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.single_file import loading_code
@@ -85,6 +86,7 @@ def quantised(trained_elsewhere: Any, tmp_path_factory: pytest.TempPathFactory) 
     return file
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_gguf_file(
     quantised: Path, trained_elsewhere: Any, model: Path, folder: Path
 ) -> None:

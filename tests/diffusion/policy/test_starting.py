@@ -40,7 +40,7 @@ def test_strength_below_one(name: str) -> None:
         recorded = policy.roll_out(batch, kernel, (0, 1, 2))
         assert recorded.stop == 4 and sorted(recorded.log_probs) == [0, 1, 2]
         for index, log_prob in recorded.log_probs.items():
-            assert torch.equal(policy.replay(recorded, index).log_prob, log_prob), f"step {index}"
+            assert torch.equal(policy.replay(recorded.step(index)).log_prob, log_prob), f"step {index}"
         first = policy.roll_out(batch, kernel, (0, 1, 2), stop=2)
         rest = policy.roll_out(batch, kernel, (0, 1, 2), start=2, state=first.final)
         assert torch.equal(rest.final, recorded.final)

@@ -43,7 +43,7 @@ def some_steps(policy: Policy, weights: Weights, count: int = 2) -> None:
         recorded = policy.roll_out(BATCH, Kernel("flow_sde", 0.7), (0, 1))
     for _ in range(count):
         optimizer.zero_grad()
-        policy.replay(recorded, 1).log_prob.sum().backward()
+        policy.replay(recorded.step(1)).log_prob.sum().backward()
         optimizer.step()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from genrl.config import Config
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import Order, RolloutActor, Work
-from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker
+from genrl.diffusion.rollout.rollout import Finishing, Job, Worker
 
 ENGINE = {"kind": "ray", "rollout_workers": 1}
 
@@ -39,16 +39,13 @@ class Near:
         self.version += 1
         return Order(self.version, pickle.dumps((draw, dict(weights))))
 
-    def source(self, order: Order, worker: Worker, counted: Callable[[int], None]) -> Source:
-        def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
-            for job in jobs:
-                work = pickle.loads(pickle.dumps(Work(order.version, order.sent, job)))  # noqa: S301
-                part = pickle.loads(pickle.dumps(self.actor.draw(work)))  # noqa: S301
-                assert part.version == order.version
-                counted(part.model_calls)
-                yield job.position, part.finished
-
-        return drawn
+    def drawn(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
+        for job in jobs:
+            work = pickle.loads(pickle.dumps(Work(order.version, order.sent, job)))  # noqa: S301
+            part = pickle.loads(pickle.dumps(self.actor.draw(work)))  # noqa: S301
+            assert part.version == order.version
+            counted(part.model_calls)
+            yield job.position, part.finished
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

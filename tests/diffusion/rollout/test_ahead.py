@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from genrl.config import ConfigError
-from genrl.diffusion.methods import transitions
-from genrl.diffusion.methods.noising import solved
+from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.rollout import ahead
 from genrl.diffusion.rollout.ray_rollouts import Order
-from genrl.diffusion.rollout.rollout import Finished, Job, Sheet, Source, Worker
+from genrl.diffusion.rollout.rollout import Finishing, Job, Sheet, Worker
+from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
@@ -89,13 +89,13 @@ def test_the_samples_are_those_of_the_earlier_weights(
     seen: list[float] = []
     collect = transitions.collect
 
-    def watched(run: Any, plan: Any, draw_by: Callable[..., Any]) -> Any:
-        rollouts = collect(run, plan, draw_by)
+    def watched(run: Any, *given: Any) -> Any:
+        rollouts = collect(run, *given)
         trajectory = next(iter(rollouts.mine.values())).pieces[0].trajectory
         step, recorded = next(iter(trajectory.log_probs.items()))
 
         def apart() -> float:
-            return float((run.policy.replay(trajectory, step).log_prob - recorded).abs().max())
+            return float((run.policy.replay(trajectory.step(step)).log_prob - recorded).abs().max())
 
         with torch.no_grad(), run.policy.uncounted():
             if run.iteration:
@@ -120,18 +120,15 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         run.begin(None)
         threads: list[str] = []
         worker = Worker(beat=lambda: threads.append(threading.current_thread().name))
-        real = run.far.source
+        real = run.far.drawn
 
-        def slow(order: Order, here: Worker, counted: Callable[[int], None]) -> Source:
-            def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
-                for _ in range(3):
-                    here.beat()
-                    time.sleep(2 * ahead.POLL_S)
-                yield from real(order, here, counted)(jobs)
+        def slow(order: Order, jobs: Iterable[Job], here: Worker, counted: Callable[[int], None]) -> Finishing:
+            for _ in range(3):
+                here.beat()
+                time.sleep(2 * ahead.POLL_S)
+            yield from real(order, jobs, here, counted)
 
-            return drawn
-
-        monkeypatch.setattr(run.far, "source", slow)
+        monkeypatch.setattr(run.far, "drawn", slow)
         run.versions.note(0, run.weights.named)
         sheet = Sheet.of(run.config, run.prompts, 0, leaves=1, roots_together=None)
         run.ahead.begin(run.config, sheet, run.far.order(solved, run.weights.named, worker), worker)

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.diffusion.methods.edges import tree_edges
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Trajectory
 from genrl.diffusion.rollout.forest import Drawn, independent, roll_out
+from genrl.diffusion.steps.edges import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion.families import FAMILIES
@@ -104,7 +104,7 @@ def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, pl
     before = policy.model_calls
     for piece in found.pieces:
         for i, recorded in piece.trajectory.log_probs.items():
-            assert torch.equal(policy.replay(piece.trajectory, i).log_prob, recorded)
+            assert torch.equal(policy.replay(piece.trajectory.step(i)).log_prob, recorded)
     assert policy.model_calls - before == 2 * plan.training_calls(plan.stochastic)
 
     whole = drawn(policy, plan)  # in one batch: the same up to the rounding of differently shaped calls
@@ -171,7 +171,7 @@ def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:
         plan = make_plan(2, noise={0: 0.7}, splits={0: 16}, spread=spread)
         found = drawn(policy, plan)
         piece = found.pieces[0]
-        replayed = policy.replay(piece.trajectory, 0)
+        replayed = policy.replay(piece.trajectory.step(0))
         noise = ((piece.trajectory.next_states[0] - replayed.mean) / replayed.std).flatten(1)[:16].double()
         assert float(noise.std()) == pytest.approx(1.0, abs=0.1)
         off = torch.corrcoef(noise)[~torch.eye(16, dtype=torch.bool)]
@@ -241,12 +241,12 @@ def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
         for piece in found.pieces:
             for i, slots in piece.slots.items():
                 share = (tables.weight[i, slots] * tables.advantage[i, slots]).float()
-                shared = shared + (share * policy.replay(piece.trajectory, i).log_prob).sum()
+                shared = shared + (share * policy.replay(piece.trajectory.step(i)).log_prob).sum()
     for slot in range(leaves):
         for step in walk(policy, plan, tree, *divmod(slot, plan.leaves)):
             for i in step.log_probs:
                 with torch.enable_grad():
-                    separate = separate + float(advantages[slot]) * policy.replay(step, i).log_prob.sum()
+                    separate = separate + float(advantages[slot]) * policy.replay(step.step(i)).log_prob.sum()
     (ours,), (theirs,) = torch.autograd.grad(shared, weight), torch.autograd.grad(separate, weight)
     assert float(theirs.abs().max()) > 0
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))

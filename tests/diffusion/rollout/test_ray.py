@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import Config, ConfigError
-from genrl.diffusion.methods.noising import solved
+from genrl.config import ConfigError
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout import ray_rollouts
@@ -185,9 +186,9 @@ def test_what_is_wrong_with_drawing_is_told(
         ):
             run.far.order(lambda *_, beat, run=run: run, named, Worker())
         with pytest.raises(ArithmeticError, match="slots"):
-            next(run.far.source(run.far.order(broken, named, Worker()), *rest)(jobs))
+            next(run.far.drawn(run.far.order(broken, named, Worker()), jobs, *rest))
         order = run.far.order(solved, named, Worker())
-        assert [position for position, _ in run.far.source(order, *rest)(jobs)] == [job.position for job in jobs]
+        assert [position for position, _ in run.far.drawn(order, jobs, *rest)] == [job.position for job in jobs]
         with pytest.raises(RuntimeError, match=r"by the weights of version 2, not of 3"):
             run.far._check_version(order.version, order.version + 1)  # of an actor that missed an update
     with pytest.raises(ValueError, match="99 actors of one CPU each for a process, and the Ray cluster has 2"):
@@ -197,9 +198,9 @@ def test_what_is_wrong_with_drawing_is_told(
     with room_for(1, "cpu") as options:
         far = RayRollouts(settings, 1, options)
         far._timeout_s = 0.01  # no time to load in
-        source = far.source(far.order(broken, {}, Worker()), Worker(), lambda calls: None)
+        jobs = [ray_rollouts.Job(0, [0], Batch([], [], {}))]
         with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
-            list(source([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
+            list(far.drawn(far.order(broken, {}, Worker()), jobs, Worker(), lambda calls: None))
         far.close()
     monkeypatch.setattr("genrl.runtime.loop.ray_cluster.version", lambda name: "9.9")
     with pytest.raises(ValueError, match=r"torch 2\S* there and 9.9 here"), room_for(1, "cpu") as options:

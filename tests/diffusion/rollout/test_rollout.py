@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
@@ -25,12 +25,14 @@ from genrl.diffusion.rollout.rollout import (
     Sheet,
     Worker,
     call_arguments,
-    collect,
     drawn_here,
+    gathered,
+    handed_on,
+    jobs_of,
     micro_batches,
     tree_micro_batches,
 )
-from genrl.diffusion.rollout.scoring import Scorers
+from genrl.diffusion.rollout.scoring import Scorers, Scoring
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards.compose import Component
@@ -93,19 +95,17 @@ def gather(
     draw: Draw = painted,
     done: list[int] | None = None,
 ) -> Rollouts:
-    """`collect` as one process of several would call it; scores of the other processes stay NaN."""
+    """An iteration as one process of several would call it; scores of the other processes stay NaN."""
     scorers = scorers or {"pixel": first_pixel}
     components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
     policy = policy or SimpleNamespace(decode=lambda batch, final: plain(final))
     worker = Worker(process, num_processes, advance=(done if done is not None else []).append)
-    return collect(
-        config,
-        Scorers(dict(scorers), components),
-        Sheet.of(config, rows, iteration, leaves=1, roots_together=None),
-        drawn_here(config, policy, draw, worker, under=nullcontext, beat=lambda: None),
-        worker,
-        running={},
-    )
+    sheet = Sheet.of(config, rows, iteration, leaves=1, roots_together=None)
+    jobs, size = jobs_of(config, sheet, worker), config.sampling.batch_size
+    finishing = drawn_here(jobs, policy, draw, worker, size, under=nullcontext, beat=lambda: None)
+    opened = Scorers(dict(scorers), components)
+    with Scoring(opened, sheet.rows, sheet.group.tolist(), background=config.sampling.score_in_background) as scoring:
+        return gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running={})
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------

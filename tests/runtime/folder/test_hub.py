@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from genrl.cli.app import app
-from genrl.config import Config, dump, load
+from genrl.config import dump, load
+from genrl.diffusion.config.schema import Config
 from genrl.runtime.folder import hub as ours
 from genrl.runtime.folder.run import Run, json_line
 from genrl.runtime.show.pictures import save_samples

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config.method import Method
-from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
+from genrl.config.optimizers import Optimizer
+from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.loop import Loop

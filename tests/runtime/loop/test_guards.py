@@ -94,6 +94,7 @@ def one_of_two(folder: str) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_when_one_has_a_nan(tmp_path: Path) -> None:
     """One process needs no collective."""
     assert any_rank(True, None) is True and any_rank(False, None) is False

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from genrl.config import Config, VLAConfig, VLMConfig
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.train import train
+from genrl.vla.config.schema import VLAConfig
+from genrl.vlm.config.schema import VLMConfig
 from tests.diffusion import runs
 from tests.diffusion.conftest import model as model
 from tests.runtime.loop.loops import backward, loop

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
+from genrl.config.optimizers import Optimizer
+from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import frame

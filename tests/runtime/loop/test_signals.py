@@ -122,6 +122,7 @@ BUSY = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_computes_is_not_ended_nor_one_that_was_stopped(tmp_path: Path) -> None:
     """Stopped for longer than the limit, twice."""
     process = start(BUSY, str(tmp_path), "alone", "6")

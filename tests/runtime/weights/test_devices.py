@@ -69,6 +69,7 @@ print("imported")
 """
 
 
+@pytest.mark.slow
 def test_all_that_starts_a_run_imports_without_what_windows_lacks(root: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_UNIX], cwd=root, capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr[-2000:]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config.sections import EMA, Optimizer
+from genrl.config.optimizers import Optimizer
+from genrl.config.sections import EMA
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.optimization import scheduled

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from genrl.config.optimizers import OPTIMIZERS, OWN_KEYS
-from genrl.config.sections import Optimizer
+from genrl.config.optimizers import OPTIMIZERS, OWN_KEYS, Optimizer
 from genrl.runtime.folder.checkpoint import load, save
 from genrl.runtime.weights.optimizers import check_optimizer, make_optimizer, set_rate
 from genrl.runtime.weights.sharding import load_optimizer_state

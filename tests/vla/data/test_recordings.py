@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.vla.config.schema import Environment
+from genrl.vla.config.sections import Environment
 from genrl.vla.data.frames import episode_frames
 from genrl.vla.data.recordings import episodes_of, read_steps, split
-from genrl.vla.methods.offline import Words, from_steps
+from genrl.vla.offline.transitions import Words, from_steps
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 
 h5py = pytest.importorskip("h5py", reason="needs h5py: pip install 'genrl-diffusion[h5py]'")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk
-from genrl.vla.data.demonstrations import (
+from genrl.playground.minitable.demonstrations import (
     expert_demonstrations,
     minitable_episodes,
     minitable_frames,
@@ -18,7 +18,7 @@ from genrl.vla.data.demonstrations import (
 )
 from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
-from genrl.vla.methods.imitation import imitate
+from genrl.vla.offline.imitation import imitate
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
 from tests.vla.tiny_policies import TOLD, WORDS, flow
 

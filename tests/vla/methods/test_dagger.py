@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.config import ConfigError, VLAConfig
+from genrl.config import ConfigError
 from genrl.playground.minitable import INSTRUCTIONS, State, expert_chunk
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger import train as dagger
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch

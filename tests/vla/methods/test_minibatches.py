@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.vla.methods.minibatches import minibatches
+from genrl.vla.update.learn import minibatches
 
 
 @settings(max_examples=60)

@@ -12,13 +12,13 @@ import torch
 
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods import gae
+from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.scores import decisions, score
-from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
+from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 
 Opened = Callable[..., AbstractContextManager[VLARun]]
@@ -75,6 +75,7 @@ def test_a_frozen_encoder_stays_as_it_was(freeze: str, moves: bool, opened: Open
         assert any(name.startswith("encoder.") for name in saved) is moves  # a checkpoint has what is trained
 
 
+@pytest.mark.slow
 def test_the_frozen_half_of_dppo_stays_as_it_was(opened: Opened) -> None:
     with opened(sampler="diffusion") as run:
         before = vla_runs.weights(run.frozen)

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods import gae
-from genrl.vla.methods.scores import (
+from genrl.vla.methods.ppo import train as gae
+from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
+from genrl.vla.run import VLARun, check_on_policy
+from genrl.vla.update.inner import Loss
+from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.scores import (
     Decisions,
     Scored,
     actor_loss,
@@ -28,11 +33,7 @@ from genrl.vla.methods.scores import (
     recorded_decisions,
     score,
 )
-from genrl.vla.methods.shared_settings import Update
-from genrl.vla.methods.update import Figures, Loss, learn
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
-from genrl.vla.run import VLARun, check_on_policy
+from genrl.vla.update.settings import Update
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -383,5 +384,5 @@ def test_lost_episodes_are_not_counted_as_failures(tmp_path: Path) -> None:
         run.loop.finish = rows.append  # type: ignore[method-assign, assignment]
         for lost in (torch.arange(8) < 3, torch.ones(8, dtype=torch.bool)):
             less = won._replace(valid=won.valid & ~lost, success=won.success & ~lost)
-            run.finish(less, Figures(), {})
+            run.finish(less, {})
         assert rows[0]["rollout/success"] == 1.0 and rows[1]["rollout/success"] == 0.0

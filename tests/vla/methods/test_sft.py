@@ -12,8 +12,8 @@ import torch
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.methods.sft import train as sft
+from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies.policy import ACTION, rows
 from genrl.vla.setup import frames_of, load_trained
 from genrl.vla.train import open_policy, train

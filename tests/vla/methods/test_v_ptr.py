@@ -12,9 +12,10 @@ import torch
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
-from genrl.vla.methods.icvf import ICVF, draw, order, train_icvf
-from genrl.vla.methods.shared_settings import Pretraining
+from genrl.playground.minitable.world import TableWorld
 from genrl.vla.methods.v_ptr import train as v_ptr
+from genrl.vla.methods.v_ptr.icvf import ICVF, draw, order, train_icvf
+from genrl.vla.methods.v_ptr.settings import Pretraining
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS
 from tests.vla.methods.test_vla_offline_trainers import small
@@ -76,11 +77,11 @@ def test_values_learn_what_is_near_and_move_what_looks() -> None:
 
 
 def test_videos_are_pictures_of_play_alone() -> None:
-    shown = v_ptr.videos(Pretraining(videos=6, length=8), 32, seed=1)
+    shown = v_ptr.videos(TableWorld(), Pretraining(videos=6, length=8), 32, seed=1)
     assert shown.shape == (6, 9, 32, 32, 3) and shown.dtype == torch.uint8
     assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"
-    assert torch.equal(shown, v_ptr.videos(Pretraining(videos=6, length=8), 32, seed=1))
-    assert not torch.equal(shown, v_ptr.videos(Pretraining(videos=6, length=8), 32, seed=2))
+    assert torch.equal(shown, v_ptr.videos(TableWorld(), Pretraining(videos=6, length=8), 32, seed=1))
+    assert not torch.equal(shown, v_ptr.videos(TableWorld(), Pretraining(videos=6, length=8), 32, seed=2))
 
 
 @pytest.mark.parametrize("kind", ["video", "imitation", "random"])
@@ -88,8 +89,8 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
     settings = small(root, "v_ptr", tmp_path, f"trainer.encoder={kind}")
     policy: Any = v_ptr.new_policy(settings)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    data = v_ptr.wayward.wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
-    found = v_ptr.pretrained(policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
+    data = TableWorld().wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    found = v_ptr.pretrained(TableWorld(), policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
     moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert bool(moved) == (kind != "random")
     assert all(name.startswith(tuple(f"encoder.{part}" for part in LOOKS)) for name in moved)
@@ -100,7 +101,7 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
 def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> None:
     settings = small(root, "v_ptr", tmp_path)
     policy: Any = v_ptr.new_policy(settings)
-    data = v_ptr.wayward.wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    data = TableWorld().wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
     seen = v_ptr.with_features(policy, data)
     assert set(seen.observation) == {STATE, TOKENS, ENVIRONMENT} and seen.observation[ENVIRONMENT].shape[1] == 128
     one = policy.encoder.look(data.next_observation[IMAGE][3:4], torch.zeros(1, 64))

@@ -11,12 +11,13 @@ from torch.nn import functional
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.contrastive import supervised_contrastive
 from genrl.playground.minitable import INSTRUCTIONS, PUT, task
-from genrl.vla.methods.diwa.calibration import calibration, fulfilled
+from genrl.playground.minitable.play import play, seen, walk
+from genrl.playground.minitable.world import LatentTable, TableWorld
+from genrl.vla.methods.diwa.calibration import calibration
 from genrl.vla.methods.diwa.classifier import RewardClassifier, encode_demonstrations, encode_play, train_classifier
+from genrl.vla.methods.diwa.dreams import Dream, Starts
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
-from genrl.vla.methods.dreams import Dream, LatentTable, Starts
-from genrl.vla.methods.play import play, seen
-from genrl.vla.methods.rssm import Latent, WorldModel
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from tests.vla.tiny_policies import WORDS
 
@@ -49,7 +50,7 @@ STARTS = keyed_noise((3, 12), 1).numpy()
 def dreams(bound: float = 99.0, count: int = 6, **how) -> Dream:
     starts = Latent(keyed_noise((3, 12), 1), keyed_noise((3, 6), 2))
     how = {"chunk": 4, "max_steps": 10} | how
-    return Dream(world(), Says(bound), Starts(starts, INSTRUCTIONS[:3]), num_envs=count, **how)
+    return Dream(world(), Says(bound), Starts(starts, INSTRUCTIONS[:3]), num_envs=count, draw=TableWorld().draw, **how)
 
 
 def noise(step: int, count: int = 6) -> np.ndarray:
@@ -108,7 +109,7 @@ def test_what_a_dream_cannot_be() -> None:
         env.step(np.zeros((6, 2, 3), dtype=np.float32))
     with pytest.raises(ValueError, match="one each"):
         two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
-        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1)
+        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1, draw=TableWorld().draw)
     assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 
@@ -134,7 +135,7 @@ def test_the_real_table_in_chunks_is_the_one_in_steps() -> None:
 
 def test_demonstrations_in_latents() -> None:
     keys = task.episode_keys(0, np.arange(5), np.zeros(5))
-    shown = encode_demonstrations(world(), keys, PUT, WORDS, horizon=4, still=2)
+    shown = encode_demonstrations(world(), walk(keys, PUT, horizon=4, still=2), WORDS)
     length = task.demonstrate(keys, PUT).length
     # every frame before success, that of the success, and two more
     assert len(shown.lines) == len(shown.action) == int(length.sum()) + 5 * 3
@@ -161,7 +162,7 @@ def test_the_contrastive_loss_by_hand() -> None:
 def test_the_classifier_learns_what_fulfils_an_instruction() -> None:
     model = world()
     keys = task.episode_keys(0, np.arange(60), np.zeros(60))
-    shown = encode_demonstrations(model, keys, (0, 4, 8), WORDS, horizon=1, still=2)
+    shown = encode_demonstrations(model, walk(keys, (0, 4, 8), horizon=1, still=2), WORDS)
     torch.manual_seed(0)
     judge = RewardClassifier(model, shown.observation, WORDS, width=64)
     toys = play(40, 10, seed=3)
@@ -194,12 +195,12 @@ class Knows:
         return torch.tensor([[INSTRUCTIONS.index(line)] for line in instructions])
 
     def fulfilled(self, observation: Batch) -> Tensor:
-        return fulfilled(observation[STATE].numpy(), [int(observation[TOKENS][0])])[:, 0]
+        return TableWorld().fulfilled(observation[STATE].numpy())[:, int(observation[TOKENS][0])]
 
 
 def test_calibration_is_1_where_the_reward_is_right_and_0_where_the_dream_stands_still() -> None:
     held_out = play(60, 40, seed=3)
-    found = calibration(Exact(), Knows(), held_out, range(9), 40, 0)  # type: ignore[arg-type]
+    found = calibration(Exact(), Knows(), held_out, TableWorld(), 40, 0)  # type: ignore[arg-type]
     assert found["calibration/seen_precision"] == found["calibration/seen_recall"] == 1.0
     assert found["calibration/dreamed_recall"] == found["calibration/dreamed_precision"] == 0.0
 
@@ -207,7 +208,7 @@ def test_calibration_is_1_where_the_reward_is_right_and_0_where_the_dream_stands
 def test_what_a_table_fulfils_can_be_read_from_what_it_shows() -> None:
     state = task.initial_state(task.episode_keys(0, np.arange(40), np.zeros(40)), range(9))
     for _ in range(25):
-        asked = fulfilled(seen(state), range(9))
+        asked = TableWorld().fulfilled(seen(state))
         assert (asked[torch.arange(40), torch.from_numpy(state.task)].numpy() == task.is_success(state)).all()
         state = task.step(state, task.expert(state))
     assert task.is_success(state).any()

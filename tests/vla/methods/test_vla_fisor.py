@@ -8,11 +8,11 @@ import torch
 
 from genrl.mdp.noise import generator
 from genrl.playground.minitable import TOUCH, task
+from genrl.playground.minitable.hazard import HAZARD, HazardTable, in_hazard, mixed_quality
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.fisor import train as fisor
-from genrl.vla.methods.fisor.hazard import HAZARD, HazardTable, in_hazard, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
-from genrl.vla.methods.offline import Transitions, Words, frames_of, play, take
+from genrl.vla.offline.transitions import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.rollout.sampling import Acting, Diffusion
 from tests.vla.tiny_policies import TOLD, WORDS

@@ -10,9 +10,9 @@ from genrl.mdp import ddpm
 from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.playground.minitable import MiniTable, demonstrate, expert_chunk, task
-from genrl.vla.data.demonstrations import minitable_frames
+from genrl.playground.minitable.demonstrations import minitable_frames
 from genrl.vla.data.frames import STD_FLOOR, frame_statistics
-from genrl.vla.methods.imitation import flow_matching_loss, imitate, noise_matching_loss
+from genrl.vla.offline.imitation import flow_matching_loss, imitate, noise_matching_loss
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
 from tests.vla.tiny_policies import TOLD, WORDS, flow, frames
 

@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 import genrl_rewards
-from genrl.config import ConfigError, VLAConfig, load
+from genrl.config import ConfigError, load
 from genrl.playground.minitable import MiniTable, expert_chunk
-from genrl.vla.methods.critics import seen_statistics
-from genrl.vla.methods.offline import Transitions
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.offline.critics import seen_statistics
+from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import Statistics
 from genrl.vla.setup import load_trained
@@ -139,7 +140,7 @@ def test_a_served_model_labels_pairs(root: Path, tmp_path: Path) -> None:
         ("rl_vlm_f", "trainer.labels.outage.policy=drop", "write stop or pause"),
         ("rl100", "sampler.selection=last", "write all"),
         ("diwa", "demonstrations=null", "expert"),
-        ("v_ptr", "environment.name=metaworld", "on the table only; write minitable"),
+        ("v_ptr", "environment.name=metaworld", "write minitable"),
         ("v_ptr", "policy.new.type=my.py:Policy", "pre-trains the picture encoder of embedded policies; write tiny_fl"),
         ("v_ptr", "policy.new.points=8", "pre-trains what looks at pictures; write 0"),
         ("v_ptr", "policy.new.image_size=0", "pre-trains what looks at pictures; write 32"),

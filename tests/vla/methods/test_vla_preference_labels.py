@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import genrl_rewards
 from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import MiniTable, expert_chunk
+from genrl.playground.minitable.world import TableWorld
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.offline import Words, play
-from genrl.vla.methods.preference_labels import (
+from genrl.vla.methods.rl_vlm_f.preference_labels import (
     UNUSABLE,
     LabelCache,
     Pairs,
@@ -29,7 +29,7 @@ from genrl.vla.methods.preference_labels import (
     relabel,
     train_rewards,
 )
-from genrl.vla.methods.wayward import instructions, pictures
+from genrl.vla.offline.transitions import Words, play
 from genrl.vla.policies.policy import ACTION, STATE
 from tests.vla.tiny_policies import TOLD, WORDS, frames
 
@@ -230,5 +230,5 @@ def test_pictures_and_instructions_are_found_again() -> None:
         "observation.environment_state": torch.from_numpy(seen["environment_state"]),
     }
     shown["observation.language.tokens"] = READS.tokenise(env.task_description)
-    assert torch.equal(pictures(shown, 32), torch.from_numpy(seen["pixels"]))
-    assert instructions(shown, READS) == env.task_description
+    assert torch.equal(TableWorld().pictures(shown, 32), torch.from_numpy(seen["pixels"]))
+    assert TableWorld().instructions(shown, READS) == env.task_description

@@ -12,17 +12,17 @@ from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.playground.minitable import MiniTable
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.critics import Critics, seen_statistics
-from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
-from genrl.vla.methods.offline import from_rollout
 from genrl.vla.methods.rl100 import train as rl100
 from genrl.vla.methods.rl100.distillation import distil, one_step
+from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import seen
 from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.offline.critics import Critics, seen_statistics
+from genrl.vla.offline.transitions import from_rollout
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise
 from tests.vla.tiny_policies import FEELS, TOLD, WORDS, flow, frames
 
 SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)
@@ -102,12 +102,12 @@ def test_the_surrogate_by_hand() -> None:
     old, policy, critics, shown = flow(), flow(), Likes(torch.zeros(4, 3)), observations()
     batch = rl100.draw_at(old, SAMPLER, critics, shown, generator(0), executed=4)
     seeds = torch.randint(2**62, (16,), generator=generator(0)).tolist()
-    noise = chunk_noise(SAMPLER, old, [torch.Generator().manual_seed(seed) for seed in seeds])
+    noise = SAMPLER.noise(old, [torch.Generator().manual_seed(seed) for seed in seeds])
     with torch.no_grad():
-        liked = critics.advantage(shown, old.actions(sample(old, SAMPLER, old.encode(shown), noise).chunk))
+        liked = critics.advantage(shown, old.actions(SAMPLER.sample(old, old.encode(shown), noise).chunk))
         policy.out.weight.mul_(1.2)
         record = (batch.states, batch.next_states, batch.step_index)
-        now = replay(policy, SAMPLER, policy.encode(shown), *record).log_prob.flatten(2).sum(-1)
+        now = SAMPLER.replay(policy, policy.encode(shown), *record).log_prob.flatten(2).sum(-1)
     torch.testing.assert_close(batch.advantage, (liked - liked.mean()) / liked.std(), rtol=1e-4, atol=1e-4)
     for i, row in enumerate(rl100.surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4)):
         ratio, a = (now[:, i] - batch.log_prob[:, i]).exp(), batch.advantage
@@ -204,13 +204,13 @@ def test_a_student_meets_its_teacher_in_one_step() -> None:
     teacher, student = flow(), flow(stir=False, seed=1)
     shown, noise = observations(16), keyed_noise((16, 4, 3), 3)
     assert torch.equal(one_step(student, student.encode(shown), noise), noise)  # its velocity is 0 before training
-    goal = act(teacher, SAMPLER, teacher.encode(shown), noise)
+    goal = SAMPLER.act(teacher, teacher.encode(shown), noise)
     errors = list(distil(student, teacher, SAMPLER, shown, steps=120, batch_size=32, learning_rate=2e-3, seed=0))
     assert sum(errors[-10:]) < 0.3 * sum(errors[:10])
     with torch.no_grad():
         found = one_step(student, student.encode(shown), noise)
         assert (found - goal).square().mean() < 0.3 * (noise - goal).square().mean()
-        sampled = act(student, LearnedNoise(steps=1), student.encode(shown), noise)  # how it is used afterwards
+        sampled = LearnedNoise(steps=1).act(student, student.encode(shown), noise)  # how it is used afterwards
     torch.testing.assert_close(sampled, found)
 
 

@@ -10,8 +10,8 @@ from torch.distributions import Normal, kl_divergence
 
 from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import task
-from genrl.vla.methods.play import play, seen
-from genrl.vla.methods.rssm import WorldModel, balanced_kl, world_loss, world_step
+from genrl.playground.minitable.play import play, seen
+from genrl.vla.methods.diwa.rssm import WorldModel, balanced_kl, world_loss, world_step
 
 
 def gaussians(seed: int) -> tuple[Normal, Normal]:

@@ -19,12 +19,12 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.methods.imitation import imitation_loss, recorded_frames
+from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies import resnet
 from genrl.vla.policies.act import ACT, ACTConfig
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import ACTION, STATE, PredictsActions, PredictsNoise, PredictsVelocity
-from genrl.vla.rollout.sampling import Regression, act
+from genrl.vla.rollout.sampling import Regression
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.train import judge_policy, open_policy, train
 from tests.vla import vla_runs
@@ -91,7 +91,7 @@ def of_lerobot(prefix: str) -> dict[str, Tensor]:
 def test_it_acts_as_lerobots_own(prefix: str, folders) -> None:
     policy, given = load_policy(folders[prefix]), of_lerobot(prefix)
     with torch.no_grad():
-        chunk = act(policy, Regression(), policy.encode(act_observation()), torch.zeros(3, 8, 3))
+        chunk = Regression().act(policy, policy.encode(act_observation()), torch.zeros(3, 8, 3))
     assert given["chunk"].std(0).mean() > 0.05 and given["chunk"].std(1).mean() > 0.05  # of rows, and of actions
     torch.testing.assert_close(chunk, given["chunk"], rtol=0, atol=1e-5)
     torch.testing.assert_close(policy.actions(chunk), given["acts"], rtol=0, atol=1e-5)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.methods.imitation import noise_matching_loss
+from genrl.vla.offline.imitation import noise_matching_loss
 from genrl.vla.policies import diffusion_policy
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE
-from genrl.vla.rollout.sampling import ChunkNoise, Diffusion, Frozen, act, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import ChunkNoise, Diffusion, Frozen
 from tests.vla.published import DIFFUSION_REAL, diffusion_folder, diffusion_shapes
 from tests.vla.published import diffusion_observation as observation
 
@@ -71,7 +71,7 @@ def test_the_whole_chain_is_lerobots_own(folder) -> None:
     sampler = Diffusion(100, 100, 100, floor=1e-12, noise_clip=1e9)
     with torch.no_grad():
         context = policy.encode(observation())
-        taken = sample(policy, sampler, context, ChunkNoise(noise, torch.ones(3, 100, dtype=torch.bool)))
+        taken = sampler.sample(policy, context, ChunkNoise(noise, torch.ones(3, 100, dtype=torch.bool)))
     assert given["chunk"].std() > 0.3 and (given["chunk"].abs() < 0.99).float().mean() > 0.5
     torch.testing.assert_close(taken.chunk[:, :4], given["chunk"], rtol=0, atol=5e-5)
     torch.testing.assert_close(policy.actions(taken.chunk)[:, :4], given["acts"], rtol=0, atol=1e-4)
@@ -88,7 +88,7 @@ def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) 
             bar, following = grid.alpha_bar[k].float(), grid.alpha_bar_next[k].float()
             action = ((x - (1 - bar).sqrt() * noise) / bar.sqrt()).clamp(-1, 1)
             x = following.sqrt() * action + (1 - following).sqrt() * noise
-        own = act(policy, Diffusion(100, 10, 10), context, start)
+        own = Diffusion(100, 10, 10).act(policy, context, start)
     torch.testing.assert_close(x[:, :4], given["ddim_chunk"], rtol=0, atol=5e-5)
     assert (own[:, :4] - given["ddim_chunk"]).abs().max() > 0.1  # random weights clip at nearly every step
 
@@ -120,11 +120,11 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     with torch.no_grad():
         context = policy.encode(seen)
     sampler = Diffusion(train_steps=policy.train_steps, steps=5, ft_denoising_steps=3)
-    drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
-    taken = sample(policy, sampler, context, drawn, frozen=Frozen(before, context))
-    again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
+    drawn = sampler.noise(policy, [torch.Generator().manual_seed(n) for n in range(3)])
+    taken = sampler.sample(policy, context, drawn, frozen=Frozen(before, context))
+    again = sampler.replay(policy, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
     assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))
-    chosen = act(policy, sampler, context, drawn.noise[:, 0], frozen=Frozen(before, context))
+    chosen = sampler.act(policy, context, drawn.noise[:, 0], frozen=Frozen(before, context))
     assert policy.actions(chosen).shape == (3, 8, 3) and chosen.abs().max() <= 1
     actions = policy.normalised(policy.actions(chosen))
     torch.testing.assert_close(actions, chosen, rtol=1e-4, atol=1e-5)

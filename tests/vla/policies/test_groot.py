@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.config.schema import PolicyLoRA
+from genrl.vla.config.sections import PolicyLoRA
 from genrl.vla.policies import groot
 from genrl.vla.policies.adapters import is_adapter, with_lora
 from genrl.vla.policies.folder import load_policy, save_policy

@@ -18,7 +18,7 @@ from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla import action_tokens, token_actions
 from genrl.vla.policies.policy import TOKENS, rows
 from genrl.vla.policies.timm_vit import VITS, Featurizer
-from genrl.vla.rollout.sampling import Regression, Tokens, act, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import Regression, Tokens
 from tests.vla import openvla_folders
 from tests.vla.openvla_folders import REAL, TINY, bounds, observation
 from tests.vla.published import pi_folder
@@ -145,17 +145,17 @@ def test_a_replay_is_what_was_sampled_and_evaluation_takes_the_likeliest(tmp_pat
     context = policy.encode(given)
     for sampler in (Tokens(), Tokens(temperature=1.6)):
         rngs = [torch.Generator().manual_seed(n) for n in range(3)]
-        drawn = sample(policy, sampler, context, chunk_noise(sampler, policy, rngs))
-        again = replay(policy, sampler, policy.encode(given), *drawn[1:4])
+        drawn = sampler.sample(policy, context, sampler.noise(policy, rngs))
+        again = sampler.replay(policy, policy.encode(given), *drawn[1:4])
         assert torch.equal(again.log_prob, drawn.log_prob) and drawn.log_prob.shape == (3, 1, 4, 3)
         assert torch.equal(drawn.chunk, policy.centres[drawn.next_states[:, 0]])
         exact = torch.log_softmax(context["logits"].double() / sampler.temperature, -1)
         exact = exact.gather(-1, drawn.next_states[:, 0][..., None])[..., 0]
         torch.testing.assert_close(drawn.log_prob[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
-        best = act(policy, sampler, context, torch.zeros(3, 4, 3))
+        best = sampler.act(policy, context, torch.zeros(3, 4, 3))
         assert torch.equal(best, policy.centres[context["logits"].argmax(-1)])
     with pytest.raises(TypeError, match="Regression draws nothing"):
-        sample(policy, Regression(), context, chunk_noise(Regression(), policy, rngs))
+        Regression().sample(policy, context, Regression().noise(policy, rngs))
 
 
 def test_cross_entropy_is_of_the_demonstrated_tokens(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_continuous_head_is_a_function_of_the_hidden_states(tmp_path: Path) 
     x = normed(x, "layer_norm2") @ w["fc2.weight"].T + w["fc2.bias"]
     context = policy.encode(given)
     torch.testing.assert_close(policy.regressed(context), x, rtol=1e-4, atol=1e-5)
-    assert torch.equal(act(policy, Regression(), context, torch.zeros(3, 4, 3)), policy.regressed(context))
+    assert torch.equal(Regression().act(policy, context, torch.zeros(3, 4, 3)), policy.regressed(context))
     demonstrated = torch.zeros(3, 4, 3)
     assert torch.equal(policy.demonstration_error(context, demonstrated), policy.regressed(context).abs())
     with pytest.raises(ValueError, match="no likelihood that could be reinforced: take sft"):

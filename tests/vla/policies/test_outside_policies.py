@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from genrl.config import VLAConfig, plugins
+from genrl.config import plugins
 from genrl.config.plugins import import_file
 from genrl.runtime.loop.progress import Progress
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.setup import load_trained
 from genrl.vla.simulators.contract import Simulation

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.methods.imitation import flow_matching_loss
+from genrl.vla.offline.imitation import flow_matching_loss
 from genrl.vla.policies import pi0
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt

@@ -17,7 +17,7 @@ from genrl.mdp.noise import keyed_noise
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import TOKENS, rows
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise
 from tests.vla import openvla_folders
 from tests.vla.groot_folders import groot_folder, groot_observation, groot_weights
 from tests.vla.published import (
@@ -175,9 +175,9 @@ def test_replay_is_the_sample_and_heads_are_saved_beside_the_weights(
     with torch.no_grad():
         context = policy.encode(seen)
     for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
-        drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
-        taken = sample(policy, sampler, context, drawn)
-        again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
+        drawn = sampler.noise(policy, [torch.Generator().manual_seed(n) for n in range(3)])
+        taken = sampler.sample(policy, context, drawn)
+        again = sampler.replay(policy, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
         assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))
         assert policy.actions(taken.chunk).shape == (3, horizon, 3)
     save_policy(policy, tmp_path)

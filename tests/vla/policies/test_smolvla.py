@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.methods.imitation import flow_matching_loss
+from genrl.vla.offline.imitation import flow_matching_loss
 from genrl.vla.policies import smolvla
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.policy import STATE, TOKENS

@@ -18,13 +18,13 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import ahead
 from genrl.runtime.loop.loop import MemoryRanOut
-from genrl.vla.methods.decoupled import importance_figures, weighed
-from genrl.vla.methods.scores import actor_loss, context_of, decisions, recorded_decisions, score
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import training_rows
-from genrl.vla.rollout.sampling import Acting, replay
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.train import train
+from genrl.vla.update.decoupled import importance_figures, weighed
+from genrl.vla.update.scores import actor_loss, context_of, decisions, recorded_decisions, score
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here
@@ -81,7 +81,7 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         rollout = collect(run, settings)
         rows = training_rows(rollout, rollout.valid.flatten().nonzero()[:, 0])
         context = context_of(run.policy, rows.observation, rows.context)
-        proximal = replay(run.policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index).log_prob
+        proximal = rollout.sampler.replay(run.policy, context, rows.states, rows.next_states, rows.step_index).log_prob
         torch.testing.assert_close(proximal.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
         return rollout
 

@@ -12,7 +12,7 @@ from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, replay
+from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise
 from tests.vla.tiny_policies import SEES, TOLD, flow
 
 
@@ -110,7 +110,7 @@ def test_its_rows_replay_with_ratio_one(keep: bool) -> None:
         part = training_rows(rollout, torch.arange(6) + 6 * t)
         assert bool(part.context) is keep
         context = policy.context(part.context["features"]) if keep else policy.encode(part.observation)
-        again = replay(policy, FlowSteps(), context, part.states, part.next_states, part.step_index)
+        again = FlowSteps().replay(policy, context, part.states, part.next_states, part.step_index)
         assert torch.equal(again.log_prob.detach(), part.log_prob)
         assert torch.equal(policy.value(context).detach(), rollout.values[t])
 

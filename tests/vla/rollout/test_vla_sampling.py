@@ -10,8 +10,7 @@ import torch
 from genrl.mdp import chains
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.vla.policies.policy import ACTION, rows
-from genrl.vla.rollout import sampling
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, Frozen, LearnedNoise, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps, Frozen, LearnedNoise
 from tests.vla.tiny_policies import SEES, diffusion, flow, frames
 
 REINFLOW = LearnedNoise(mean_clip=1.0, noise_clip=3.0, last_clip=1.0, reduction="sum")
@@ -41,7 +40,7 @@ def observation(count: int):
 
 
 def drawn(sampler, policy, count: int, seed: int = 0):
-    return chunk_noise(sampler, policy, [generator(seed, i) for i in range(count)], generator(seed, "shared"))
+    return sampler.noise(policy, [generator(seed, i) for i in range(count)], generator(seed, "shared"))
 
 
 def sampled(sampler, count: int = 12):
@@ -49,7 +48,7 @@ def sampled(sampler, count: int = 12):
     with torch.no_grad():
         context = policy.encode(observation(count))
         frozen = Frozen(policy, context) if isinstance(sampler, Diffusion) else None
-    return policy, sample(policy, sampler, context, drawn(sampler, policy, count), frozen=frozen)
+    return policy, sampler.sample(policy, context, drawn(sampler, policy, count), frozen=frozen)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -58,7 +57,7 @@ def test_the_ratio_is_exactly_one_before_an_update_and_not_after(name: str) -> N
     policy, out = sampled(sampler)
     assert out.chunk.shape == (12, 4, 3) and out.states.shape == out.next_states.shape == (12, kept, 4, 3)
     assert out.step_index.shape == (12, kept) and out.log_prob.shape == (12, decisions, 4, 3)
-    again = replay(policy, sampler, policy.encode(observation(12)), out.states, out.next_states, out.step_index)
+    again = sampler.replay(policy, policy.encode(observation(12)), out.states, out.next_states, out.step_index)
     assert torch.equal(again.log_prob.detach(), out.log_prob)
     ratio = chains.aggregate((again.log_prob - out.log_prob).flatten(0, 1), "chunk", "sum").exp()
     assert (ratio == 1).all()
@@ -68,10 +67,10 @@ def test_the_ratio_is_exactly_one_before_an_update_and_not_after(name: str) -> N
     assert all(p.grad is not None for p in encoder) and any(p.grad.abs().max() > 0 for p in encoder)
     index = torch.tensor([7, 2, 9])  # alone, as in their batch
     context = policy.encode(rows(observation(12), index))
-    alone = replay(policy, sampler, context, *(t[index] for t in (out.states, out.next_states, out.step_index)))
+    alone = sampler.replay(policy, context, *(t[index] for t in (out.states, out.next_states, out.step_index)))
     torch.testing.assert_close(alone.log_prob.detach(), out.log_prob[index], rtol=1e-4, atol=1e-3)
     other = policy_for(sampler, seed=1)
-    moved = replay(other, sampler, other.encode(observation(12)), out.states, out.next_states, out.step_index)
+    moved = sampler.replay(other, other.encode(observation(12)), out.states, out.next_states, out.step_index)
     assert (moved.log_prob - out.log_prob).abs().max() > 1e-3
 
 
@@ -108,15 +107,15 @@ def test_the_first_steps_of_dppo_are_the_frozen_policys() -> None:
     with torch.no_grad():
         frozen = Frozen(base, base.encode(seen))
         first, second = (
-            sample(p, sampler, p.encode(seen), drawn(sampler, base, 6), frozen=frozen) for p in (base, tuned)
+            sampler.sample(p, p.encode(seen), drawn(sampler, base, 6), frozen=frozen) for p in (base, tuned)
         )
     assert torch.equal(first.states[:, 0], second.states[:, 0])
     assert (first.chunk - second.chunk).abs().max() > 1e-3
     assert first.step_index[0].tolist() == list(range(10, 20))
-    again = replay(tuned, sampler, tuned.encode(seen), second.states, second.next_states, second.step_index)
+    again = sampler.replay(tuned, tuned.encode(seen), second.states, second.next_states, second.step_index)
     assert torch.equal(again.log_prob.detach(), second.log_prob)  # none of these is the frozen one's
     with pytest.raises(ValueError, match="frozen policy"):
-        sample(base, sampler, frozen.context, drawn(sampler, base, 6))
+        sampler.sample(base, frozen.context, drawn(sampler, base, 6))
 
 
 def test_the_observation_is_encoded_once(monkeypatch) -> None:
@@ -126,8 +125,8 @@ def test_the_observation_is_encoded_once(monkeypatch) -> None:
     monkeypatch.setattr(policy.encoder, "forward", lambda seen: calls.append(1) or forward(seen))
     sampler = LearnedNoise()
     context = policy.encode(observation(4))
-    out = sample(policy, sampler, context, drawn(sampler, policy, 4))
-    replay(policy, sampler, context, out.states, out.next_states, out.step_index)
+    out = sampler.sample(policy, context, drawn(sampler, policy, 4))
+    sampler.replay(policy, context, out.states, out.next_states, out.step_index)
     assert len(calls) == 1
 
 
@@ -136,14 +135,14 @@ def test_acting_has_no_noise_but_the_first(sampler) -> None:
     policy = policy_for(sampler)
     context, noise = policy.encode(observation(5)), keyed_noise((5, 4, 3), 3)
     frozen = Frozen(policy, context) if isinstance(sampler, Diffusion) else None
-    once, twice = (sampling.act(policy, sampler, context, noise, frozen=frozen) for _ in range(2))
+    once, twice = (sampler.act(policy, context, noise, frozen=frozen) for _ in range(2))
     assert torch.equal(once, twice) and once.shape == (5, 4, 3)
-    other = sampling.act(policy, sampler, context, keyed_noise((5, 4, 3), 4), frozen=frozen)
+    other = sampler.act(policy, context, keyed_noise((5, 4, 3), 4), frozen=frozen)
     assert (other - once).abs().max() > 1e-4
     if isinstance(sampler, Diffusion):
         assert once.abs().max() <= 1.0
         with pytest.raises(ValueError, match="frozen policy"):
-            sampling.act(policy, sampler, context, noise)
+            sampler.act(policy, context, noise)
         return
     x = noise
     for k in range(4):
@@ -159,7 +158,7 @@ def test_stds_are_those_of_the_settings() -> None:
     stds = {}
     for sampler in (fixed, learned, Diffusion(floor=floored)):
         policy, out = sampled(sampler)
-        stds[type(sampler)] = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
+        stds[type(sampler)] = sampler.replay(policy, policy.encode(observation(12)), *out[1:4]).stds
     first = stds[FlowSteps][:, 0]
     torch.testing.assert_close(first, torch.full_like(first, 0.7))
     assert 0.2 <= stds[LearnedNoise].min() < stds[LearnedNoise].max() <= 0.6
@@ -178,4 +177,4 @@ def test_what_does_not_fit_is_refused() -> None:
     index = torch.zeros(2, dtype=torch.int64)
     for policy, sampler in ((flows, Diffusion()), (diffuses, FlowSteps()), (diffuses, LearnedNoise())):
         with pytest.raises(TypeError, match="needs a policy"):
-            sampling.transition(policy, sampler, policy.encode(observation(2)), torch.zeros(2, 4, 3), index)
+            sampler.transition(policy, policy.encode(observation(2)), torch.zeros(2, 4, 3), index)

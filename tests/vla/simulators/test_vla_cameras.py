@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.config import VLAConfig
-from genrl.vla.config.schema import Demonstrations
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.sections import Demonstrations
 from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import training_rows
-from genrl.vla.rollout.sampling import FlowSteps, replay
+from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.setup import frames_of, open_tables
 from genrl.vla.simulators.contract import Misuse, Reading, Simulation
 from genrl.vla.simulators.environments import open_environment
@@ -84,7 +84,7 @@ def test_a_policy_sees_each_camera_under_the_name_that_it_has_for_it(kind: str, 
         )
     batch = training_rows(rollout, torch.arange(2))
     context = policy.encode(batch.observation)
-    again = replay(policy, sampler, context, batch.states, batch.next_states, batch.step_index)
+    again = sampler.replay(policy, context, batch.states, batch.next_states, batch.step_index)
     assert torch.equal(again.log_prob.detach(), batch.log_prob)
     own = load_policy(folder)
     seen = {RENAME.get(name, name): value for name, value in batch.observation.items()}

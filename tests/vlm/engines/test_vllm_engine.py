@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from genrl.config import ConfigError
-from genrl.diffusion.config.files import check_files
+from genrl.config import ConfigError, check_files
 from genrl.vlm.engines.contract import Drawn, Reply
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Server
@@ -92,6 +91,7 @@ def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
     assert found.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
 
 
+@pytest.mark.slow
 def test_old_weights_show_in_the_gap(installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda *_: None)
     trained = {"weights": [{"name": "engine_mismatch", "high": 1.01}]}

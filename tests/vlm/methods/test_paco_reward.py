@@ -40,7 +40,7 @@ def test_the_loss_is_the_weighted_mean_over_the_tokens_of_all_answers(tmp_path: 
         run.enter()
         told = tell(run.policy, [run.questions[k] for k in range(4)], run.settings.target)
         tokens = int(told.mask.sum())
-        found = loss(run.settings, run.policy, recorded(told, torch.arange(4), tokens))
+        found = loss(run.settings, run.policy, recorded(told, torch.arange(4), tokens=tokens))
         expected = 0.0
         for row, kept in zip(-found["log_prob"].detach(), told.mask, strict=True):
             nats = row[kept]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError, VLMConfig
+from genrl.config import ConfigError
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.vlm.config.files import vlm_files
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, layers_of, noise_of
 from genrl.vlm.methods.rlfr.train import opened, shaped
 from genrl.vlm.rollout.rollout import totals

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError, VLMConfig
+from genrl.config import ConfigError
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
 from genrl.vlm.rollout.data import Questions

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from genrl.config import ConfigError, check_files, load, load_located
-from genrl.vlm.config.schema import ShapeCodec
+from genrl.vlm.config.sections import ShapeCodec
 from genrl.vlm.policies.codes import CodePolicy, shape_codec, views
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.processor import Prompt

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from genrl.config import VLMConfig, load
+from genrl.config import load
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.train import train

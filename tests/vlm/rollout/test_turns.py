@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Pixels, Prompt, check_pixels, without_clips
 from genrl.vlm.policies.videos import Clip

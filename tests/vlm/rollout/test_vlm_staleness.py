@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError, VLMConfig
+from genrl.config import ConfigError
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 import datasets
 import pytest
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.tasks.formats import inversion, negated
 from tests.vlm import vlm_runs

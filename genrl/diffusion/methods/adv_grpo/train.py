@@ -15,7 +15,6 @@ both (`together`). All processes decide alike, and sum their gradients. docs/adv
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -23,18 +22,18 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config import Config
 from genrl.data import references
 from genrl.data.prompts import Prompt, PromptError
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import collect, flow_grpo_update, sampler
 from genrl.diffusion.rollout.adversary import ADVERSARY, Pairs, paired, scored_references, trainable_of
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import collect, update
+from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
 from genrl_rewards.scorers.preference.adversary import Trainable, checked_logits
@@ -53,18 +52,17 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
     run.loop.keep("adversary_optimizer", optimizer)
     for iteration in run.iterations():
         # 1, 2. Collect and score.
-        plan = sampling_plan(run.config, settings, iteration)
         keeps = settings.keep_graph and settings.trains_model(iteration)  # else no update would go back through them
-        drawn = settings.model_copy(update={"keep_graph": keeps})
-        rollouts = collect(run, plan, partial(sampler, run, drawn))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        sampling = settings.model_copy(update={"keep_graph": keeps})
+        steps = Steps.of(run.config, sampling, iteration)
+        rollouts = collect(run, sampling, steps)
         with run.scorers.placed():
             pairs = paired(run, pictures, rollouts)
             real, fake = scored_references(run, label, pairs, rollouts), rollouts.scored.values[label]
             trains_model, trains_adversary = turns(settings, iteration, real, fake)
             # 3. Train the reward.
-            meter, steps = Meter(), settings.adversary.steps if trains_adversary else 0
-            for step in range(max(1, steps)):
+            meter, turns_taken = Meter(), settings.adversary.steps if trains_adversary else 0
+            for step in range(max(1, turns_taken)):
                 with torch.set_grad_enabled(trains_adversary):
                     judge(run, adversary, pairs, rollouts.num_samples, meter if step == 0 else Meter())
                 if trains_adversary:
@@ -72,13 +70,16 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
         metrics = meter.result() | {
             "adversary/reference_mean": float(real.nanmean()),
             "adversary/margin": float(real.nanmean() - fake.nanmean()),
-            "adversary/updates": float(steps),
+            "adversary/updates": float(turns_taken),
         }
         del pairs
         # 4. Train the model.
         if trains_model:
             advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
-            metrics |= flow_grpo_update(run, settings, rollouts, plan, advantages)
+            learnt = Meter()
+            edges = estimate(run, settings, rollouts, steps, advantages, learnt)
+            update(run, settings, rollouts, edges, loss, learnt)
+            metrics |= learnt.result() | steps.metrics
         del rollouts
         run.finish(metrics)
 

@@ -18,14 +18,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods import noising
+from genrl.diffusion.forward import noising
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.methods.awm.settings import AWM
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
 from genrl.objectives.advantages.groups import informative

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import torch
 
-from genrl.diffusion.methods import noising
+from genrl.diffusion.forward import noising
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.methods.crd.settings import CRD
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.guidance import guided
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import (

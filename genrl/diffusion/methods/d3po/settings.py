@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Margin, Positive
-from genrl.diffusion.methods.preferences import Preference
-from genrl.diffusion.methods.stochastic import EveryStep
+from genrl.diffusion.pairs.settings import Preference
+from genrl.diffusion.steps.stochastic import EveryStep
 
 
 class D3PO(EveryStep, Preference):

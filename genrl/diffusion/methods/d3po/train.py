@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.d3po.settings import D3PO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.plans import every_step
-from genrl.diffusion.methods.steps import Tensors, compared_steps, recorded_step
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.records import Tensors, compared_steps
+from genrl.diffusion.updating import Meter, update
 from genrl.objectives.preferences.preference import preference_pairs
 from genrl.runtime.loop.recorded import Recorded
 
@@ -52,11 +51,11 @@ def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: i
         pairs = pairs_of(micro_batch.slots)  # a group is whole within a micro-batch, so all its pairs are
         if len(pairs) == 0 and not run.weights.in_step:  # else the other processes evaluate theirs with us
             return None
-        trajectory = micro_batch.pieces[0].trajectory
+        step = micro_batch.pieces[0].trajectory.step(k)
         with torch.no_grad(), run.weights.reference():
-            reference = run.policy.replay(trajectory, k).log_prob
+            reference = run.policy.replay(step).log_prob
         given = {"pairs": pairs, "reference_log_prob": reference, "counts": torch.tensor(float(len(pairs) > 0))}
-        return trajectory.batch, dict(recorded_step(trajectory, k, given).tensors)
+        return step.batch, step.tensors() | given
 
     meter = Meter()
     meter.add("preference/pairs", torch.tensor([len(preference_pairs(total, group)) / (len(total) * (size - 1) / 2)]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count, NonNegative, Section
 from genrl.diffusion.config.kernels import Kernel
-from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.steps.settings import PolicyGradient
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.ddpo.settings import DDPO
-from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import Results, flow_grpo_update, penalised, train_policy_gradient
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.plan import SamplingPlan
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.records import Tensors, replayed
+from genrl.diffusion.steps.transitions import collect, penalised, update
+from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,
@@ -32,13 +34,16 @@ from genrl.runtime.loop.recorded import Recorded
 
 def train(run: DiffusionRun, settings: DDPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    train_policy_gradient(run, settings, learn)
-
-
-def learn(run: DiffusionRun, settings: DDPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
-    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
-    advantages = advantages_of(run, settings, rollouts)
-    return flow_grpo_update(run, settings, rollouts, plan, advantages, loss, grouped=False)
+    for iteration in run.iterations():
+        meter, steps = Meter(), Steps.of(run.config, settings, iteration)
+        # 1, 2. Collect and score.
+        rollouts = collect(run, settings, steps)
+        # 3. Estimate.
+        edges = estimate(run, settings, rollouts, steps, advantages_of(run, settings, rollouts), meter, grouped=False)
+        # 4. Update.
+        update(run, settings, rollouts, edges, loss, meter)
+        del rollouts
+        run.finish(meter.result() | steps.metrics)
 
 
 def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tensor:
@@ -50,7 +55,7 @@ def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tens
     return advantages
 
 
-def loss(settings: DDPO, policy: Policy, given: Recorded) -> Results:
+def loss(settings: DDPO, policy: Policy, given: Recorded) -> Tensors:
     """The policy-gradient loss of one transition and its divergence from the reference, [B]."""
     new, advantage = replayed(settings, policy, given), given["advantage"]
     if settings.objective == "score_function":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Margin, NonNegative, Positive, Whole
-from genrl.diffusion.config.method import Calls, GuidanceInTraining, Guided
-from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
+from genrl.diffusion.config.schema import Calls, GuidanceInTraining, Guided
+from genrl.diffusion.forward.settings import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

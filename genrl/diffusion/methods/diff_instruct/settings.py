@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
-from genrl.diffusion.config.method import Calls, Guided
-from genrl.diffusion.methods.differentiable import Differentiating
+from genrl.diffusion.config.schema import Calls, Guided
+from genrl.diffusion.direct.settings import Differentiating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

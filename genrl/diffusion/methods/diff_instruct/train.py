@@ -24,19 +24,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.noising import own_noise, solved
+from genrl.diffusion.methods.diff_instruct.one_step import check_one_step
+from genrl.diffusion.methods.diff_instruct.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import own_noise, solved
 from genrl.diffusion.policy.guidance import without_prompts
-from genrl.diffusion.policy.one_step import check_one_step
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.measures import spread
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter, descend
 from genrl.mdp.gaussian import per_sample
 from genrl.objectives.forward import diff_instruct as objective
 from genrl.objectives.forward.direct_reward import reward_loss
@@ -85,16 +85,18 @@ def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimiz
 
 def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter: Meter) -> None:
     """Step 3: one step of the generator."""
-    for given, micro_batch in noised(run.policy, rollouts, "generator", 0):
+
+    def prepare(given: Noised, micro_batch: MicroBatch) -> Recorded:
         batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
         gradient, divergence = divergence_gradient(run, settings, batch, given)
         rewarded = reward_gradient(run, rollouts, micro_batch, reward_loss)
-        recorded = recorded_chain(batch, z, range(1), gradient + rewarded.gradient.to(gradient))
-        run.backward(settings, loss(settings, run.policy, recorded), recorded, divisor=rollouts.num_samples)
         meter.add("diff_instruct/divergence", divergence)
         meter.add("diff_instruct/pull", gradient.flatten(1).norm(dim=1))
         meter.add("diff_instruct/reward_pull", rewarded.gradient.flatten(1).norm(dim=1))
-    meter.add("grad_norm", torch.tensor([run.step()]))
+        return recorded_chain(batch, z, range(1), gradient + rewarded.gradient.to(gradient))
+
+    parts = noised(run.policy, rollouts, "generator", 0)
+    descend(run, settings, parts, prepare, loss, meter, divisor=rollouts.num_samples)
 
 
 def loss(settings: DiffInstruct, policy: Policy, given: Recorded) -> dict[str, Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
-from genrl.diffusion.config.method import Calls, Guided, first_update
-from genrl.diffusion.methods.matching import OLD_DECAY, Matching, grid_levels, matching_calls
+from genrl.diffusion.config.schema import Calls, Guided, first_update
+from genrl.diffusion.forward.settings import OLD_DECAY, Matching, grid_levels, matching_calls
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

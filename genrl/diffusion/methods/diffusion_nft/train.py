@@ -17,14 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods import noising
+from genrl.diffusion.forward import noising
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import informative
 from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight

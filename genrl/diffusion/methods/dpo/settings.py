@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from genrl.config.section import Positive
-from genrl.diffusion.methods.preferences import DiffusionDPO
+from genrl.diffusion.pairs.settings import DiffusionDPO
 
 
 class DPO(DiffusionDPO):

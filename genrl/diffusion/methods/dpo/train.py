@@ -15,9 +15,9 @@ metrics and figures.
 
 from __future__ import annotations
 
+from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.methods.dpo.settings import DPO
-from genrl.diffusion.methods.noising import solved
-from genrl.diffusion.methods.pairs import loss, train_on
+from genrl.diffusion.pairs.training import loss, train_on
 from genrl.diffusion.run import DiffusionRun
 
 __all__ = ["loss", "train"]

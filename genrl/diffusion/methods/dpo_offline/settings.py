@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from genrl.config.run_config import FileFinding
 from genrl.config.section import Positive
 from genrl.data.preferences import set_problem
-from genrl.diffusion.config.method import Calls, FileFinding, Guided
-from genrl.diffusion.methods.preferences import DiffusionDPO
+from genrl.diffusion.config.schema import Calls, Guided
+from genrl.diffusion.pairs.settings import DiffusionDPO
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

@@ -6,13 +6,13 @@ the configuration judge the held-out prompts only.
 
 from __future__ import annotations
 
-from genrl.config import Config
 from genrl.data.preferences import open_set
 from genrl.data.prompts import Prompt
 from genrl.data.rows import PREFERENCE_COLUMNS
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.methods.given import check_given, given_pictures, picture_size
-from genrl.diffusion.methods.pairs import loss, train_on
+from genrl.diffusion.pairs.training import loss, train_on
+from genrl.diffusion.rollout.given import check_given, given_pictures, picture_size
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
 

@@ -24,14 +24,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
-from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
-from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter, descend
 from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
@@ -76,17 +76,18 @@ def draw(
 
 def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:
     """Steps 2 and 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, meter = run.policy, Meter()
-    run.start_training(len(rollouts.mine))
-    for micro_batch in rollouts.mine.values():
-        batch, state = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        found = reward_gradient(run, rollouts, micro_batch, partial(reward_loss, margin=settings.margin))
-        recorded = recorded_chain(batch, state, steps, found.gradient)
-        run.backward(settings, loss(settings, policy, recorded), recorded, divisor=rollouts.num_samples)
-        meter.add("loss", found.loss)
-        meter.add("draft/pull", found.gradient.flatten(1).norm(dim=1))
+    meter = Meter()
     meter.add("draft/steps", torch.tensor([float(len(steps))]))
-    meter.add("grad_norm", torch.tensor([run.step()]))
+
+    def prepare(micro_batch: MicroBatch) -> Recorded:
+        rewarded = reward_gradient(run, rollouts, micro_batch, partial(reward_loss, margin=settings.margin))
+        meter.add("loss", rewarded.loss)
+        meter.add("draft/pull", rewarded.gradient.flatten(1).norm(dim=1))
+        return recorded_chain(micro_batch.batch, micro_batch.pieces[0].trajectory.initial, steps, rewarded.gradient)
+
+    run.start_training(len(rollouts.mine))
+    parts = zip(rollouts.mine.values(), strict=True)
+    descend(run, settings, parts, prepare, loss, meter, divisor=rollouts.num_samples)
     return meter.result()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import NonNegative, Section
-from genrl.diffusion.methods.layout import Branching, Layout, Round, Tree
-from genrl.diffusion.methods.policy_gradient import Windowed, mean_of
+from genrl.diffusion.steps.layout import Branching, Layout, Round, Tree
+from genrl.diffusion.steps.settings import Windowed, mean_of
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -11,28 +11,20 @@ docs/trees.md has the equations and curves.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
-from genrl.diffusion.methods.edges import Edges, progress_table
-from genrl.diffusion.methods.estimation import estimate
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import (
-    Action,
-    Results,
-    actions_of,
-    penalised,
-    train_policy_gradient,
-    trained_under,
-    update,
-    window_metrics,
-)
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.plan import SamplingPlan
+from genrl.diffusion.steps.edges import Edges, estimate, progress_table
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.records import Tensors, replayed
+from genrl.diffusion.steps.transitions import Action, collect, penalised, step_of, update
+from genrl.diffusion.updating import Meter
 from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
@@ -45,29 +37,29 @@ Targets = dict[tuple[int, int], Tensor]
 
 def train(run: DiffusionRun, settings: DynamicTreeRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    train_policy_gradient(run, settings, learn)
+    for iteration in run.iterations():
+        meter, steps = Meter(), Steps.of(run.config, settings, iteration)
+        tree, scale = grow(steps.plan), settings.advantage_scale
+        # 1, 2. Collect and score.
+        rollouts = collect(run, settings, steps)
+        # 3. Estimate.
+        advantages = group_advantages(rollouts.total, rollouts.group, scale=scale, eps=1e-8, ddof=1)
+        edges = estimate(run, settings, rollouts, steps, advantages, meter)
+        # 4. Update.
+        targets, short = best_targets(run, settings, rollouts, tree, edges), progress_table(tree, rollouts.total)
+        supervision = partial(supervision_of, targets, short, tree.num_slots)
+        update(run, settings, rollouts, edges, loss, meter, further=supervision)
+        del rollouts, targets, supervision
+        run.finish(meter.result() | steps.metrics)
 
 
-def learn(run: DiffusionRun, settings: DynamicTreeRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
-    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
-    # 3. Estimate.
-    meter, tree = Meter(), grow(plan)
-    scale = settings.advantage_scale
-    advantages = group_advantages(rollouts.total, rollouts.group, scale=scale, eps=1e-8, ddof=1)
-    edges = estimate(run, settings, rollouts, plan, advantages, meter)
-    actions = actions_of(run, settings, rollouts, edges)
-    targets, short = best_targets(run, settings, rollouts, tree, edges), progress_table(tree, rollouts.total)
-
-    # 4. Update.
-    def supervision(action: Action) -> dict[str, Tensor]:
-        falls_short = short[action.step, action.piece.slots[action.step]].to(run.policy.device)
-        return {"short": falls_short, "target": target_of(action, targets, tree.num_slots)}
-
-    update(run, settings, rollouts, edges, actions, loss, meter, further=supervision)
-    return meter.result() | window_metrics(run, settings)
+def supervision_of(targets: Targets, short: Tensor, leaves: int, action: Action) -> dict[str, Tensor]:
+    """What the loss reads beside the step: how far each sample falls short, [B], and the velocity that it learns."""
+    target = target_of(action, targets, leaves)
+    return {"short": short[action.step, action.slots].to(target.device), "target": target}
 
 
-def loss(settings: DynamicTreeRPO, policy: Policy, given: Recorded) -> Results:
+def loss(settings: DynamicTreeRPO, policy: Policy, given: Recorded) -> Tensors:
     """The surrogate of one transition within dynamic bounds, its divergence, and the distance to the best path, [B]."""
     new, advantage = replayed(settings, policy, given), given["advantage"]
     low, high = settings.clip_bounds
@@ -92,27 +84,24 @@ def best_targets(run: DiffusionRun, settings: DynamicTreeRPO, rollouts: Rollouts
             targets |= {(-1, s // leaves): x for s, x in finals if s % leaves == best[s // leaves]}
             continue
         for piece in micro_batch.pieces:
-            trajectory = piece.trajectory
             for i, slots in piece.slots.items():
                 chosen = [k for k, slot in enumerate(slots) if slot % leaves == paths[slot // leaves][i + 1]]
                 if not chosen or not bool(edges.weight[i].any()):
                     continue
-                rows = trajectory.rows(i)
-                rows = torch.arange(len(trajectory.states[i]))[chosen] if rows is None else rows[chosen]
-                batch = trained_under(run.policy, settings, trajectory.batch.take(rows.tolist()))
-                states = trajectory.states[i][rows.to(trajectory.states[i].device)]
-                outputs = run.policy.velocity(batch, states, trajectory.sigmas[i])
+                step = step_of(run, settings, piece, i)
+                rows = torch.arange(len(step.state))[chosen] if step.rows is None else step.rows[chosen]
+                states = step.state[rows.to(step.state.device)]
+                outputs = run.policy.velocity(step.batch.take(rows.tolist()), states, piece.trajectory.sigmas[i])
                 targets |= {(i, slots[k] // leaves): v for k, v in zip(chosen, outputs, strict=True)}
     return targets
 
 
 def target_of(action: Action, targets: Targets, leaves: int) -> Tensor:
     """The velocity that each sample of this step learns, [B, ...]."""
-    step, trajectory = action.step, action.piece.trajectory
-    groups = [slot // leaves for slot in action.piece.slots[step]]
-    if (step, groups[0]) in targets:
-        return torch.stack([targets[step, group] for group in groups])
-    state, rows = trajectory.states[step], trajectory.rows(step)
+    groups = [slot // leaves for slot in action.slots]
+    if (action.step, groups[0]) in targets:
+        return torch.stack([targets[action.step, group] for group in groups])
+    step = action.piece.trajectory.step(action.step)
     clean = torch.stack([targets[-1, group] for group in groups])
-    state = state if rows is None else state[rows.to(state.device)]
-    return velocity_towards(state, clean, float(trajectory.sigmas[step]))
+    state = step.state if step.rows is None else step.state[step.rows.to(step.state.device)]
+    return velocity_towards(state, clean, float(action.piece.trajectory.sigmas[action.step]))

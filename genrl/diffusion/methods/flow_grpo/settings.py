@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Flag, Share
-from genrl.diffusion.methods.aggregation import plain_scores, sum_of_tree
-from genrl.diffusion.methods.layout import Layout, Tree
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.diffusion.steps.aggregation import plain_scores, sum_of_tree
+from genrl.diffusion.steps.layout import Layout, Tree
+from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -13,43 +13,32 @@ Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), or Flo
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.estimation import estimate
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
-from genrl.diffusion.methods.transitions import (
-    actions_of,
-    collect,
-    sampler,
-    update,
-    window_metrics,
-)
-from genrl.diffusion.methods.transitions import clipped_loss as loss
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import collect, update
+from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
 
 
 def train(run: DiffusionRun, settings: FlowGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     for iteration in run.iterations():
+        meter, steps = Meter(), Steps.of(run.config, settings, iteration)
         # 1, 2. Collect and score.
-        plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, partial(sampler, run, settings))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        rollouts = collect(run, settings, steps)
         # 3. Estimate.
-        meter = Meter()
-        edges = estimate(run, settings, rollouts, plan, advantages_of(settings, rollouts), meter)
+        edges = estimate(run, settings, rollouts, steps, advantages_of(settings, rollouts), meter)
         # 4. Update.
-        update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), loss, meter)
-        del rollouts
-        run.finish(meter.result() | window_metrics(run, settings))
+        update(run, settings, rollouts, edges, loss, meter)
+        del rollouts  # states and pictures: not beside those of an evaluation
+        run.finish(meter.result() | steps.metrics)
 
 
 def advantages_of(settings: FlowGRPO, rollouts: Rollouts) -> Tensor:

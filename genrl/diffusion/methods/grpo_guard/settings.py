@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Positive
-from genrl.diffusion.methods.layout import Round
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.diffusion.steps.layout import Round
+from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

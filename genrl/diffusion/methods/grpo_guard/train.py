@@ -10,28 +10,30 @@ docs/grpo_guard.md has the equations and curves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.estimation import estimate
 from genrl.diffusion.methods.grpo_guard.settings import GRPOGuard
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import (
-    Action,
-    Results,
-    actions_of,
-    penalised,
-    replayed_before,
-    train_policy_gradient,
-    trained_under,
-    update,
-    window_metrics,
-)
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.plan import SamplingPlan
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.records import Tensors, replayed
+from genrl.diffusion.steps.transitions import (
+    Action,
+    Actions,
+    actions_of,
+    collect,
+    penalised,
+    replayed_before,
+    step_of,
+    update,
+)
+from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.guard import guard_log_ratio, guard_surrogate
 from genrl.runtime.loop.recorded import Recorded
@@ -39,44 +41,41 @@ from genrl.runtime.loop.recorded import Recorded
 
 def train(run: DiffusionRun, settings: GRPOGuard) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    train_policy_gradient(run, settings, learn, scaled=True)
-
-
-def learn(run: DiffusionRun, settings: GRPOGuard, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
-    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
-    # 3. Estimate.
-    meter = Meter()
-    advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
-    edges = estimate(run, settings, rollouts, plan, advantages, meter)
-    actions = actions_of(run, settings, rollouts, edges)
-    old_means = means_before(run, settings, rollouts, actions)
-
-    # 4. Update. The first update's own evaluation is that of the policy that sampled.
-    def old_mean(action: Action) -> dict[str, Tensor]:
-        return {"old_mean": old_means[action.number]} if action.number in old_means else {}
-
-    def keep_mean(action: Action, results: Results) -> None:
-        old_means.setdefault(action.number, results["mean"].detach())
-
-    update(run, settings, rollouts, edges, actions, loss, meter, further=old_mean, seen=keep_mean)
-    return meter.result() | window_metrics(run, settings)
+    for iteration in run.iterations():
+        meter, steps = Meter(), Steps.of(run.config, settings, iteration)
+        # 1, 2. Collect and score.
+        rollouts = collect(run, settings, steps, scaled=True)
+        # 3. Estimate.
+        advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+        edges = estimate(run, settings, rollouts, steps, advantages, meter)
+        # 4. Update.
+        actions = actions_of(run, settings, rollouts, edges)
+        means = means_before(run, settings, rollouts, actions)
+        old_mean, keep_mean = partial(old_mean_of, means), partial(note_mean, means)
+        update(run, settings, rollouts, edges, loss, meter, actions=actions, further=old_mean, seen=keep_mean)
+        del rollouts, actions, means, old_mean, keep_mean
+        run.finish(meter.result() | steps.metrics)
 
 
 @torch.no_grad()
-def means_before(
-    run: DiffusionRun, settings: GRPOGuard, rollouts: Rollouts, actions: dict[int, list[Action]]
-) -> dict[int, Tensor]:
+def means_before(run: DiffusionRun, settings: GRPOGuard, rollouts: Rollouts, actions: Actions) -> dict[int, Tensor]:
     """Number of a transition -> its mean before the first update, [B, ...], but for those of the first update."""
     later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
-    found = {}
-    for action in [action for micro_batch in later for action in actions[micro_batch.slots[0]]]:
-        trajectory = action.piece.trajectory
-        batch = trained_under(run.policy, settings, trajectory.batch)
-        found[action.number] = replayed_before(run, trajectory, action.step, batch).mean
-    return found
+    every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
+    return {one.number: replayed_before(run, step_of(run, settings, one.piece, one.step)).mean for one in every}
 
 
-def loss(settings: GRPOGuard, policy: Policy, given: Recorded) -> Results:
+def old_mean_of(means: Mapping[int, Tensor], action: Action) -> dict[str, Tensor]:
+    """What the loss reads of the policy that sampled; nothing in the first update, whose own evaluation is that."""
+    return {"old_mean": means[action.number]} if action.number in means else {}
+
+
+def note_mean(means: dict[int, Tensor], action: Action, results: Tensors) -> None:
+    """Keep the evaluation of the first update for the epochs that follow."""
+    means.setdefault(action.number, results["mean"].detach())
+
+
+def loss(settings: GRPOGuard, policy: Policy, given: Recorded) -> Tensors:
     """The guarded surrogate of one transition and its divergence from the reference, [B]."""
     new = replayed(settings, policy, given)
     old_mean = given["old_mean"] if "old_mean" in given else new.mean.detach()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import genrl_rewards
-from genrl.config.method import Finding
-from genrl.diffusion.config.method import FileFinding
-from genrl.diffusion.methods.aggregation import plain_scores
-from genrl.diffusion.methods.policy_gradient import Windowed
+from genrl.config.errors import Finding
+from genrl.config.run_config import FileFinding
+from genrl.diffusion.steps.aggregation import plain_scores
+from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.paco_grpo.settings import PaCoGRPO
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import flow_grpo_update, train_policy_gradient
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.plan import SamplingPlan
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import collect, update
+from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
-
-__all__ = ["loss", "train"]
 
 
 def train(run: DiffusionRun, settings: PaCoGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    train_policy_gradient(run, settings, learn)
-
-
-def learn(run: DiffusionRun, settings: PaCoGRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
-    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
-    return flow_grpo_update(run, settings, rollouts, plan, advantages_of(settings, rollouts))
+    for iteration in run.iterations():
+        meter, steps = Meter(), Steps.of(run.config, settings, iteration)
+        # 1, 2. Collect and score.
+        rollouts = collect(run, settings, steps)
+        # 3. Estimate.
+        edges = estimate(run, settings, rollouts, steps, advantages_of(settings, rollouts), meter)
+        # 4. Update.
+        update(run, settings, rollouts, edges, loss, meter)
+        del rollouts
+        run.finish(meter.result() | steps.metrics)
 
 
 def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:

@@ -17,17 +17,19 @@ again with its coefficient. docs/prdp.md has metrics and figures.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import every_step
 from genrl.diffusion.methods.prdp.settings import PRDP
-from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.records import Tensors, evidence, replayed
+from genrl.diffusion.updating import Meter, descend
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient
 from genrl.runtime.loop.recorded import Recorded
@@ -48,14 +50,13 @@ def train(run: DiffusionRun, settings: PRDP) -> None:
 
 def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
     """Step 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights = run.policy, run.weights
     meter = Meter()
     meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
     run.start_training(settings.epochs * num_steps * len(rollouts.mine))
     sampled = [(i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()]
     old = run.gather(sampled, empty.clone())
-    with weights.reference():
+    with run.weights.reference():
         reference = evaluated(run, rollouts, empty)
     rewards = rollouts.total.view(-1, run.config.sampling.group_size)
     for epoch in range(settings.epochs):
@@ -66,17 +67,10 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
             beta=settings.beta, clip=settings.clip_range, reduction=settings.step_reduction, pairs=settings.pairs,
         )  # fmt: skip
         coefficients = gradient.flatten(0, 1).T.float()
-        for micro_batch in rollouts.mine.values():
-            trajectory = micro_batch.pieces[0].trajectory
-            for i in trajectory.log_probs:
-                coefficient = coefficients[i, micro_batch.slots].to(policy.device)
-                # A sharded model is evaluated by all processes together: each as often as the others.
-                if not weights.in_step and not bool(coefficient.any()):
-                    continue
-                recorded = recorded_step(trajectory, i, {"coefficient": coefficient})
-                with run.loop.fitting():  # the coefficients are of a mean over the pairs of all processes
-                    run.backward(settings, loss(settings, policy, recorded), recorded, divisor=1.0)
-        meter.add("grad_norm", torch.tensor([run.step()]))
+        prepare = partial(recorded_of, run, coefficients)
+        parts = [(m, i) for m in rollouts.mine.values() for i in m.pieces[0].trajectory.log_probs]
+        # The coefficients are of a mean over the pairs of all processes, so nothing is left to divide by.
+        descend(run, settings, parts, prepare, loss, meter, divisor=1.0)
         if out.num_pairs > 0:
             meter.add("loss", out.loss)
             meter.add("prdp/clip_frac", torch.tensor([out.clipped]))
@@ -84,6 +78,16 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
                 meter.add(name, value)
         meter.add("prdp/pairs", torch.tensor([float(out.num_pairs)]))
     return meter.result()
+
+
+def recorded_of(run: DiffusionRun, coefficients: Tensor, micro_batch: MicroBatch, i: int) -> Recorded | None:
+    """Step i of a micro-batch with its coefficients, of those [T', N]; None where all of them are 0."""
+    coefficient = coefficients[i, micro_batch.slots].to(run.policy.device)
+    # A sharded model is evaluated by all processes together: each as often as the others.
+    if not run.weights.in_step and not bool(coefficient.any()):
+        return None
+    step = micro_batch.pieces[0].trajectory.step(i)
+    return Recorded(step.batch, step.tensors() | {"coefficient": coefficient})
 
 
 def loss(settings: PRDP, policy: Policy, given: Recorded) -> Tensors:
@@ -109,7 +113,7 @@ def evaluated(run: DiffusionRun, rollouts: Rollouts, table: Tensor) -> Tensor:
     """The log-probabilities of all recorded steps under the present weights, in a copy of `table` [T', N]."""
     with run.loop.fitting():
         found = [
-            (i, micro_batch.slots, run.policy.replay(micro_batch.pieces[0].trajectory, i).log_prob)
+            (i, micro_batch.slots, run.policy.replay(micro_batch.pieces[0].trajectory.step(i)).log_prob)
             for micro_batch in rollouts.mine.values()
             for i in micro_batch.pieces[0].trajectory.log_probs
         ]

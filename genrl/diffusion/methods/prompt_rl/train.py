@@ -22,18 +22,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.aggregation import named_rewards
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.prompt_rl.rewriting import from_texts, rewritten, write
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
 from genrl.diffusion.policy.rewriter import Rewriter, Written
 from genrl.diffusion.policy.text_room import TextRoom
-from genrl.diffusion.rollout.rewriting import from_texts, rewritten, write
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.aggregation import named_rewards
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import sampler, update
+from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss, tagged_rewards
 from genrl.objectives.surrogates.policy_losses import kl_k3
@@ -67,8 +68,8 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
             mine, answers = write(run, rewriter, prompts, size - retained, fits)
         groups = [[*texts, *[p.text] * retained] for p, (texts, _) in zip(prompts, answers, strict=True)]
         # 2, 3. Collect and score.
-        plan = sampling_plan(config, settings, iteration)
-        rollouts = run.collect(partial(from_texts, texts=sum(groups, []), draw=sampler(run, settings, plan)))
+        steps = Steps.of(config, settings, iteration)
+        rollouts = run.collect(partial(from_texts, texts=sum(groups, []), draw=sampler(run, settings, steps)))
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = rollouts.total.view(-1, size)
@@ -81,7 +82,10 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         # 4, 5. Estimate and update; the flow model's advantages are the same function of the same rewards.
         relative = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
         advantages = relative.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
-        metrics = flow_grpo_update(run, settings, rollouts, plan, relative)
+        meter = Meter()
+        edges = estimate(run, settings, rollouts, steps, relative, meter)
+        update(run, settings, rollouts, edges, loss, meter)
+        metrics = meter.result() | steps.metrics
         metrics |= learn_to_write(run, settings, rewriter, mine, advantages, check=first)
         metrics |= compared(generation, formats, [texts for texts, _ in answers])
         del rollouts

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import MetricDoc
+from genrl.config.run_config import FileFinding
 from genrl.config.section import Count
 from genrl.data.preferences import TARGET_COLUMNS, set_problem
-from genrl.diffusion.config.method import Calls, FileFinding, Guided, Updating
-from genrl.diffusion.methods.matching import matching_calls
+from genrl.diffusion.config.schema import Calls, Guided, Updating
+from genrl.diffusion.forward.settings import matching_calls
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

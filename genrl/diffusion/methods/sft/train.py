@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import torch
 
-from genrl.config import Config
 from genrl.data.preferences import TARGET_COLUMNS, open_set
 from genrl.data.prompts import Prompt
-from genrl.diffusion.methods.given import check_given, given_pictures, picture_size
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import Tensors, drawn_level, noised_by, own_noise
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.forward.noising import Tensors, drawn_level, noised_by, own_noise
 from genrl.diffusion.methods.sft.settings import PipelineSFT
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.given import check_given, given_pictures, picture_size
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter, update
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.runtime.loop.recorded import Recorded

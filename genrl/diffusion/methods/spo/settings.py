@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
-from genrl.diffusion.config.method import Calls, Guided, Updating
-from genrl.diffusion.methods.stochastic import Stochastic
+from genrl.diffusion.config.schema import Calls, Guided, Updating
+from genrl.diffusion.steps.stochastic import Stochastic
 from genrl.mdp.plan import SamplingPlan, caterpillar, describe
 
 if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Config, Sampling
+    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.sections import Sampling
 
 METRICS = {
     "spo/valid_ratio": MetricDoc(

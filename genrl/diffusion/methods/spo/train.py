@@ -23,16 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.methods.spo.candidates import Candidates, Found, draw, judge
 from genrl.diffusion.methods.spo.settings import SPO
-from genrl.diffusion.methods.steps import Tensors, compared_steps, replayed
-from genrl.diffusion.methods.updating import update
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.candidates import Candidates, Found, draw, judge
+from genrl.diffusion.policy.trajectory import Batch, Kernel, StepRecord
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.steps.records import Tensors, compared_steps, replayed
+from genrl.diffusion.updating import Meter, update
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences.preference import step_winners
 from genrl.runtime.loop.recorded import Recorded
@@ -90,7 +89,7 @@ def learn(
         if len(rows) == 0:
             return None
         chosen, batch = torch.stack([win, lose], dim=1)[rows], micro_batch.batch.take(rows.tolist())
-        given = pair_of(kernel, plan.splits[k], found[micro_batch.slots[0]][plan.splits[k]], rows, chosen)
+        given = pair_of(batch, kernel, plan.splits[k], found[micro_batch.slots[0]][plan.splits[k]], rows, chosen)
         with torch.no_grad(), run.weights.reference():
             reference = replayed(settings, run.policy, Recorded(batch, given)).log_prob
         return batch, given | {"counts": counts[rows].to(reference), "reference_log_prob": reference}
@@ -100,17 +99,12 @@ def learn(
     return meter.result()
 
 
-def pair_of(kernel: Kernel, step: int, candidates: Candidates, rows: Tensor, chosen: Tensor) -> Tensors:
-    """A step as `replayed` reads it, with the winner and the loser (`chosen` int64 [n, 2]) of these chains as its
-    actions [2 n, ...]: neighbours, the winner first."""
-    return {
-        "step": torch.tensor(step),
-        "noise_level": torch.tensor(kernel.levels.get(step, kernel.noise_level), dtype=torch.float64),
-        "state": candidates.state[rows],
-        "next_state": candidates.drawn[rows[:, None], chosen].flatten(0, 1),
-        "rows": torch.arange(len(rows)).repeat_interleave(2),
-        "pairs": torch.tensor([(2 * r, 2 * r + 1, 1) for r in range(len(rows))]),
-    }
+def pair_of(batch: Batch, kernel: Kernel, step: int, candidates: Candidates, rows: Tensor, chosen: Tensor) -> Tensors:
+    """A step of these chains with the winner and the loser (`chosen` int64 [n, 2]) of each as its actions [2 n, ...]:
+    neighbours, the winner first."""
+    state, drawn = candidates.state[rows], candidates.drawn[rows[:, None], chosen].flatten(0, 1)
+    record = StepRecord(batch, kernel.at(step), step, state, drawn, torch.arange(len(rows)).repeat_interleave(2))
+    return record.tensors() | {"pairs": torch.tensor([(2 * r, 2 * r + 1, 1) for r in range(len(rows))])}
 
 
 def loss(settings: SPO, policy: Policy, given: Recorded) -> Tensors:

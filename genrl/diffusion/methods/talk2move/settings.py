@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Ways
-from genrl.diffusion.config.method import AdvantageScale
-from genrl.diffusion.methods.layout import Layout, Round, Window, rounds_of
-from genrl.diffusion.methods.policy_gradient import GroupRelative
+from genrl.diffusion.config.schema import AdvantageScale
+from genrl.diffusion.steps.layout import Layout, Round, Window, rounds_of
+from genrl.diffusion.steps.settings import GroupRelative
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -111,11 +112,12 @@ class Talk2Move(GroupRelative):
         times = -(-config.iterations // (counts.every or config.iterations))
         return times * counts.prompts * counts.samples * (steps - 1 + ends) / config.iterations
 
-    def rollout_title(self, config: Config, rounds: Sequence[Round]) -> Iterator[str]:
-        """Where the chain is left, in words."""
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """Where the chain is left, in words, and its first steps."""
         steps = config.sampling.num_inference_steps
         last = self.latest_exit(steps)
         rest = self.exit_calls(steps, last) - last
         yield f"{steps} steps, of which the first {last} are run, with noise; then a shortcut of {rest}"
         if self.exit_step is None:
             yield "the exit step is found by step_evaluation: all numbers are at most these"
+        yield from super().rollout(config, guidance)

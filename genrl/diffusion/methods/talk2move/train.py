@@ -18,16 +18,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move.settings import Talk2Move
-from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import flow_grpo_update
+from genrl.diffusion.methods.talk2move.shortcut import draw, take_shortcut
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
-from genrl.diffusion.rollout.shortcut import draw, take_shortcut
 from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import Steps, choose_kernel
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import update
+from genrl.diffusion.updating import Meter
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance
 from genrl.objectives.advantages.groups import group_advantages
@@ -38,7 +40,7 @@ __all__ = ["loss", "train"]
 
 def train(run: DiffusionRun, settings: Talk2Move) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    kernel = choose_kernel(run, settings, sampling_plan(run.config, settings, 0))
+    kernel = choose_kernel(run, settings, Steps.of(run.config, settings, 0).plan)
     for iteration in run.iterations():
         # 1. Off-policy step evaluation.
         exit_at, metrics = choose_exit(run, settings, kernel, iteration)
@@ -49,10 +51,11 @@ def train(run: DiffusionRun, settings: Talk2Move) -> None:
         # 3. Flow-GRPO on the steps before the exit.
         trained = settings.model_copy(update={"exit_step": exit_at})
         advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
-        plan = sampling_plan(run.config, trained, iteration)
-        metrics |= flow_grpo_update(run, trained, rollouts, plan, advantages)
+        meter, steps = Meter(), Steps.of(run.config, trained, iteration)
+        edges = estimate(run, trained, rollouts, steps, advantages, meter)
+        update(run, trained, rollouts, edges, loss, meter)
         del rollouts
-        run.finish(metrics)
+        run.finish(metrics | meter.result() | steps.metrics)
 
 
 def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteration: int) -> tuple[int, dict[str, float]]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding, MetricDoc
-from genrl.vla.config.method import Row
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.vla.config.names import EXPERTS, SIMULATORS
+from genrl.vla.config.schema import Row
 from genrl.vla.methods.sft.settings import SFT
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.sharding import unsharded
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger.settings import DAgger
-from genrl.vla.methods.imitation import imitation_loss, imitation_updates
-from genrl.vla.methods.offline import Store
+from genrl.vla.offline.imitation import imitation_loss, imitation_updates
+from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.policy import ACTION, Batch, joined_batches, rows
 from genrl.vla.rollout.collect import observe
-from genrl.vla.rollout.sampling import Acting, act
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.simulators.contract import Advised
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     while running.any():
         seen = observe(raw, env, policy, decision)
         noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
-        own = act(policy, acting.sampler, policy.encode(seen), noise)
+        own = acting.sampler.act(policy, policy.encode(seen), noise)
         told = torch.from_numpy(env.expert_chunks(policy.horizon))
         expert_acts = torch.tensor([float(torch.rand((), generator=rng)) < beta for rng in rngs])
         chunk = torch.where(expert_acts[:, None, None], told, policy.actions(own).cpu().float())

@@ -7,37 +7,36 @@ Where the table fulfils an instruction the dream should pay for it, and nowhere 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.playground.minitable.task import INSTRUCTIONS, Floats, is_success
+from genrl.vla.data.demonstrations import World
 from genrl.vla.methods.diwa.classifier import RewardClassifier
-from genrl.vla.methods.dreams import as_observation
-from genrl.vla.methods.play import Play, table_of
-from genrl.vla.methods.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.dreams import as_observation
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 
 
 @torch.no_grad()
 def calibration(
-    world: WorldModel, judge: RewardClassifier, held_out: Play, tasks: Sequence[int], steps: int, seed: int
+    model: WorldModel, judge: RewardClassifier, held_out: Any, world: World, steps: int, seed: int
 ) -> dict[str, float]:
-    """Precision and recall of the reward over the frames of play and the instructions (numbers `tasks`), of what the
-    world model sees (`calibration/seen_...`) and of what it dreams in so many steps (`calibration/dreamed_...`)."""
+    """Precision and recall of the reward over the frames of play (`World.play`) and the world's instructions: of what
+    the model sees (`calibration/seen_...`), and of what it dreams in so many steps (`calibration/dreamed_...`)."""
     observations, actions = torch.from_numpy(held_out.observations), torch.from_numpy(held_out.actions)
-    seen = dreamed = world.first(observations[:, 0])
+    seen = dreamed = model.first(observations[:, 0])
     found: dict[str, list[Tensor]] = {"seen": [], "dreamed": []}
     truth = []
     rng = generator(seed, "calibration")
     for t in range(steps):
         noise = torch.randn(dreamed.z.shape, generator=rng)
-        seen = world.look(seen, actions[:, t], observations[:, t + 1])
-        dreamed = world.imagine(dreamed, actions[:, t], noise)
-        truth.append(fulfilled(held_out.observations[:, t + 1], tasks))
-        found["seen"].append(_paid(judge, seen, tasks))
-        found["dreamed"].append(_paid(judge, dreamed, tasks))
+        seen = model.look(seen, actions[:, t], observations[:, t + 1])
+        dreamed = model.imagine(dreamed, actions[:, t], noise)
+        truth.append(world.fulfilled(held_out.observations[:, t + 1]))
+        found["seen"].append(_paid(judge, seen, world.lines))
+        found["dreamed"].append(_paid(judge, dreamed, world.lines))
     true, row = torch.stack(truth), {}
     for name, paid in found.items():
         said = torch.stack(paid)
@@ -47,15 +46,8 @@ def calibration(
     return row
 
 
-def _paid(judge: RewardClassifier, latent: Latent, tasks: Sequence[int]) -> Tensor:
-    """bool [B, tasks]."""
+def _paid(judge: RewardClassifier, latent: Latent, lines: Sequence[str]) -> Tensor:
+    """bool [B, lines]."""
     count = len(latent.h)
-    asked = [judge.tokenise([INSTRUCTIONS[number]]).expand(count, -1) for number in tasks]
+    asked = [judge.tokenise([line]).expand(count, -1) for line in lines]
     return torch.stack([judge.fulfilled(as_observation(latent, tokens)) for tokens in asked], 1)
-
-
-def fulfilled(shown: Floats, tasks: Sequence[int]) -> Tensor:
-    """Of tables as `play.seen` shows them [B, 9], bool [B, tasks]."""
-    tables = table_of(shown)
-    flags = [is_success(tables._replace(task=np.full(len(shown), number))) for number in tasks]
-    return torch.from_numpy(np.stack(flags, 1))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.objectives.contrastive import supervised_contrastive
-from genrl.playground.minitable import task
-from genrl.playground.minitable.task import INSTRUCTIONS
-from genrl.vla.methods.descent import descend
+from genrl.vla.methods.diwa.dreams import as_observation, latent_inputs
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
-from genrl.vla.methods.dreams import as_observation, latent_inputs
-from genrl.vla.methods.play import seen
-from genrl.vla.methods.rssm import Latent, WorldModel
+from genrl.vla.offline.descent import descend
 from genrl.vla.policies.encoder import ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
@@ -38,27 +34,19 @@ class Encoded(NamedTuple):
     lines: list[str]
 
 
-def encode_demonstrations(
-    world: WorldModel, keys: task.Keys, tasks: Sequence[int], words: Sequence[str], *, horizon: int, still: int
-) -> Encoded:
-    """The expert's episodes as the world model sees them, `still` more steps after each success."""
-    state = task.initial_state(keys, tasks)
-    latent = world.first(torch.from_numpy(seen(state)))
-    lines = [INSTRUCTIONS[number] for number in state.task]
-    tokens, columns, after = tokenise(lines, words), [], np.zeros(len(keys), dtype=np.int64)
-    while (after <= still).any():
-        done = task.is_success(state)
-        chunk = task.expert_chunk(state, horizon)
-        columns.append((*latent, torch.from_numpy(chunk), torch.from_numpy(done), torch.from_numpy(after <= still)))
-        after += done
-        state = task.step(state, chunk[:, 0])
-        latent = world.look(latent, torch.from_numpy(chunk[:, 0]), torch.from_numpy(seen(state)))
-    h, z, chunks, ended, kept = (torch.stack(column, 1) for column in zip(*columns, strict=True))
-    episode, first = kept.nonzero()[:, 0], torch.zeros_like(kept)
+def encode_demonstrations(model: WorldModel, shown: Any, words: Sequence[str]) -> Encoded:
+    """The expert's episodes (`World.walk`) as the world model sees them."""
+    observations, chunks = torch.from_numpy(shown.observations), torch.from_numpy(shown.chunks)
+    latents = [model.first(observations[:, 0])]
+    for t in range(1, chunks.shape[1]):
+        latents.append(model.look(latents[-1], chunks[:, t - 1, 0], observations[:, t]))
+    h, z = (torch.stack(column, 1) for column in zip(*latents, strict=True))
+    counted, done = torch.from_numpy(shown.counted), torch.from_numpy(shown.done)
+    episode, first = counted.nonzero()[:, 0], torch.zeros_like(counted)
     first[:, 0] = True
-    observation = as_observation(Latent(h[kept], z[kept]), tokens[episode])
-    told = [lines[number] for number in episode.tolist()]
-    return Encoded(observation, chunks[kept], ended[kept], first[kept], told)
+    observation = as_observation(Latent(h[counted], z[counted]), tokenise(shown.lines, words)[episode])
+    lines = [shown.lines[number] for number in episode.tolist()]
+    return Encoded(observation, chunks[counted], done[counted], first[counted], lines)
 
 
 class RewardClassifier(nn.Module):

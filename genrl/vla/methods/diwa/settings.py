@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section
 from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.methods.shared_settings import on_the_table
+from genrl.vla.offline.settings import on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from genrl.mdp.noise import derive_seed, seeded
-from genrl.playground.minitable import INSTRUCTIONS, task
-from genrl.playground.minitable.task import task_numbers
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data import demonstrations
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.descent import followed
 from genrl.vla.methods.diwa.calibration import calibration
 from genrl.vla.methods.diwa.classifier import (
     Encoded,
@@ -27,20 +24,20 @@ from genrl.vla.methods.diwa.classifier import (
     encode_play,
     train_classifier,
 )
+from genrl.vla.methods.diwa.dreams import Dream, Starts, latent_inputs
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA, World
-from genrl.vla.methods.dreams import Dream, LatentTable, Starts, latent_inputs
-from genrl.vla.methods.gae import estimated_decisions
-from genrl.vla.methods.gae import loss as ppo_loss
-from genrl.vla.methods.imitation import imitate
-from genrl.vla.methods.offline import Store
-from genrl.vla.methods.play import play
-from genrl.vla.methods.rssm import Latent, WorldModel, world_step
-from genrl.vla.methods.update import Figures, learn
+from genrl.vla.methods.ppo.train import estimated_decisions
+from genrl.vla.methods.ppo.train import loss as ppo_loss
+from genrl.vla.offline.descent import followed
+from genrl.vla.offline.imitation import imitate
+from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
+from genrl.vla.update.learn import Figures, learn
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -55,8 +52,7 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy that reads latents and instructions; its statistics are put in once there are latents."""
     made = config.policy.new
     assert made is not None
-    tasks = task_numbers(config.environment.tasks or ())
-    words = vocabulary([INSTRUCTIONS[number] for number in tasks])
+    words = vocabulary(demonstrations.world_of(config).lines)
     bounds = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
     stats: Statistics = {ACTION: statistics(bounds)}
     with seeded(config.seed, "policy"):
@@ -70,9 +66,9 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
 def train(run: VLARun, settings: DiWA) -> None:
     """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
     config, loop, policy = run.config, run.loop, run.policy
-    tasks, limit = task_numbers(config.environment.tasks or ()), config.environment.max_steps or task.MAX_STEPS
+    table = demonstrations.world_of(config)
     with seeded(config.seed, "world"):
-        toys = play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)
+        toys = table.play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)
         observations, actions = torch.from_numpy(toys.observations), torch.from_numpy(toys.actions)
         world = WorldModel(observations, actions)
         placeholder = {STATE: torch.zeros(2, world.deterministic), ENVIRONMENT: torch.zeros(2, world.stochastic)}
@@ -84,31 +80,30 @@ def train(run: VLARun, settings: DiWA) -> None:
     world.requires_grad_(False)
     assert config.demonstrations is not None and config.demonstrations.expert is not None
     count = config.demonstrations.expert
-    keys = task.episode_keys(config.seed, np.arange(count), np.zeros(count))
-    words, horizon = policy.config.inputs.vocabulary, policy.horizon
-    shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=STILL)
+    walked = table.walk(count, seed=config.seed, horizon=policy.horizon, still=STILL)
+    shown = encode_demonstrations(world, walked, policy.config.inputs.vocabulary)
     put_statistics(shown, policy.stats, judge.encoder.stats, run.frozen.stats)
     if not store.ready:
         store.data["figures"] |= teach(
             run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
         )
-        held_out = play(HELD_OUT, limit, seed=derive_seed(config.seed, "held-out play") % 2**32)
-        store.data["figures"] |= calibration(world, judge, held_out, tasks, limit, config.seed)
+        held_out = table.play(HELD_OUT, table.max_steps, seed=derive_seed(config.seed, "held-out play") % 2**32)
+        store.data["figures"] |= calibration(world, judge, held_out, table, table.max_steps, config.seed)
         run.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
     run.env.close()
-    run.env = dream(config, world, judge, shown)
+    run.env = dream(config, table, world, judge, shown)
     count = side_by_side(config, config.evaluation.episodes)
     # the judge of the run, with the real table as the policy's world model sees it
-    run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
+    run.table = table.seen_by(world, count, run.env.chunk)
     run.told = dict(store.data["figures"])
     for iteration in run.loop.iterations():
         rollout = run.collect(settings)._replace(shared=recorded_statistics(policy.stats))
         chosen, explained = estimated_decisions(run, rollout, settings)
         figures, trains_policy = Figures(), iteration >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
-        run.finish(rollout, figures, explained)
+        run.finish(rollout, figures.means | explained)
 
 
 def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Tensor]:
@@ -151,7 +146,9 @@ def teach(
     return found | followed(run, "imitating", count, ({"imitation": error} for error in errors), "loss")
 
 
-def dream(config: VLAConfig, world: WorldModel, judge: RewardClassifier, shown: Encoded) -> Dream:
+def dream(
+    config: VLAConfig, table: demonstrations.World, world: WorldModel, judge: RewardClassifier, shown: Encoded
+) -> Dream:
     """As many dreams as the configuration has environments, from the beginnings of the demonstrations."""
     env, made = config.environment, config.policy.new
     assert made is not None
@@ -163,8 +160,9 @@ def dream(config: VLAConfig, world: WorldModel, judge: RewardClassifier, shown: 
         Starts(starts, lines),
         num_envs=env.num_envs,
         chunk=env.chunk or made.horizon,
-        max_steps=env.max_steps or task.MAX_STEPS,
+        max_steps=table.max_steps,
         group_size=env.group_size,
+        draw=table.draw,
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Flag, NonNegative, Positive, Share
-from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, for_a_new_policy, on_the_table
+from genrl.vla.config.names import WORLDS
+from genrl.vla.config.schema import Row, VLAMethod
+from genrl.vla.offline.settings import FROM_DATA, Critics, for_a_new_policy, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -94,7 +96,7 @@ class FISOR(VLAMethod):
             yield from on_the_table(config, self.algorithm, diffusion=True)
             return
         yield from for_a_new_policy(config, self.algorithm, diffusion=True)
-        if env.name == "minitable":
+        if env.name in WORLDS.built_in:
             text = "a file of steps is of a gymnasium environment; name it, or take the data set out"
             yield ("environment.name", "demonstrations.dataset"), text
         if env.cost_key is None:

@@ -17,21 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from genrl.mdp import forward
-from genrl.mdp.noise import derive_seed, generator, seeded
+from genrl.mdp.noise import generator, seeded
 from genrl.objectives.surrogates import feasibility, iql
-from genrl.playground.minitable import INSTRUCTIONS, task
-from genrl.playground.minitable.task import MAX_STEPS, task_numbers
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.show.intervals import wilson
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import world_of
 from genrl.vla.data.recordings import Steps, extremes
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
-from genrl.vla.methods.imitation import observation_of
-from genrl.vla.methods.offline import (
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.imitation import observation_of
+from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,
     Step,
@@ -45,10 +43,11 @@ from genrl.vla.methods.offline import (
     stepper,
     take,
 )
-from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
-from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion, sample
+from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
+from genrl.vla.simulators.contract import Environment
+from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -59,8 +58,8 @@ COST_EXPECTILE, COST_TEMPERATURE = 0.9, 5.0
 """Reversed expectile of V_h, and how strongly safer actions are preferred in infeasible states (FISOR: the same)."""
 ACTOR_RATE = 0.005
 """How fast the copy that acts follows in a step (FISOR: 0.001)."""
-NOISE = 0.35
-"""Standard deviation of what is added to the moves of the behaviour that is learned from."""
+TASKS = ("touch",)
+"""Tasks of the table, where the configuration names none."""
 
 
 class Fisor(nn.Module):
@@ -174,7 +173,7 @@ def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) 
     policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
     drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
-    actions: Tensor = policy.actions(sample(policy, sampler, context, drawn).chunk)
+    actions: Tensor = policy.actions(sampler.sample(policy, context, drawn).chunk)
     return actions.view(count, candidates, *actions.shape[1:])
 
 
@@ -214,40 +213,18 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
         made = setup.new_policy(config, *setup.frames_of(config, None))
         assert isinstance(made, DiffusionMLP)
         return made
-    tasks = task_numbers(config.environment.tasks or ("touch",))
-    words = vocabulary([INSTRUCTIONS[number] for number in tasks])
-    data = behaviour_data(config, config.trainer, Words(words), horizon=config.policy.new.horizon)
+    world = world_of(config, TASKS)
+    words = vocabulary(world.lines)
+    data = world.careless_data(config, config.trainer, Words(words), config.policy.new.horizon)
     made = setup.new_policy(config, frames_of(data), words)
     assert isinstance(made, DiffusionMLP)
     return made
 
 
-def table(config: VLAConfig, num_envs: int) -> HazardTable:
+def table(config: VLAConfig, num_envs: int) -> Environment:
     """The constrained table of the configuration."""
-    env = config.environment
     assert config.policy.new is not None
-    tasks, chunk = task_numbers(env.tasks or ("touch",)), env.chunk or config.policy.new.horizon
-    return HazardTable(num_envs, tasks=tasks, image_size=0, chunk=chunk, max_steps=env.max_steps or MAX_STEPS)
-
-
-def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon: int) -> Transitions:
-    """Episodes of a seeded player who reaches its goal and is careful only now and then."""
-    env = table(config, settings.episodes)
-    seed = derive_seed(config.seed, "behaviour")
-    careful = np.random.default_rng([seed, 0]).random(settings.episodes) < settings.careful
-
-    def behave(observation: Batch, decision: int) -> Tensor:
-        state, chunk = env.state, []
-        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, (horizon, env.num_envs, 2))
-        for k in range(horizon):
-            chunk.append(mixed_quality(state, careful, noise[k]))
-            state = task.step(state, chunk[-1])
-        return torch.from_numpy(np.stack(chunk, 1))
-
-    return play(
-        env, behave, reads, decisions=-(-env.max_steps // env.chunk), seed=seed, gamma=settings.critics.gamma,
-        one_episode=True,
-    )  # fmt: skip
+    return world_of(config, TASKS).with_hazards(num_envs, config.environment.chunk or config.policy.new.horizon)
 
 
 def file_data(config: VLAConfig, settings: FISOR, reads: Reader, steps: Steps) -> Transitions:
@@ -327,7 +304,7 @@ def train(run: VLARun, settings: FISOR) -> None:
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
     steps = setup.recorded(config)
     if steps is None:
-        data = behaviour_data(config, settings, actor, horizon=actor.horizon)
+        data = world_of(config, TASKS).careless_data(config, settings, actor, actor.horizon)
         found = judged(data)
         shown = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
     else:

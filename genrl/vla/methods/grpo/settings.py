@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
-from genrl.vla.methods.shared_settings import Update, from_a_loaded_policy
+from genrl.config.errors import Finding
+from genrl.vla.update.settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

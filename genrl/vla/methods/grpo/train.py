@@ -12,11 +12,11 @@ from torch import Tensor
 from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.grpo.settings import GRPO
-from genrl.vla.methods.scores import actor_loss, decisions, filtered, score
-from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
+from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.scores import actor_loss, decisions, filtered, score
 
 
 def loss(settings: GRPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
@@ -37,4 +37,4 @@ def train(run: VLARun, settings: GRPO) -> None:
         chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
         figures = Figures()
         learn(run, rollout, chosen, settings, figures, loss, policy=True, critic=False)
-        run.finish(rollout, figures, {})
+        run.finish(rollout, figures.means)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Margin, Positive, Share, Whole
-from genrl.vla.methods.shared_settings import Update, from_a_loaded_policy
+from genrl.vla.update.settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

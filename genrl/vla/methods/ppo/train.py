@@ -7,12 +7,19 @@ action`, every action has one, and its ratios have that (pi_RL's action level).
 
 from __future__ import annotations
 
-from genrl.vla.methods.gae import estimated_decisions, loss
-from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.methods.update import Figures, learn
-from genrl.vla.run import VLARun
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
 
-__all__ = ["loss", "train"]
+from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
+from genrl.objectives.surrogates import actor_critic
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.methods.ppo.settings import PPO
+from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.sampling import Acting, Diffusion
+from genrl.vla.run import VLARun
+from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.scores import Decisions, Scored, actor_loss, decisions, filtered, score, spread_out
 
 
 def train(run: VLARun, settings: PPO) -> None:
@@ -23,4 +30,96 @@ def train(run: VLARun, settings: PPO) -> None:
         # values are those of the critic that acted: it must have had its warm-up
         figures, trains_policy = Figures(), iteration - run.age >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
-        run.finish(rollout, figures, explained)
+        run.finish(rollout, figures.means | explained)
+
+
+def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tuple[Decisions, dict[str, float]]:
+    """The decisions of a rollout with normalised advantages, returns and weights, and how well the critic explains."""
+    found = estimate(rollout, settings)
+    rows = rollout.valid & filtered(rollout, settings)
+    kept = estimated(rollout, rows, settings)
+    normalised = run.normalised(found.advantages, kept)
+    weight = weights(rollout, kept, settings)
+    mean = run.summed({"weight": weight.sum(), "number": kept.sum()})
+    weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
+    chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
+    return chosen, explained_variance(run, found, kept)
+
+
+def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
+    """Advantages and returns [T, B], of actions [T, B, C]; a truncated episode is bootstrapped from its final
+    observation."""
+    assert rollout.values is not None and rollout.next_values is not None
+    rewards, following, gamma, lam = rollout.rewards, rollout.next_values, settings.gamma, settings.lam
+    flags = rollout.n_executed, rollout.terminated, rollout.truncated
+    if settings.values == "action":
+        return action_gae(rewards, *flags, rollout.values[..., : rewards.shape[-1]], following, gamma=gamma, lam=lam)
+    now = rollout.values[..., 0]
+    return chunk_gae(rewards, *flags, now, following, gamma=gamma, lam=lam, mode=settings.discount)
+
+
+def estimated(rollout: ChunkRollout, rows: Tensor, settings: PPO) -> Tensor:
+    """Which advantages of these rows, bool [T, B], count: theirs, or those of the actions that were executed."""
+    if settings.values == "chunk":
+        return rows
+    return rows[..., None] & executed_mask(rollout.n_executed, rollout.rewards.shape[-1])
+
+
+def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
+    """Shape of kept: 1, or the inverse of the number that the episode has of them (pi_RL, with a mask); 0 for those
+    that are not kept."""
+    if settings.weighting == "decisions":
+        return kept.double()
+    every = estimated(rollout, rollout.valid, settings)
+    slot = (0,) if every.dim() == 2 else (0, 2)
+    return kept.double() / every.sum(slot, keepdim=True).clamp(min=1)
+
+
+def explained_variance(run: VLARun, found: Estimate, kept: Tensor) -> dict[str, float]:
+    """`1 - var(R - V) / var(R)` of the critic that acted, over what has an advantage, of all processes."""
+    values = found.returns - found.advantages  # of the critic that acted
+    own = torch.stack([found.returns[kept], values[kept]])
+    returns, values = torch.cat(gather_object([own]), 1)
+    spread = float(returns.var(correction=0)) if len(returns) else 0.0
+    unexplained = float((returns - values).var(correction=0)) if len(returns) else 0.0
+    return {"critic/explained_variance": 1.0 - unexplained / spread if spread > 0 else 0.0}
+
+
+def loss(settings: PPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's share of the update's loss, [], and sums of figures: surrogate, entropy bonus, critic."""
+    trains_policy = bool(given["trains_policy"])
+    with torch.set_grad_enabled(trains_policy):  # the critic alone needs no graph of the chain
+        scored = score(settings, acting, given)
+    found = actor_loss(settings, scored, given, **denoising(settings, acting, scored, given))
+    sums, share = found.sums, found.loss if trains_policy else torch.zeros((), device=found.loss.device)
+    if bool(given["trains_critic"]):
+        sums["loss/value"] = value_loss(settings, acting, scored, given)
+        share = share + settings.value_weight * sums["loss/value"] / int(given["total"])
+    return {"loss": share, **sums}
+
+
+def denoising(settings: PPO, acting: Acting, scored: Scored, given: Recorded) -> dict[str, Tensor]:
+    """DPPO weighs its denoising steps: advantages and clip ranges of the decisions at each (`actor_loss`)."""
+    if not isinstance(acting.sampler, Diffusion):
+        return {}
+    ratios = int(given["ratios"])
+    discount = actor_critic.denoising_discount(given["step"], ratios, settings.denoising_gamma)
+    advantage = spread_out(given["advantage"], scored.log_prob) * spread_out(discount, scored.log_prob)
+    if settings.clip_base is None:
+        return {"advantage": advantage}
+    low = actor_critic.denoising_clip(given["step"], ratios, clip=settings.clip_range, base=settings.clip_base)
+    return {"advantage": advantage, "low": spread_out(low, scored.log_prob)}
+
+
+def value_loss(settings: PPO, acting: Acting, scored: Scored, given: Recorded) -> Tensor:
+    """The critic's loss on these decisions, summed, []; of several values of a decision, their mean over the chunk."""
+    value: Tensor = acting.policy.value(scored.context)[:, : int(given["size"])]
+    errors = actor_critic.value_loss(
+        value,
+        given["returns"].view(value.shape).to(value),
+        old_values=given["old_values"].to(value),
+        clip=settings.value_clip,
+        huber_delta=settings.huber_delta,
+    )
+    weight = given["weight"].view(value.shape).to(value)
+    return (errors * weight).sum() / value.shape[1]

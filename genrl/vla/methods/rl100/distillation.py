@@ -10,13 +10,13 @@ from torch import Tensor
 
 from genrl.mdp.noise import generator, seeded
 from genrl.vla.evaluate import evaluate
-from genrl.vla.methods.descent import descend
-from genrl.vla.methods.imitation import mean_of_last
 from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.offline.descent import descend
+from genrl.vla.offline.imitation import mean_of_last
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
-from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act
+from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler
 from genrl.vla.setup import open_tables, sampler_of, side_by_side
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def distil(
         shown = rows(observations, index)
         noise = torch.randn((batch_size, teacher.horizon, teacher.action_dim), generator=rng)
         with torch.no_grad():
-            goal = act(teacher, sampler, teacher.encode(shown), noise)
+            goal = sampler.act(teacher, teacher.encode(shown), noise)
         loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
         found = descend(optimiser, loss)
         schedule.step()

@@ -10,13 +10,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.playground.minitable import MiniTable, expert_chunk
-from genrl.playground.minitable.task import MAX_STEPS, task_numbers
+from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.methods.offline import Transitions, from_rollout, from_steps, merge, play
+from genrl.vla.data.demonstrations import world_of
+from genrl.vla.offline.transitions import Transitions, from_rollout, from_steps, merge
 from genrl.vla.policies.policy import IMAGE, POINTS, SEEN, TOKENS, Batch, rows
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout
@@ -66,25 +65,16 @@ def seen(policy: Any, observation: Batch) -> Batch:
 
 
 def demonstrated(config: VLAConfig, policy: Any, gamma: float) -> Transitions | None:
-    """The expert's decisions in MiniTable as transitions, or those of a file of steps; None elsewhere, where data begin
-    with the first rollouts."""
+    """The expert's decisions in a `World` as transitions, or those of a file of steps; None elsewhere, where data
+    begin with the first rollouts."""
     source, env = config.demonstrations, config.environment
     steps = recorded(config)
     if steps is not None:
         executed = env.chunk or policy.horizon
         return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
-    if source is None or source.expert is None or env.name != "minitable":
+    if source is None or source.expert is None or env.name not in WORLDS.built_in:
         return None
-    limit = env.max_steps or MAX_STEPS
-    tasks, chunk = task_numbers(env.tasks or ()), env.chunk or policy.horizon
-    shown = {"image_size": policy.image_size, "points": policy.points}
-    table = MiniTable(source.expert, tasks=tasks, chunk=chunk, max_steps=limit, **shown)
-
-    def behave(observation: Batch, decision: int) -> Tensor:
-        return torch.from_numpy(expert_chunk(table.state, policy.horizon))
-
-    decisions = -(-table.max_steps // chunk)
-    data = play(table, behave, policy, decisions=decisions, seed=config.seed, gamma=gamma, one_episode=True)
+    data = world_of(config).expert_data(config, source.expert, policy, gamma)
     now, following = seen(policy, data.observation), seen(policy, data.next_observation)
     return data._replace(observation=now, next_observation=following)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Margin, Share, Whole
-from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, from_demonstrations
+from genrl.vla.config.schema import Row, VLAMethod
+from genrl.vla.offline.settings import FROM_DATA, Critics, from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -23,21 +23,20 @@ from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.critics import Critics, seen_statistics, train_iql
-from genrl.vla.methods.descent import descend, followed
-from genrl.vla.methods.dynamics import Dynamics, offline_value, train_dynamics
-from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
-from genrl.vla.methods.minibatches import minibatches
-from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
 from genrl.vla.methods.rl100.distillation import distilled
+from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
-from genrl.vla.methods.update import Figures
+from genrl.vla.offline.critics import Critics, seen_statistics, train_iql
+from genrl.vla.offline.descent import descend, followed
+from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
+from genrl.vla.offline.transitions import Step, Store, Transitions, frames_of, merge, stepper, successful, take
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
+from genrl.vla.rollout.sampling import Acting, Sampler
 from genrl.vla.setup import sampler_of
+from genrl.vla.update.learn import Figures, minibatches
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -76,7 +75,7 @@ def draw_at(
     """Chunks of the behaviour copy at states of the data, with `min Q(s, a) - V(s)` normalised over the batch."""
     count = len(observation[STATE])
     rngs = [torch.Generator().manual_seed(seed) for seed in torch.randint(2**62, (count,), generator=rng).tolist()]
-    drawn = sample(old, sampler, old.encode(observation), chunk_noise(sampler, old, rngs))
+    drawn = sampler.sample(old, old.encode(observation), sampler.noise(old, rngs))
     actions = old.actions(drawn.chunk)
     advantage = normalise_advantages(critics.advantage(observation, actions), eps=1e-8).float()
     log_prob = _sums(drawn.log_prob, executed)
@@ -112,7 +111,7 @@ def loss(settings: RL100, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """`-mean min(r A, clip(r, 1 -+ clip) A)` of one denoising step, [], and figures."""
     policy, clip = acting.policy, float(given["clip"])
     record = (given["states"], given["next_states"], given["step_index"])
-    again = replay(policy, acting.sampler, policy.encode(observation_of(given)), *record)
+    again = acting.sampler.replay(policy, policy.encode(observation_of(given)), *record)
     log_prob = _sums(again.log_prob, int(given["executed"]))[:, 0]
     old = given["old_log_prob"].to(log_prob)
     found = clipped_surrogate(log_prob, old, given["advantage"].to(log_prob), clip, clip)

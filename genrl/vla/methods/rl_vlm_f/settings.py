@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import genrl_rewards
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Section, Share, Text
-from genrl.diffusion.config.schema import Outage
-from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, on_the_table
+from genrl.config.sections import Outage
+from genrl.vla.config.schema import Row, VLAMethod
+from genrl.vla.offline.settings import FROM_DATA, Critics, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -18,13 +18,8 @@ import genrl_rewards
 from genrl.mdp.noise import derive_seed, seeded
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.methods import wayward
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.offline import (
-    Store,
-    Transitions,
-)
-from genrl.vla.methods.preference_labels import (
+from genrl.vla.data.demonstrations import World, world_of
+from genrl.vla.methods.rl_vlm_f.preference_labels import (
     UNUSABLE,
     LabelCache,
     Pairs,
@@ -35,11 +30,17 @@ from genrl.vla.methods.preference_labels import (
     relabel,
     train_rewards,
 )
-from genrl.vla.methods.regression import advantage_of, regress, weighted_cloning
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
-from genrl.vla.methods.update import Figures
+from genrl.vla.offline import regression
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.regression import advantage_of, regress, weighted_cloning
+from genrl.vla.offline.transitions import (
+    Store,
+    Transitions,
+)
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.learn import Figures
 from genrl_rewards.placing import open_reward
 from genrl_rewards.service.remote import Outage
 
@@ -53,10 +54,11 @@ CANDIDATES = 10
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, RLVLMF)
-    return wayward.new_policy(config, config.trainer, (STATE, ENVIRONMENT, TOKENS))
+    return regression.new_policy(config, config.trainer, (STATE, ENVIRONMENT, TOKENS))
 
 
 def learn_rewards(
+    world: World,
     ensemble: RewardEnsemble,
     data: Transitions,
     lines: list[str],
@@ -80,7 +82,7 @@ def learn_rewards(
             pairs = choose(ensemble, frames, candidates, settings.pairs, how)
             told = label_pairs(
                 judge,
-                lambda asked: wayward.pictures(rows(frames, asked), settings.image_size),
+                lambda asked: world.pictures(rows(frames, asked), settings.image_size),
                 lines,
                 pairs,
                 cache,
@@ -103,7 +105,8 @@ def learn_rewards(
 def train(run: VLARun, settings: RLVLMF) -> None:
     """Labels, rewards and critics once; then iterations of advantage-weighted regression."""
     config, loop, policy = run.config, run.loop, run.policy
-    device, data = loop.process.accelerator.device, wayward.wayward_data(config, settings, policy, policy.horizon)
+    device, world = loop.process.accelerator.device, world_of(config)
+    data = world.wayward_data(config, settings, policy, policy.horizon)
     with seeded(config.seed, "critics"):
         inputs, stats = policy.config.inputs, policy.stats
         ensemble = RewardEnsemble(inputs, stats).to(device)
@@ -116,9 +119,17 @@ def train(run: VLARun, settings: RLVLMF) -> None:
         path = loop.process.run.folder / "labels.jsonl" if asked.cache is None else Path(asked.cache)
         # what answers depend on besides the pictures
         cache = LabelCache(path, f"{asked.judge} {sorted(asked.args.items())} margin {asked.margin}")
-        lines = wayward.instructions(data.next_observation, policy)
+        lines = world.instructions(data.next_observation, policy)
         found: dict[str, Any] = learn_rewards(
-            ensemble, data, lines, asked, cache, seed=config.seed, device=str(device), advance=loop.advance_or_leave
+            world,
+            ensemble,
+            data,
+            lines,
+            asked,
+            cache,
+            seed=config.seed,
+            device=str(device),
+            advance=loop.advance_or_leave,
         )
         found["labels/asked"] = float(cache.asked)
         # success is told to the figures alone

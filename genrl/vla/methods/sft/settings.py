@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.errors import Finding
 from genrl.config.section import Count
-from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.methods.shared_settings import from_demonstrations
+from genrl.vla.config.schema import Row, VLAMethod
+from genrl.vla.offline.settings import from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

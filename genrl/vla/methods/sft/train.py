@@ -6,8 +6,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from genrl.runtime.loop.recorded import Recorded
-from genrl.vla.methods.imitation import imitation_loss, imitation_updates
 from genrl.vla.methods.sft.settings import SFT
+from genrl.vla.offline.imitation import imitation_loss, imitation_updates
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 

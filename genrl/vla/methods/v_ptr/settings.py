@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
-from genrl.config.section import Count, NonNegative, Share
-from genrl.vla.config.method import Row, VLAMethod
-from genrl.vla.config.names import EMBEDDED
-from genrl.vla.methods.shared_settings import FROM_DATA, Critics, Pretraining
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
+from genrl.config.section import Count, NonNegative, Positive, Section, Share, Ways
+from genrl.vla.config.names import EMBEDDED, WORLDS
+from genrl.vla.config.schema import Row, VLAMethod
+from genrl.vla.offline.settings import FROM_DATA, Critics
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
+
+
+class Pretraining(Section):
+    """The value function of videos."""
+
+    videos: Ways = 400
+    """Videos of play: no actions, no rewards, no instructions."""
+    length: Ways = 40
+    """Actions between the first and the last frame of a video."""
+    steps: Count = 300
+    """Steps, of the imitation with encoder: imitation, too."""
+    batch_size: Count = 48
+    """Pairs of neighbouring frames per step; frames of the imitation."""
+    lr: Positive = 1e-3
+    """Learning rate."""
+    discount: Share = 0.9
+    """Discount of an action (ICVF: 0.99)."""
+    expectile: Share = 0.9
+    """Weight of steps towards the intent; that of others is what is missing to 1 (ICVF: 0.9)."""
+    target_rate: Share = 0.02
+    """How fast the slow copy follows in a step (ICVF: 0.005, for a hundred times the steps)."""
 
 
 class VPTR(VLAMethod):
@@ -60,8 +82,8 @@ class VPTR(VLAMethod):
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """Anything but a new policy that looks at MiniTable."""
-        if config.environment.name != "minitable":
-            yield ("environment.name",), "v_ptr makes its videos on the table only; write minitable"
+        if config.environment.name not in WORLDS.built_in:
+            yield ("environment.name",), f"v_ptr makes its videos itself; write {' or '.join(WORLDS.built_in)}"
         if config.policy.new is None:
             yield ("policy.new",), "v_ptr begins with a new policy; write `new: {...}`"
         elif config.policy.new.type not in EMBEDDED:

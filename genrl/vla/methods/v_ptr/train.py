@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, seeded
-from genrl.playground.minitable import render
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import World, world_of
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods import wayward
-from genrl.vla.methods.critics import Critics
-from genrl.vla.methods.icvf import ICVF, order, train_icvf
-from genrl.vla.methods.imitation import imitate, mean_of_last
-from genrl.vla.methods.offline import Store, Transitions, frames_of
-from genrl.vla.methods.play import play, table_of
-from genrl.vla.methods.regression import advantage_of, regress, weighted_cloning
-from genrl.vla.methods.shared_settings import Pretraining
-from genrl.vla.methods.v_ptr.settings import VPTR
+from genrl.vla.methods.v_ptr.icvf import ICVF, order, train_icvf
+from genrl.vla.methods.v_ptr.settings import VPTR, Pretraining
+from genrl.vla.offline import regression
+from genrl.vla.offline.critics import Critics
+from genrl.vla.offline.imitation import imitate, mean_of_last
+from genrl.vla.offline.regression import advantage_of, regress, weighted_cloning
+from genrl.vla.offline.transitions import Store, Transitions, frames_of
 from genrl.vla.policies.encoder import LOOKS, Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.sampling import Acting
@@ -40,16 +38,16 @@ if TYPE_CHECKING:
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, VPTR)
-    return wayward.new_policy(config, config.trainer, (IMAGE, STATE, TOKENS))
+    return regression.new_policy(config, config.trainer, (IMAGE, STATE, TOKENS))
 
 
-def videos(settings: Pretraining, size: int, *, seed: int) -> Tensor:
+def videos(world: World, settings: Pretraining, size: int, *, seed: int) -> Tensor:
     """Somebody who plays, seen from above: uint8 [N, T, size, size, 3], and nothing else."""
-    seen = play(settings.videos, settings.length, seed=seed).observations.reshape(-1, 9)
-    return torch.from_numpy(render(table_of(seen), size)).view(settings.videos, -1, size, size, 3)
+    numbers = world.play(settings.videos, settings.length, seed=seed).observations
+    return torch.from_numpy(world.draw(numbers.reshape(-1, numbers.shape[2]), size)).unflatten(0, numbers.shape[:2])
 
 
-def pretrained(policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> dict[str, float]:
+def pretrained(world: World, policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> dict[str, float]:
     """Teach the policy's encoder to look, as `settings.encoder` says; the rest of the policy stays as it is."""
     how = settings.pretraining
     if settings.encoder == "random":
@@ -61,7 +59,7 @@ def pretrained(policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> 
         )
         found = {"pretraining/loss": mean_of_last(steps)}
     else:
-        shown = videos(how, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
+        shown = videos(world, how, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
         with seeded(seed, "icvf"):
             icvf = ICVF(other.encoder).to(next(policy.parameters()).device)
         found = {"pretraining/loss": mean_of_last(train_icvf(icvf, shown, how, seed=seed))}
@@ -87,7 +85,7 @@ def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
     """The encoder, then critics on its features: the advantage [N] of the data's chunks, and figures."""
     config, loop, policy = run.config, run.loop, run.policy
     loop.phase("looking at videos")
-    found = pretrained(policy, data, settings, seed=config.seed)
+    found = pretrained(world_of(config), policy, data, settings, seed=config.seed)
     seen = with_features(policy, data)
     features = seen.observation[ENVIRONMENT]
     inputs = Inputs(policy.config.inputs.state, policy.config.inputs.vocabulary, environment=features.shape[1])
@@ -101,7 +99,7 @@ def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
 
 def train(run: VLARun, settings: VPTR) -> None:
     """Encoder and critics once; then iterations of advantage-weighted regression."""
-    loop, data = run.loop, wayward.wayward_data(run.config, settings, run.policy, run.policy.horizon)
+    loop, data = run.loop, world_of(run.config).wayward_data(run.config, settings, run.policy, run.policy.horizon)
     store = Store()
     loop.keep("v_ptr", store, changes=False)
     if not store.ready:

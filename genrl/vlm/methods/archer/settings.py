@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Share, Whole
-from genrl.vlm.config.method import Row, VLMMethod
+from genrl.vlm.config.schema import Row, VLMMethod
 from genrl.vlm.episodes.metrics import ACTED
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ critic reads the states of the policy's own language model (the paper: a smaller
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.episodes.utterance_critic import Turn, Turns, UtteranceCritic, turns_of_walk
 from genrl.vlm.methods.archer.settings import ArCHer
-from genrl.vlm.methods.updates import check_on_policy
+from genrl.vlm.methods.updates import check_on_policy, passes
 from genrl.vlm.policies.policy import Encoded, Policy, dtype_of
 from genrl.vlm.rollout.recorded import Asked
 
@@ -52,28 +53,29 @@ def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]
     with loop.timed("train"):
         for number, kind in enumerate(kinds):
             source = generator(run.config.seed, "turns", loop.iteration, number)
-            given = recorded(run, settings, memory.drawn(settings.batch, source), number, kind)
-            results = loss(settings, run.actor, given)
-            if kind == "policy":
+            turns, policy = memory.drawn(settings.batch, source), kind == "policy"
+            taken = partial(recorded, run, settings, turns, number, kind)
+            ((results, given),) = passes(loop, settings, run.actor, [torch.arange(1)], 1, taken, loss)
+            if policy:
                 error = (results["log_prob"].detach() - given["old_log_prob"])[given["mask"]].abs().max()
                 check_on_policy(float(error), dtype_of(run.config))
-            loop.backward(settings, results, given)
             norms = loop.step([kind])
             if kind == "critic":
                 critic.follow(settings.critic.follow)
-            figures["grad_norm" if kind == "policy" else "grad_norm/critic"].append(norms[kind])
+            figures["grad_norm" if policy else "grad_norm/critic"].append(norms[kind])
             for name in ("loss/q", "loss/v", "loss/policy"):
                 if name in results:
                     figures[name].append(sum(gather_object([float(results[name].detach())])))
-            if kind == "policy":
+            if policy:
                 sizes = gather_object([float(given["advantages"].abs().mean())])
                 figures["advantage/abs_mean"].append(sum(sizes) / len(sizes))
-            loop.advance(1)
     return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
 @torch.no_grad()
-def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int, kind: str) -> Recorded:
+def recorded(
+    run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int, kind: str, _: Tensor | None = None
+) -> Recorded:
     """This process's share of some turns, with what the policy says there now, as the loss of a step reads it."""
     accelerator, config, policy = run.loop.process.accelerator, run.config, run.policy
     rank, processes = accelerator.process_index, accelerator.num_processes

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Whole
 from genrl.vlm.episodes.metrics import ACTED
 from genrl.vlm.recipe.advantages import CriticAdvantage

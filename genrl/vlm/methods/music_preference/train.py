@@ -24,6 +24,7 @@ from genrl.runtime.show.intervals import wilson
 from genrl.vlm.common import share_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
+from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.sampling import left_padded
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
@@ -53,22 +54,19 @@ def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:
     loop.memory |= {"pairs": first + size}
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(numbers))
+    parts = list(torch.tensor(numbers, dtype=torch.int64).split(at_once)) if numbers else []
+
+    def taken(part: Tensor) -> Recorded:
+        return recorded(run.policy, [run.questions[k] for k in part.tolist()], size)
+
     with loop.timed("train"):
-        for start in range(0, len(numbers), at_once):
-            part = numbers[start : start + at_once]
-            results, given = {"loss": torch.zeros(())}, Recorded(None, {})
-            with loop.fitting():
-                given = recorded(run.policy, [run.questions[k] for k in part], size)
-                results = loss(settings, run.policy, given)
-                sums["loss"] += float(results["loss"].detach())
-                sums["pairs/accuracy"] += right(results["margin"]) / size
-                sums["pairs/margin"] += float(results["margin"].sum()) / size
-            loop.backward(settings, results, given)
-            loop.advance(len(part))
-        loop.check_stop()
-        every = gather_object([dict(sums)])
+        for results, _ in passes(loop, settings, run.policy, parts, len(parts), taken, loss):
+            sums["loss"] += float(results["loss"].detach())
+            sums["pairs/accuracy"] += right(results["margin"]) / size
+            sums["pairs/margin"] += float(results["margin"].sum()) / size
+        figures = summed(sums)
         norm = loop.step(["policy"])["policy"]
-    return {name: sum(one[name] for one in every) for name in every[0]} | {"grad_norm": norm}
+    return figures | {"grad_norm": norm}
 
 
 def recorded(policy: Any, rows: Sequence[Row], size: int) -> Recorded:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Share
-from genrl.vlm.config.method import VLMMethod
+from genrl.vlm.config.schema import VLMMethod
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig

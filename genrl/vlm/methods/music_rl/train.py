@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
@@ -24,6 +23,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Headed, check_gap
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.methods.sharing import updates_of
+from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.codes import CodePolicy
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.rollout.recorded import Asked
@@ -72,31 +72,25 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
     (update,) = updates_of(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
+
+    def taken(rows: Tensor) -> Recorded:
+        return recorded(run, answers, rows, reward[rows], len(rows) / update.rows)
+
+    parts = [rows[~reward[rows].isnan()] for rows in update.parts]
     with loop.timed("train"):
-        for k in range(update.passes):
-            results, given = {"loss": torch.zeros(())}, Recorded(None, {})
-            with loop.fitting():
-                rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
-                rows = rows[~reward[rows].isnan()]
-                if len(rows):
-                    share = len(rows) / update.rows
-                    given = recorded(run, answers, rows, reward[rows], share)
-                    results = loss(settings, headed, given)
-                    figures = {
-                        "loss": results["loss"] / share,
-                        "loss/policy": -(1 - alpha) * results["policy"],
-                        "loss/kl": alpha * results["kl"],
-                        "kl": results["kl"] / given["ref_rows"].shape[1],
-                        "loss/value": results["value_loss"],
-                        "sampler/gap_mean": results["gap"],
-                    }
-                    for name, value in figures.items():
-                        sums[name] += share * float(value.detach())
-                loop.backward(settings, results, given)
-            loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
-        loop.check_stop()
-        every = gather_object([dict(sums)])
-        found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
+        for results, given in passes(loop, settings, headed, parts, update.passes, taken, loss):
+            share = float(given["share"])
+            figures = {
+                "loss": results["loss"] / share,
+                "loss/policy": -(1 - alpha) * results["policy"],
+                "loss/kl": alpha * results["kl"],
+                "kl": results["kl"] / given["ref_rows"].shape[1],
+                "loss/value": results["value_loss"],
+                "sampler/gap_mean": results["gap"],
+            }
+            for name, value in figures.items():
+                sums[name] += share * float(value.detach())
+        found = summed(sums)
         if loop.iteration == 0:
             check_gap(found["sampler/gap_mean"])
         norms = loop.step(["policy", "baseline"])

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Fraction, Margin, NonNegative, Positive, Section, Share, Text
-from genrl.vlm.config.method import Row
+from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
 from genrl.vlm.recipe.preset import Preset
 

@@ -10,6 +10,7 @@ a, as PaCo-Reward (arXiv 2512.04784) has it, the n tokens of an answer weigh n a
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import torch
 from accelerate.utils import gather_object
@@ -18,6 +19,7 @@ from torch import Tensor
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.methods.sft.settings import VLMSFT
+from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.rollout.recorded import Asked
@@ -63,31 +65,19 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     told = tell(run.policy, rows, settings.target)
     parts = list(torch.arange(len(rows)).split(settings.rows_per_pass)) if rows else []
     every = gather_object([(len(parts), int(told.mask.sum()))])
-    passes, tokens = max(n for n, _ in every), sum(n for _, n in every)
-    sums: dict[str, float] = defaultdict(float)
-    for k in range(passes):
-        results, given = {"loss": torch.zeros(())}, Recorded(None, {})
-        with loop.fitting():
-            if k < len(parts):  # else it is another process that has the last ones
-                given = recorded(told, parts[k], tokens)
-                results = loss(settings, run.policy, given)
-                sums["loss"] += float(results["loss"].detach())
-                sums["computed"] += float(results["computed"])
-            elif loop.weights.in_step:
-                results = {"loss": idle_pass(run.policy)}
-        loop.backward(settings, results, given)
-        loop.advance(len(parts[k]) if k < len(parts) else 0)
-    loop.check_stop()
+    most, tokens = max(n for n, _ in every), sum(n for _, n in every)
+    sums, idle = defaultdict(float), partial(idle_pass, run.policy) if loop.weights.in_step else None
+    taken = partial(recorded, told, tokens=tokens)
+    for results, _ in passes(loop, settings, run.policy, parts, most, taken, loss, idle=idle):
+        sums["loss"] += float(results["loss"].detach())
+        sums["computed"] += float(results["computed"])
     sums["there"] = told.positions
-    found = gather_object([dict(sums)])
+    found = summed(sums)
     norm = loop.step(["policy"])["policy"]
-    return {name: sum(one.get(name, 0.0) for one in found) for name in ("loss", "there", "computed")} | {
-        "tokens": float(tokens),
-        "norm": norm,
-    }
+    return {"loss": 0.0, "computed": 0.0} | found | {"tokens": float(tokens), "norm": norm}
 
 
-def recorded(told: Told, rows: Tensor, tokens: int) -> Recorded:
+def recorded(told: Told, rows: Tensor, *, tokens: int) -> Recorded:
     """What the loss of some rows is made of. tokens: those of all answers of the update."""
     longest = int(told.mask[rows].sum(1).max())
     asked = Asked([told.prompts[number] for number in rows.tolist()], torch.arange(len(rows)), temperature=1.0)

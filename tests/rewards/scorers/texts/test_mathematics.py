@@ -74,6 +74,7 @@ def test_a_process_that_is_forked_does_not_read_the_answers_of_its_parent() -> N
     assert _in_a_fork([5]) == [1.0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read() -> None:
     huge = f"{'9' * 7}^{{{'9' * 9}}}"
     assert mathematics.Comparer().ask(2.0, truth="3", written=huge) is None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.train import KIND
 from tests import opened as opening

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError, VLMConfig
+from genrl.config import ConfigError
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes.utterance_critic import Turns, UtteranceCritic, turns_of_walk
 from genrl.vlm.methods.archer.train import learn, loss, recorded, states_of, utterance_critic
 from genrl.vlm.train import check_processes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.config import VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from tests.vlm import vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from genrl.config import ConfigError, VLMConfig
+from genrl.config import ConfigError
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.episodes import episodes

@@ -1,0 +1,1 @@
+"""Methods on the forward process: finished samples, noised again."""

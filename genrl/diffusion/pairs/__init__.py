@@ -1,0 +1,1 @@
+"""Preferences between pictures of one prompt."""

@@ -1,0 +1,118 @@
+"""What the two forms of Diffusion-DPO share: the pair of a group, noised alike, and its loss (arXiv 2311.12908)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.forward.noising import (
+    REFERENCE,
+    Tensors,
+    drawn_level,
+    noised_by,
+    under,
+)
+from genrl.diffusion.pairs.settings import DiffusionDPO
+from genrl.diffusion.policy.guidance import without_guidance
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.updating import Meter, update
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.objectives.advantages.groups import best_and_worst
+from genrl.objectives.forward.forward_process import matching_error
+from genrl.objectives.preferences.preference import diffusion_dpo_loss
+from genrl.runtime.loop.recorded import Recorded
+
+REFRESHED = "refreshed_reference"
+
+
+def train_on(run: DiffusionRun, settings: DiffusionDPO, samples: Callable[[], Rollouts]) -> None:
+    """Train on the best and the worst sample of each group of what `samples` gives in each iteration."""
+    for _ in run.iterations():
+        refresh_reference(run, settings.reference_every)
+        # 1. Collect.
+        rollouts = samples()
+        # 2. Compare.
+        sign = best_and_worst(rollouts.total, rollouts.group)
+        # 3. Update.
+        metrics = learn(run, settings, rollouts, sign)
+        del rollouts
+        run.finish(metrics)
+
+
+def refresh_reference(run: DiffusionRun, every: int | None) -> None:
+    """Make the present policy the reference, where its turn has come since the last iteration began."""
+    if every is None:
+        return
+    settings, step = run.config.trainer, run.loop.optimizer_steps
+    before = step - settings.updates * settings.epochs
+    if step == 0 or step // every > before // every:
+        run.weights.snapshot(REFRESHED)
+
+
+def learn(run: DiffusionRun, settings: DiffusionDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
+    """Step 3 of the algorithm; returns the iteration's metrics. sign: +1 for a winner, -1 for its loser, [N]."""
+    policy = run.policy
+    reference = REFERENCE if settings.reference_every is None else REFRESHED
+    meter = Meter()
+    meter.add("preference/pairs", (sign > 0).view(-1, run.config.sampling.group_size).any(1))
+
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
+        rows = pair_rows(sign[micro_batch.slots], rollouts.group[micro_batch.slots])
+        counts = torch.ones(len(rows))
+        if (
+            run.weights.in_step
+        ):  # as many passes as the other processes: a group without a pair gets one that is nothing
+            missing = len(micro_batch.slots) // run.config.sampling.group_size - len(rows)
+            rows = torch.cat([rows, rows.new_zeros(missing, 2)])
+            counts = torch.cat([counts, torch.zeros(missing)])
+        if len(rows) == 0:
+            return None
+        both = rows.T.flatten().tolist()
+        batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
+        batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
+        seed, iteration, _ = batch.keys[0]
+        groups = [int(rollouts.group[micro_batch.slots[row]]) for row in rows[:, 0].tolist()]
+        keys = [(seed, iteration, "group", g, "forward", epoch, k) for g in groups]
+        noise = (
+            torch.stack([keyed_noise(clean.shape[1:], *key) for key in keys])
+            .to(clean)
+            .repeat(2, *[1] * (clean.dim() - 1))
+        )
+        level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
+        given = noised_by(policy, clean, noise, level)
+        given["reference"] = under(run, reference, batch, given["noisy"], level)
+        given["counts"] = counts.to(clean)
+        return batch, given
+
+    def count(slots: list[int]) -> int:
+        return int((sign[slots] > 0).sum()) * settings.timesteps_per_pair
+
+    pairs = settings.timesteps_per_pair
+    update(run, settings, rollouts, pairs, prepare, loss, meter, count=count)
+    return meter.result()
+
+
+def pair_rows(sign: Tensor, group: Tensor) -> Tensor:
+    """Rows of winner and loser of each pair, int64 [P, 2]; both are in the micro-batch, which holds whole groups."""
+    win, lose = (sign > 0).nonzero()[:, 0], (sign < 0).nonzero()[:, 0]
+    return torch.stack([win[group[win].argsort()], lose[group[lose].argsort()]], dim=1)
+
+
+def loss(settings: DiffusionDPO, policy: Policy, given: Recorded) -> Tensors:
+    """The loss of each pair, [P], and metrics. target, reference: winners, then their losers, [2 P, ...]."""
+    output = policy.velocity(given.batch, given["noisy"], given["sigma"])
+    errors = matching_error(output, given["target"]).chunk(2)
+    ref_errors = matching_error(given["reference"], given["target"]).chunk(2)
+    out = diffusion_dpo_loss(*errors, *ref_errors, beta=settings.beta)
+    return {
+        "loss": out.loss * given["counts"],
+        "preference/correct": out.correct,
+        "preference/logit": out.logit,
+        "forward/error": torch.stack(errors),
+        "model_output": output,
+    }

@@ -1,0 +1,193 @@
+"""Advantages and weights of the trained transitions of an iteration, as tables over (step, slot).
+
+An edge of a tree is known by its step and the slot of the first leaf below it (`forest`), so one table [T, N] serves
+all structures. Of independent samples every row is the advantages of the samples. All processes know the same tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.layout import Contrast, Prune, Tree, pruned_depths
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.updating import Meter
+from genrl.mdp import tree as trees
+from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
+from genrl.objectives.advantages.credit import (
+    PromptHistory,
+    branch_extremes,
+    edge_weights,
+    leaf_counts,
+    level_softmax,
+    mean_of_leaves,
+    normalise_per_depth,
+    path_softmax,
+    signed_advantage,
+)
+from genrl.objectives.advantages.groups import group_statistics
+from genrl.objectives.advantages.pruning import best_siblings, depth_pruned, extreme_leaves, width_pruned
+from genrl.objectives.surrogates.layer_tuning import progress_weights
+
+
+class Edges(NamedTuple):
+    """Tables [T, N]; 0 where there is no trained edge."""
+
+    advantage: Tensor
+    weight: Tensor
+    """In the loss, which is divided by the sum over an update."""
+    moves: Tensor
+    """Whether a sample below has an advantage. An edge whose samples' advantages cancel still belongs to the loss, with
+    its divergence from the reference; one without any (no score, no spread) does not."""
+    skipped: list[int]
+    """Depths with too few nodes to be normalised alone."""
+
+
+def estimate(
+    run: DiffusionRun,
+    settings: PolicyGradient,
+    rollouts: Rollouts,
+    steps: Steps,
+    advantages: Tensor,
+    meter: Meter,
+    *,
+    grouped: bool = True,
+) -> Edges:
+    """Advantage and weight of every trained transition, from the advantages of the samples, float64 [N].
+
+    grouped: whether these compare the samples of a prompt, whose spread is then logged.
+    """
+    config, iteration = run.config, run.iteration
+    advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+    meter.add_advantages(advantages, settings.advantage_clip)
+    if grouped:
+        meter.add_spread(group_statistics(rollouts.total, rollouts.group))
+    if settings.layout.tree is None:
+        return independent_edges(advantages, steps)
+    rewards = rollouts.total
+    if settings.layout.tree.contrast is not None:
+        advantages = contrasted(run, settings, settings.layout.tree, settings.layout.tree.contrast, rollouts)
+        rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
+    log_probs = torch.full((steps.plan.steps, rollouts.num_samples), torch.nan)
+    if settings.layout.tree.credit != "mean":
+        pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
+        mine = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        log_probs = run.gather(mine, log_probs)
+    edges = tree_edges(
+        settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
+        clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
+    )  # fmt: skip
+    meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)
+    if edges.skipped and iteration == 0:
+        run.process.progress.say(
+            f"depths {', '.join(map(str, edges.skipped))} have fewer than 4 states: measured against the leaves"
+        )
+    return edges
+
+
+def contrasted(
+    run: DiffusionRun, settings: PolicyGradient, tree: Tree, contrast: Contrast, rollouts: Rollouts
+) -> Tensor:
+    """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
+    history = PromptHistory(contrast.history)
+    history.rewards = run.loop.memory.setdefault("prompt_history", {})
+    scores = history.normalise(rollouts.total, rollouts.prompts)
+    branch = torch.arange(rollouts.num_samples) // tree.ways
+    chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
+    clip = settings.advantage_clip
+    return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
+
+
+def independent_edges(advantages: Tensor, steps: Steps) -> Edges:
+    """The edges of samples that share nothing: advantages [N], weight 1."""
+    table = torch.zeros(steps.plan.steps, len(advantages), dtype=advantages.dtype)
+    weight = torch.zeros_like(table)
+    table[list(steps.trained)], weight[list(steps.trained)] = advantages, 1.0
+    return Edges(table, weight, table != 0, [])
+
+
+def tree_edges(
+    settings: Tree,
+    plan: SamplingPlan,
+    trained: tuple[int, ...],
+    rewards: Tensor,
+    advantages: Tensor,
+    log_probs: Tensor,
+    *,
+    clip: float,
+    iteration: int,
+    iterations: int,
+) -> Edges:
+    """Of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of sampling.
+
+    A leaf without a score (NaN reward) is left out of the values above it.
+    """
+    tree = trees.grow(plan)
+    parent, leaves = tree.parent, tree.num_slots
+    scored = ~rewards.isnan()
+    score = rewards if settings.normalise == "depth" else torch.where(scored, advantages.double(), torch.nan)
+    leaf_values = score.view(-1, leaves)
+    if settings.credit == "mean":
+        values = mean_of_leaves(parent, leaf_values)
+    else:
+        backup = path_softmax if settings.credit == "path_softmax" else level_softmax
+        values = backup(parent, leaf_values, from_table(log_probs, tree), settings.sharpness)
+    skipped: list[int] = []
+    if settings.normalise == "depth":
+        values, skipped = normalise_per_depth(values, tree.depth)
+        values = values.clamp(-clip, clip)
+        skipped = [depth for depth in skipped if depth - 1 in trained]
+    counts = leaf_counts(parent, scored.view(-1, leaves))
+    kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
+    if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
+        rewards = rewards.view(-1, leaves)
+        kept = kept & unpruned(settings.prune, tree, plan, rewards, iteration=iteration, iterations=iterations)
+    moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
+    return Edges(
+        to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
+        to_table(edge_weights(kept, counts, settings.weight), tree).to(advantages.dtype),
+        to_table(moves, tree),
+        skipped,
+    )
+
+
+def unpruned(
+    settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, *, iteration: int, iterations: int
+) -> Tensor:
+    """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
+    depths = pruned_depths(settings, plan, iteration=iteration, iterations=iterations)
+    kept = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
+    if settings.width is None:
+        return kept
+    last_split = max(plan.splits)
+    if settings.width == "best_sibling":
+        good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
+    else:
+        good = extreme_leaves(rewards, extreme_count(rewards.shape[-1], settings.keep))
+    good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
+    return kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
+
+
+def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:
+    """How far the leaves below an edge fall short of their group's best, in [0, 1], [T, N] (Dynamic-TreeRPO)."""
+    return to_table(mean_of_leaves(tree.parent, progress_weights(rewards.view(-1, tree.num_slots))), tree)
+
+
+def to_table(values: Tensor, tree: trees.Tree) -> Tensor:
+    """Values of nodes [P, nodes] by step and slot of the edge into them, [T, P * leaves]."""
+    groups, edges = len(values), tree.depth > 0
+    table = torch.zeros(tree.steps, groups, tree.num_slots, dtype=values.dtype)
+    table[tree.depth[edges] - 1, :, tree.first_leaf[edges]] = values[:, edges].T
+    return table.flatten(1)
+
+
+def from_table(table: Tensor, tree: trees.Tree) -> Tensor:
+    """The reverse of `to_table`, [P, nodes]; NaN for roots."""
+    grid = table.view(tree.steps, -1, tree.num_slots)
+    values = grid[(tree.depth - 1).clamp(min=0), :, tree.first_leaf].T
+    return torch.where(tree.depth > 0, values, torch.nan)

@@ -1,0 +1,277 @@
+"""Which steps of a rollout are noisy, branch and are trained: settings, and the sampling plans made of them. No torch.
+
+A window that is placed at random is placed in `genrl.diffusion.steps.plans`; what can be said without a random number
+is here.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from genrl.config.section import Count, NonNegative, Number, Positive, Section, Share, Ways, Whole
+from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, pruning_is_on, sliding_depths, unpruned_steps
+from genrl.mdp.windows import (
+    backward_interval,
+    check_window,
+    constant_hold,
+    exponential_hold,
+    geometric_start_probabilities,
+    growing_noise,
+    moving_window,
+)
+
+if TYPE_CHECKING:
+    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.sections import Sampling
+
+RANDOM = ("random", "geometric")  # schedules whose windows are placed at random
+
+
+class Window(Section):
+    """The stretch of steps that is stochastic and trained; all others are deterministic."""
+
+    size: Count = 2
+    """Number of consecutive stochastic steps (Flow-GRPO-Fast: 2 or 3, MixGRPO: 4)."""
+    low: Whole = 0
+    """First step where the window may begin."""
+    high: Count | None = None
+    """The window ends before this step; null = before the last step, which only ddim can draw (with the number of steps
+    here)."""
+    schedule: Literal["random", "progressive", "decaying", "geometric", "backward"] = "random"
+    """Its position in an iteration: uniform; moving down the schedule (MixGRPO), or faster and faster; early positions
+    more likely (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
+    every: Count = 25
+    """Iterations that it stays in one place (progressive; decaying: at first)."""
+    stride: Whole = 1
+    """Steps that it moves by (progressive, decaying); 0 = never (MixGRPO's frozen window)."""
+    decay_from: Whole = 13
+    """Start from which on it stays exp(-0.1) times shorter per step (decaying; MixGRPO: 13 of 25)."""
+    ratio: Share = 0.5
+    """Likelihood of a start against the one before it (geometric; TreeGRPO: 0.5); 1 = uniform."""
+    shortest: Count | None = None
+    """Size at the beginning (backward); it grows to `size` over the run (B2-DiffuRL: 14 to 20 of 20 steps)."""
+
+
+class Prune(Section):
+    """Edges that are not trained (BranchGRPO, arXiv 2509.06040)."""
+
+    depths: tuple[Count, ...] = ()
+    """Leave out the edges into these depths (step + 1); consecutive ones."""
+    slide_every: Count | None = None
+    """Move `depths` up the tree by one every so many iterations, as far as the last split; null = never."""
+    width: Literal["best_sibling", "extremes"] | None = None
+    """Below the last split keep the better leaf of each parent, or the best and worst leaves; null = all."""
+    keep: Share = 0.5
+    """Share of the leaves that `extremes` keeps, half best and half worst."""
+    until: Share = 1.0
+    """Share of the iterations in which pruning is on, from the first."""
+
+
+class Contrast(Section):
+    """Train only the best and the worst leaf of each split, by scores over a prompt's history (B2-DiffuRL)."""
+
+    high: Number = 0.5
+    """The best is trained if its score is at least this."""
+    low: Number = -0.5
+    """The worst is trained if its score is below this."""
+    history: Whole = 8
+    """Earlier iterations of a prompt that its scores are measured against, besides the running one."""
+
+
+class Branching(Section):
+    """The samples of a group are leaves of trees: shared prefixes are computed once."""
+
+    ways: Ways
+    """Children of every state at a step that branches (TreeGRPO 3, BranchGRPO and Dynamic-TreeRPO 2)."""
+    at: Literal["window", "window_start"] | tuple[Whole, ...] = "window_start"
+    """Steps that branch: all of the window, its first one, or these. group_size is a multiple of the leaves."""
+
+
+class Tree(Branching):
+    """The samples of a group are leaves of trees: shared prefixes are computed once."""
+
+    spread: Positive | None = None
+    """Noises of siblings have correlation 1 / (1 + spread^2) (BranchGRPO: 4); null = independent."""
+    credit: Literal["mean", "path_softmax", "level_softmax"] = "mean"
+    """Value of a shared edge: the mean of its leaves, or weighted by their likelihood along the path or level by
+    level (TreeGRPO)."""
+    sharpness: NonNegative = 1.0
+    """Factor on the log-probabilities in the softmax weights; 0 = mean."""
+    normalise: Literal["group", "depth"] = "group"
+    """Advantages are those of the leaves, or of all values at one depth (BranchGRPO; four or more)."""
+    weight: Literal["leaf_multiplicity", "per_edge"] = "leaf_multiplicity"
+    """An edge counts as often as it has leaves (as if rollouts were separate), or once (BranchGRPO, TreeGRPO)."""
+    prune: Prune | None = None
+    """Edges that are not trained; null = all are."""
+    contrast: Contrast | None = None
+    """Train only the extremes of each split; null = all."""
+
+
+class Layout(NamedTuple):
+    """What a method's settings say of its rollouts."""
+
+    noise_level: float | None
+    """Of its kernel; None for a kernel without one."""
+    window: Window | None = None
+    tree: Tree | None = None
+    noise_growth: float = 0.0
+    """Share by which the noise level grows from the first to the last branching step."""
+    noise_outside_window: bool = False
+    tail_ratio: float | None = None
+
+    @property
+    def prune(self) -> Prune | None:
+        return self.tree.prune if self.tree is not None else None
+
+
+class Round(NamedTuple):
+    """Iterations that sample by one plan and train the same steps."""
+
+    share: float
+    """Of all iterations; where windows are placed at random, the expected one."""
+    first: int
+    """The first such iteration (of a random window: that it may come in)."""
+    plan: SamplingPlan
+    trained: tuple[int, ...]
+    """Steps with trained edges, what the pruning of depths leaves out aside."""
+
+
+def window_end(window: Window, steps: int) -> int:
+    """Step before which the window ends."""
+    return steps - 1 if window.high is None else window.high
+
+
+def fixed_window(window: Window, *, steps: int, iteration: int, iterations: int) -> range:
+    """Steps of a window whose place is not random. Raises ValueError where it does not fit."""
+    high = window_end(window, steps)
+    if window.schedule == "backward":
+        shortest = window.size if window.shortest is None else window.shortest
+        return backward_interval(high, shortest=shortest, longest=window.size, stages=iterations, stage=iteration)
+    hold = partial(constant_hold, every=window.every)
+    if window.schedule == "decaying":
+        hold = partial(exponential_hold, every=window.every, threshold=window.decay_from)
+    return moving_window(window.size, window.low, high, iteration=iteration, hold=hold, stride=window.stride)
+
+
+def random_windows(window: Window, *, steps: int) -> dict[range, float]:
+    """Where a random window may be, each with its probability. Raises ValueError where it does not fit."""
+    high = window_end(window, steps)
+    check_window(window.size, window.low, high)
+    starts = high - window.low - window.size + 1
+    law = geometric_start_probabilities(starts, window.ratio if window.schedule == "geometric" else 1.0)
+    return {range(window.low + k, window.low + k + window.size): share for k, share in enumerate(law)}
+
+
+def splits(tree: Branching | None, window: range | None) -> tuple[int, ...]:
+    """Steps that branch."""
+    if tree is None:
+        return ()
+    if isinstance(tree.at, tuple):
+        return tree.at
+    if window is None:
+        raise ValueError(f"at: {tree.at} needs a window; give one, or the steps that branch")
+    return tuple(window) if tree.at == "window" else (window[0],)
+
+
+def most_splits(tree: Branching, window: Window | None) -> int:
+    """Steps that branch, in the iteration that has most of them."""
+    if isinstance(tree.at, tuple):
+        return len(tree.at)
+    return window.size if tree.at == "window" and window is not None else 1
+
+
+def most_micro_batches(sampling: Sampling, layout: Layout) -> int:
+    """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
+    if layout.tree is None:
+        return sampling.micro_batches
+    leaves = math.prod([layout.tree.ways] * most_splits(layout.tree, layout.window))
+    return sampling.images_per_iteration // leaves
+
+
+def stochastic_steps(layout: Layout, window: range | None, *, steps: int) -> tuple[int, ...]:
+    """Steps whose transitions are trained: the window and the splits, or all but the last step."""
+    if window is None:
+        return tuple(range(steps - 1))
+    return tuple(sorted({*window, *splits(layout.tree, window)}))
+
+
+def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> SamplingPlan:
+    """How the group of one prompt is sampled. Raises ValueError for a plan that cannot be, naming its field."""
+    steps, tree = sampling.num_inference_steps, layout.tree
+    level = layout.noise_level or 0.0
+    noise = dict.fromkeys(stochastic_steps(layout, window, steps=steps), level)
+    if layout.noise_outside_window:
+        noise |= dict.fromkeys(range(steps - 1), level)
+    branching = splits(tree, window)
+    ways = 1
+    if tree is not None:
+        ways = tree.ways
+        noise |= dict(zip(branching, growing_noise(level, layout.noise_growth, len(branching)), strict=True))
+    leaves = ways ** len(branching)
+    if sampling.group_size % leaves:
+        raise ValueError(f"roots: {sampling.group_size} samples are not whole trees of {leaves} leaves")
+    plan = make_plan(
+        steps,
+        noise=noise,
+        splits=dict.fromkeys(branching, ways),
+        roots=sampling.group_size // leaves,
+        spread=tree.spread if tree is not None else None,
+    )
+    return plan if layout.tail_ratio is None else compress_tail(plan, layout.tail_ratio)
+
+
+def pruned_depths(settings: Prune, plan: SamplingPlan, *, iteration: int, iterations: int) -> range:
+    """Depths (step + 1) whose edges are not trained in this iteration."""
+    if not settings.depths or not pruning_is_on(iteration, iterations, settings.until):
+        return range(0)
+    depths = range(min(settings.depths), max(settings.depths) + 1)
+    if settings.slide_every is None:
+        return depths
+    return sliding_depths(depths, iteration=iteration, interval=settings.slide_every, stop=max(plan.splits))
+
+
+def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round]:
+    """The plans of a run, in the order in which they come (a random window: by its place).
+
+    Raises ValueError for a plan that cannot be, or a pruning that leaves no trained step.
+    """
+    steps, window, prune = sampling.num_inference_steps, layout.window, layout.prune
+    still = prune is None and (window is None or window.schedule in RANDOM)
+    shares: dict[tuple[range | None, range], float] = {}
+    first: dict[tuple[range | None, range], int] = {}
+    plans: dict[range | None, SamplingPlan] = {}
+    for iteration in range(1 if still else iterations):
+        places: list[tuple[range | None, float]] = [(None, 1.0)]
+        if window is not None and window.schedule in RANDOM:
+            places = [*random_windows(window, steps=steps).items()]
+        elif window is not None:
+            places = [(fixed_window(window, steps=steps, iteration=iteration, iterations=iterations), 1.0)]
+        for place, share in places:
+            if place not in plans:
+                plans[place] = plan_of(sampling, layout, place)
+            depths = range(0)
+            if prune is not None:
+                depths = pruned_depths(prune, plans[place], iteration=iteration, iterations=iterations)
+            shares[place, depths] = shares.get((place, depths), 0.0) + share
+            first.setdefault((place, depths), iteration)
+    whole = sum(shares.values())
+    result = []
+    for (place, depths), share in shares.items():
+        trained = unpruned_steps(stochastic_steps(layout, place, steps=steps), depths)
+        result.append(Round(share / whole, first[place, depths], plans[place], trained))
+    return result
+
+
+def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:
+    """Roots in a micro-batch of trees: as many as fit into one model call, but in each update every process needs some.
+
+    Trees begin with fewer states than they end with. So the rows of later calls, which are cut to `batch_size`, depend
+    on the number of processes, and pictures do by rounding (those of independent samples do not).
+    """
+    roots = plan.roots * config.sampling.prompts_per_iteration // config.trainer.updates
+    together = math.ceil(roots / num_processes)
+    if math.ceil(roots / max(1, together)) < num_processes:  # 5 roots in twos are 3 micro-batches, too few for 4
+        together = roots // num_processes
+    return max(1, min(config.sampling.batch_size, together))

@@ -1,0 +1,61 @@
+"""The check that training replays what sampling did: before the first update every ratio is 1."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from accelerate.utils import gather_object
+
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.run import DiffusionRun
+
+
+@torch.no_grad()
+def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scaled: bool = False) -> None:
+    """Replay the first micro-batch before any update, by the weights that drew it: the ratio must be 1. Once per
+    process, later calls do nothing.
+
+    An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
+    raises RuntimeError in all processes, since the clip would cut numerical noise; so does any where the denoiser is
+    compiled. scaled: of ratios whose logarithm is scaled by the std of the step (GRPO-Guard).
+    """
+    if run.replays:
+        return
+    deviations = [torch.zeros(1)]
+    first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
+    if first is not None:
+        with run.policy.uncounted(), run.drawing():
+            for piece in first.pieces:
+                for i, old in piece.trajectory.log_probs.items():
+                    new = run.policy.replay(piece.trajectory.step(i))
+                    # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
+                    size = new.std.flatten() if scaled else 1.0
+                    deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
+    everyone = gather_object([float(torch.cat(deviations).max())])
+    worst = float(torch.tensor(everyone).max())  # tensor: NaN is the largest
+    problem = off_policy(worst, clip, compiled=bool(run.config.kernels.compile))
+    if problem is not None:
+        run.process.progress.say(problem)
+    run.replays = True
+
+
+def off_policy(worst: float, clip: float, *, compiled: bool = False) -> str | None:
+    """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`, or,
+    of a compiled denoiser, above 0: one graph runs in both."""
+    if worst == 0.0:
+        return None
+    found = f"before the first update the ratio of the replayed to the recorded policy is off 1 by {worst:.3g}"
+    if compiled:
+        raise RuntimeError(
+            f"{found}: as compiled (kernels.compile), the denoiser does not replay what it sampled. Write "
+            "kernels.compile: false; if the ratio is off without it too, that run says why"
+        )
+    if worst > clip / 10 or math.isnan(worst):
+        raise RuntimeError(
+            f"{found}, more than a tenth of trainer.clip_range ({clip:g}): training does not replay what sampling "
+            "did. Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, "
+            "guidance intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or "
+            "float16 instead of bfloat16), kernels that are not deterministic. Or widen trainer.clip_range."
+        )
+    return f"{found}; below a tenth of the clip range ({clip:g}): rounding of the kernels in use"

@@ -1,0 +1,270 @@
+"""Settings that the policy gradients on denoising steps share: Flow-GRPO and what became of it. No torch.
+
+`Layout` says which steps are noisy, branch and are trained; a method with a window or trees overrides `layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from genrl.config.errors import Finding
+from genrl.config.method import MetricDoc
+from genrl.config.section import Flag, NonNegative, Positive
+from genrl.diffusion.config.kernels import Kernel
+from genrl.diffusion.config.schema import (
+    AdvantageScale,
+    Calls,
+    GuidanceInTraining,
+    Guided,
+    Updating,
+    in_pieces,
+    too_few_steps,
+)
+from genrl.diffusion.steps.layout import Layout, Round, Window, most_micro_batches, roots_together, rounds_of
+from genrl.diffusion.steps.layout_rules import layout_problems
+from genrl.diffusion.steps.stochastic import Stochastic
+from genrl.mdp.plan import describe
+
+if TYPE_CHECKING:
+    from genrl.diffusion.config.schema import Config
+
+ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"]
+
+METRICS = {
+    "loss/policy": MetricDoc("the policy term of `loss` alone", "As `loss`."),
+    "ratio/mean": MetricDoc(
+        "mean of exp(log-prob now - log-prob when sampled; with `sampling.staleness`: before the first update) over "
+        "samples and trained steps",
+        "Exactly 1 in the first update of an on-policy iteration, close to 1 afterwards.",
+    ),
+    "ratio/std": MetricDoc(
+        "standard deviation of the same ratio over samples and trained steps",
+        "How far the updates of one iteration went.",
+    ),
+    "ratio/max_abs_dev": MetricDoc(
+        "max of |ratio - 1| over samples and trained steps",
+        "Should be of the order of clip_range. Not 0 in the first update: training does not replay what sampling did.",
+    ),
+    "clip_frac_high": MetricDoc(
+        "share of (sample, step) pairs with positive advantage and ratio > 1 + clip_high: no gradient",
+        "0 always: updates are too timid for the clip to matter. Above 0.5: the learning rate or the number of "
+        "updates per iteration is too high for the clip range.",
+        "share 0..1",
+    ),
+    "clip_frac_low": MetricDoc(
+        "share of (sample, step) pairs with negative advantage and ratio < 1 - clip_low: no gradient",
+        "As `clip_frac_high`, for samples that are pushed away.",
+        "share 0..1",
+    ),
+    "window/first": MetricDoc(
+        "index of the first stochastic denoising step of this iteration", "Moves only with `trainer.window`.", "step"
+    ),
+    "window/size": MetricDoc("number of stochastic denoising steps that are trained on", "As configured.", "steps"),
+}
+
+
+class PolicyGradient(Stochastic, Updating):
+    """A policy gradient on the steps of the sampler."""
+
+    title: ClassVar[str] = "Policy gradients"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+
+    kernel: Kernel = "flow_sde"
+    """Transition density of a stochastic step; ddim is for epsilon- and v-prediction models, the others for flows. An
+    installed one, or path/file.py:name, too."""
+    noise_level: NonNegative | None = 0.7
+    """Noise of the kernel (flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, (flow_)ddim eta 1); wan_sde: null."""
+    advantage_clip: Positive = 5.0
+    """Largest absolute advantage (all peers: 5)."""
+    clip_range: Positive | tuple[Positive, Positive] = 1e-4
+    """Ratio kept in 1 - low .. 1 + high: one distance or [low, high], both positive (Flow-GRPO 1e-4)."""
+    kl_weight: NonNegative = 0.0
+    """Weight of the divergence from the starting model (Flow-GRPO: 0 to 0.04)."""
+    kl: ReferenceKL = "gaussian"
+    """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's, of SDE kernels), mean_square, velocity,
+    x_prediction (of the predicted data), k2 (half the squared log-ratio)."""
+    guidance_in_training: GuidanceInTraining = True
+    """Use classifier-free guidance in training as in sampling; detached = without a gradient through its unconditional
+    prediction (an early script of Flow-GRPO). An input of the model (FLUX.1-dev) always stays."""
+    keep_graph: Flag = False
+    """Keep the activations of the trained steps from sampling and backpropagate through them, instead of running these
+    steps again: the same gradient, for one update per iteration and if they fit into memory together."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """(low, high): the ratio is kept between 1 - low and 1 + high."""
+        return self.clip_range if isinstance(self.clip_range, tuple) else (self.clip_range, self.clip_range)
+
+    @property
+    def layout(self) -> Layout:
+        """Which steps are noisy, branch and are trained."""
+        return Layout(self.noise_level)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.kl_weight > 0
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether the graphs of sampling are kept for training."""
+        return self.keep_graph
+
+    @property
+    def varies(self) -> bool:
+        """Whether iterations train different steps."""
+        return self.layout.window is not None
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether samples share prefixes, so that updates and processes share out trees."""
+        return self.layout.tree is not None
+
+    def rounds(self, config: Config) -> list[Round]:
+        """The plans of a run, in the order in which they come. Raises ValueError for a plan that cannot be."""
+        return rounds_of(config.sampling, self.layout, config.iterations)
+
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        return () if self.guidance_in_training else (1.0,)
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        text = "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
+        yield from too_few_steps(config, text)
+        yield from layout_problems(config, self)
+        low, _ = self.clip_bounds
+        if low >= 1:
+            text = f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
+            yield ("trainer.clip_range",), text
+        yield from self._kept_graph(config)
+        yield from self._divergence()
+        if config.economy.keep is not None and (config.model.dtype != "float32" or config.model.autocast is not None):
+            text = "the samples that are kept are replayed in smaller micro-batches, which round otherwise in a half"
+            yield ("economy.keep", "model.dtype"), f"{text} precision: ratios would not begin at 1; use diffusion_nft"
+
+    def _kept_graph(self, config: Config) -> Iterator[Finding]:
+        if not self.keep_graph:
+            return
+        updates = self.updates * self.epochs
+        if updates > 1:
+            keys = ("trainer.keep_graph", "trainer.updates_per_iteration", "trainer.inner_epochs")
+            text = f"activations of sampling serve one update, and there are {updates} per iteration; use 1, or false"
+            yield keys, text
+        for key, value, text in (
+            ("trainer.guidance_in_training", not self.guidance_in_training, "training makes other model calls"),
+            ("model.gradient_checkpointing", config.model.gradient_checkpointing, "activations are not kept at all"),
+            ("distributed.fsdp", config.distributed.fsdp, "sharded weights are gathered for one pass at a time"),
+            ("model.offload.denoiser", config.model.offload.denoiser, "weights come to the device for one pass"),
+        ):
+            if value:
+                yield ("trainer.keep_graph", key), f"{text}; write trainer.keep_graph: false"
+        if config.sampling.fit_batch:
+            text = "kept graphs are those of all micro-batches, whatever their size; write false in one of them"
+            yield ("sampling.fit_batch", "trainer.keep_graph"), text
+        if config.kernels.compile == "cuda_graphs":
+            text = "a recorded call writes over the activations of the one before; write true, or keep_graph: false"
+            yield ("kernels.compile", "trainer.keep_graph"), text
+
+    def _divergence(self) -> Iterator[Finding]:
+        keys = ("trainer.kl", "trainer.kernel")
+        if self.kl_weight > 0 and self.kl == "gaussian_dt" and self.kernel in ("ddim", "flow_cps"):
+            # It takes the transition std s for b sqrt(dt), b the diffusion coefficient of an SDE. flow_ddim is a step
+            # of such an SDE (b -> eta sqrt(2 sigma / (1 - sigma)) as dt -> 0); the s of flow_cps does not go with dt.
+            reason = "its steps are alpha-bars" if self.kernel == "ddim" else "its noise does not shrink with the step"
+            yield keys, f"{self.kernel} has no dt to weight by ({reason}); use gaussian"
+        if self.kl_weight > 0 and self.kl == "x_prediction" and self.kernel == "ddim":
+            yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
+
+    def cut(self, config: Config, num_processes: int) -> list[list[int]]:
+        """Of each optimiser step the sizes of its micro-batches: of samples, or trees in the first iteration."""
+        if self.layout.tree is None:
+            return super().cut(config, num_processes)
+        plan = self.rounds(config)[0].plan
+        together, trees = (
+            roots_together(config, plan, num_processes),
+            plan.roots * config.sampling.prompts_per_iteration,
+        )
+        bounds = [trees * k // self.updates for k in range(self.updates + 1)]
+        return [in_pieces(last - first, together) for first, last in pairwise(bounds)]
+
+    def most_micro_batches(self, config: Config) -> int:
+        """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
+        return most_micro_batches(config.sampling, self.layout)
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """Of windows and trees that move it is the mean over the run's iterations, of random ones the expectation.
+        What depends on the scores (pruned widths, contrasted samples) is counted as trained."""
+        guidance = guided(config.sampling.guidance_scale)
+        train_guidance = guidance if self.guidance_in_training else 1
+        rounds = self.rounds(config)
+        drawn = mean_of(config, rounds, lambda one: one.plan.calls) + self.further_samples(config)
+        trained = mean_of(config, rounds, lambda one: len(one.trained)) / config.sampling.prompts_per_iteration
+        replayed = mean_of(config, rounds, lambda one: one.plan.training_calls(one.trained))
+        learned = replayed * self.replays_per_state(guidance)
+        learned += self.further_replays(config, rounds, replayed) * train_guidance
+        if config.sampling.staleness:  # log-probabilities before the first update
+            learned += replayed * train_guidance
+        return Calls(drawn * guidance, learned, replayed * self.epochs * train_guidance, trained)
+
+    def further_samples(self, config: Config) -> float:
+        """States evaluated in sampling beside those of the rollouts, in an iteration, guidance aside."""
+        return 0.0
+
+    def further_replays(self, config: Config, rounds: Sequence[Round], replayed: float) -> float:
+        """States evaluated in training beside the `replayed` ones, in an iteration, guidance aside."""
+        return 0.0
+
+    def replays_per_state(self, guidance: int) -> int:
+        """Model calls of training, in an iteration, for each state whose transitions are trained. guidance: 1 or 2."""
+        forwards = (not self.keep_graph) + (self.kl_weight > 0)  # the policy, and the reference for its KL
+        if self.guidance_in_training:
+            return self.epochs * forwards * guidance
+        return self.epochs * forwards + 1  # log-probabilities without guidance, once before the first update
+
+    def kept_graphs(self, config: Config) -> float:
+        """Micro-batches whose graphs are held at once, in the iteration that keeps most, by one process."""
+        if not self.keep_graph:
+            return 1.0
+        most = max(one.plan.training_calls(one.trained) for one in self.rounds(config))
+        return most * config.sampling.prompts_per_iteration / config.sampling.batch_size
+
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """How the samples of a group come about, for `genrl plan`: the first and the last shape of a run."""
+        rounds, replays = self.rounds(config), self.replays_per_state(guidance)
+        for one in dict.fromkeys((rounds[0], rounds[-1])):
+            if len(rounds) > 1:
+                trained = ", ".join(map(str, one.trained))
+                yield f"steps {trained} trained, in {one.share:.1%} of the iterations ({len(rounds)} shapes)"
+            yield describe(one.plan, one.trained, calls_per_state=guidance, replays_per_state=replays)
+        tree, prune = self.layout.tree, self.layout.prune
+        if (tree is not None and tree.contrast is not None) or (prune is not None and prune.width is not None):
+            yield "which leaves are trained depends on their scores: training calls are at most these"
+
+
+class GroupRelative(PolicyGradient):
+    """A policy gradient that compares the samples of a prompt with each other."""
+
+    advantage_scale: AdvantageScale = "group"
+    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
+
+
+class Windowed(GroupRelative):
+    """One that may train a stretch of the steps only."""
+
+    window: Window | None = None
+    """Train only a stretch of steps, placed once per iteration; null = all steps but the last."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which steps are noisy, branch and are trained."""
+        return Layout(self.noise_level, self.window)
+
+
+def mean_of(config: Config, rounds: Sequence[Round], count: Callable[[Round], int]) -> float:
+    """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
+    per_prompt = math.fsum(one.share * count(one) for one in rounds)
+    return round(config.sampling.prompts_per_iteration * per_prompt, 6)

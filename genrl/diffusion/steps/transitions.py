@@ -1,0 +1,250 @@
+"""What policy gradients on denoising steps share: samples, trained transitions, their losses, and what they measure.
+
+A method gives its loss of one transition, (settings, policy, what was recorded) -> results; what is recorded is the
+step, its advantage and weight, log p_old, and, with a divergence, what the reference says of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.policy.guidance import without_guidance
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Replayed, StepRecord
+from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.steps.edges import Edges
+from genrl.diffusion.steps.layout import roots_together
+from genrl.diffusion.steps.on_policy import check_on_policy
+from genrl.diffusion.steps.plans import Steps, choose_kernel
+from genrl.diffusion.steps.records import Tensors, evidence, replayed
+from genrl.diffusion.steps.settings import PolicyGradient
+from genrl.diffusion.updating import EVIDENCE, Meter, descend
+from genrl.objectives.surrogates.policy_losses import (
+    SurrogateOutput,
+    clipped_surrogate,
+    kl_gaussian,
+    kl_gaussian_dt,
+    kl_k2,
+    kl_mean_square,
+    kl_velocity,
+    kl_x_prediction,
+    staleness_weight,
+)
+from genrl.runtime.loop.recorded import Recorded
+
+REFERENCE = {"gaussian": "mean", "gaussian_dt": "mean", "mean_square": "mean", "k2": "log_prob"}
+"""What a divergence reads of the reference; the others read its output."""
+
+
+OWN = ("loss", "unweighted", "surrogate", "ratio", "clipped")
+"""Results of every such loss, which are logged under other names."""
+
+
+class Action(NamedTuple):
+    """A trained transition of one piece of a micro-batch: its number among those of this process, the step, and log
+    p_old of each sample [B].
+
+    importance: of samples that older weights drew, p_old over the policy that drew them [B]; None: it is that policy.
+    """
+
+    number: int
+    piece: Piece
+    step: int
+    old_log_prob: Tensor
+    importance: Tensor | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """Where its samples are in the tables of `Edges`."""
+        return self.piece.slots[self.step]
+
+
+Settings = TypeVar("Settings", bound=PolicyGradient)
+Loss = Callable[[Settings, Policy, Recorded], Tensors]
+Actions = Mapping[int, list[Action]]
+"""First slot of a micro-batch -> its trained transitions."""
+
+
+def sampler(run: DiffusionRun, settings: PolicyGradient, steps: Steps) -> Draw:
+    """How the samples of a batch of prompts are made."""
+    kernel = choose_kernel(run, settings, steps.plan)
+    size = run.config.sampling.batch_size
+    return partial(roll_out, plan=steps.plan, kernel=kernel, batch_size=size, keep=steps.kept)
+
+
+def collect(run: DiffusionRun, settings: PolicyGradient, steps: Steps, *, scaled: bool = False) -> Rollouts:
+    """The scored samples of one iteration; trees that share a root are kept in one micro-batch. scaled: as
+    `check_on_policy` has it."""
+    plan = steps.plan
+    together = roots_together(run.config, plan, run.process.replicas) if plan.splits else None
+
+    def later(iteration: int) -> Draw:
+        return sampler(run, settings, Steps.of(run.config, settings, iteration))
+
+    leaves = plan.leaves // plan.roots
+    rollouts = run.collect(sampler(run, settings, steps), draws=later, leaves=leaves, roots_together=together)
+    check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
+    return rollouts
+
+
+@torch.no_grad()
+def actions_of(run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, edges: Edges) -> Actions:
+    """The trained transitions of this process. log p_old is as recorded; or, where the trained policy goes without the
+    guidance that sampled, or older weights drew, evaluated now, before the first update, under the conditions it is
+    trained in. Steps of which no sample is trained are left out."""
+    actions: dict[int, list[Action]] = {}
+    number = 0
+    for micro_batch in rollouts.mine.values():
+        actions[micro_batch.slots[0]] = []
+        for piece in micro_batch.pieces:
+            for i, log_prob in piece.trajectory.log_probs.items():
+                if not bool(edges.weight[i, piece.slots[i]].any()):
+                    continue
+                importance = None
+                if run.age or not settings.guidance_in_training:
+                    sampled, log_prob = log_prob, replayed_before(run, step_of(run, settings, piece, i)).log_prob
+                    importance = staleness_weight(log_prob, sampled) if run.age else None
+                actions[micro_batch.slots[0]].append(Action(number, piece, i, log_prob, importance))
+                number += 1
+    return actions
+
+
+def replayed_before(run: DiffusionRun, step: StepRecord) -> Replayed:
+    """A transition before the first update, where the iteration can be left."""
+    with run.loop.fitting():
+        result = run.policy.replay(step)
+    run.loop.advance_or_leave(0)
+    return result
+
+
+def step_of(run: DiffusionRun, settings: PolicyGradient, piece: Piece, i: int) -> StepRecord:
+    """A recorded step under the conditions of the policy that is trained: those of sampling, or without guidance."""
+    batch = piece.trajectory.batch
+    return piece.trajectory.step(i, batch if settings.guidance_in_training else without_guidance(run.policy, batch))
+
+
+def update(
+    run: DiffusionRun,
+    settings: Settings,
+    rollouts: Rollouts,
+    edges: Edges,
+    loss: Loss[Settings],
+    meter: Meter,
+    *,
+    actions: Actions | None = None,
+    further: Callable[[Action], Mapping[str, Tensor]] = lambda action: {},
+    seen: Callable[[Action, Tensors], None] = lambda action, results: None,
+) -> None:
+    """The optimiser steps of one iteration. actions: None = all that are trained; further: what the method's loss reads
+    beside the step; seen: is told what came of each."""
+    every = actions_of(run, settings, rollouts, edges) if actions is None else actions
+
+    def measured(results: Tensors, recorded: Recorded, action: Action) -> None:
+        measure(meter, results, recorded)
+        seen(action, results)
+
+    def parts(micro_batches: list[MicroBatch]) -> Iterator[tuple[Action]]:
+        return ((action,) for micro_batch in micro_batches for action in every[micro_batch.slots[0]])
+
+    def prepare(action: Action) -> Recorded:
+        return record(run, settings, edges, action, further(action))
+
+    run.start_training(settings.epochs * sum(map(len, every.values())))
+    for _ in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
+            divisor = float(edges.weight[:, slots].sum())
+            descend(run, settings, parts(micro_batches), prepare, loss, meter, divisor=divisor, measure=measured)
+
+
+def record(
+    run: DiffusionRun, settings: PolicyGradient, edges: Edges, action: Action, further: Mapping[str, Tensor]
+) -> Recorded:
+    """All that the loss of a transition reads."""
+    policy, i = run.policy, action.step
+    step = step_of(run, settings, action.piece, i)
+    tables = {"advantage": edges.advantage, "weight": edges.weight, "moves": edges.moves}
+    given = {name: table[i, action.slots].to(policy.device) for name, table in tables.items()}
+    given |= {"old_log_prob": action.old_log_prob, **further}
+    if action.importance is not None:  # surrogates are linear in it where they are not clipped
+        given |= {"importance": action.importance, "advantage": given["advantage"] * action.importance}
+    if settings.kl_weight > 0:
+        with torch.no_grad(), run.weights.reference():
+            reference = policy.replay(step)
+        given["reference"] = getattr(reference, REFERENCE.get(settings.kl, "model_output"))
+    # A kept graph is freed by its one backward pass, so it leaves the trajectory here.
+    graph = action.piece.trajectory.graphs.pop(i) if settings.keep_graph else None
+    return Recorded(step.batch, step.tensors() | given, graph)
+
+
+def penalised(
+    settings: PolicyGradient,
+    surrogate: SurrogateOutput,
+    new: Replayed,
+    given: Recorded,
+    further: Mapping[str, tuple[float, Tensor]] | None = None,
+) -> Tensors:
+    """The loss of a transition, [B]: surrogate + kl_weight KL + further terms, each (weight, value) by the name it is
+    logged under; times its weight in the update. And what it is made of."""
+    value, terms = surrogate.loss, {}
+    if settings.kl_weight > 0:
+        terms["kl"] = reference_kl(settings.kl, new, given["reference"])
+        value = value + settings.kl_weight * terms["kl"]
+    for name, (weight, term) in (further or {}).items():
+        terms[name] = term
+        value = value + weight * term
+    value = value * given["moves"]  # no score, or a group without spread: no update, by its KL neither
+    return {
+        **evidence(new),
+        "ratio": surrogate.ratio,
+        "clipped": surrogate.clipped,
+        "surrogate": surrogate.loss,
+        **terms,
+        "unweighted": value,
+        "loss": given["weight"] * value,
+    }
+
+
+def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> Tensors:
+    """Flow-GRPO's loss of one transition, [B]: the clipped surrogate and its divergence (arXiv 2505.05470, eq. 5)."""
+    new = replayed(settings, policy, given)
+    low, high = settings.clip_bounds
+    surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], low, high)
+    return penalised(settings, surrogate, new, given)
+
+
+def measure(meter: Meter, results: Tensors, given: Recorded) -> None:
+    """Log what came of a transition."""
+    advantage, weight = given["advantage"], given["weight"]
+    for name in [name for name in results if name not in (*OWN, *EVIDENCE)]:
+        meter.add(name, results[name], weight)
+    meter.add("loss", results["unweighted"], weight)
+    surrogate = SurrogateOutput(results["surrogate"], results["ratio"], results["clipped"])
+    meter.add_surrogate(surrogate, advantage, weight)
+    if "importance" in given:
+        trained = weight > 0
+        meter.add("importance/mean", given["importance"], trained)
+        meter.add("importance/left_out", given["importance"] == 0, trained)
+        meter.add("importance/max_abs_dev", (given["importance"] - 1.0).abs(), trained)
+
+
+def reference_kl(kind: str, new: Replayed, reference: Tensor) -> Tensor:
+    """Distance of the policy from the reference at the same state, [B], by its configured name. reference: its mean,
+    log-probability or output there (`REFERENCE`)."""
+    if kind == "gaussian":
+        return kl_gaussian(new.mean, reference, new.std)
+    if kind == "gaussian_dt":
+        return kl_gaussian_dt(new.mean, reference, new.std, new.step.sigma - new.step.sigma_next)
+    if kind == "mean_square":
+        return kl_mean_square(new.mean, reference)
+    if kind == "x_prediction":
+        return kl_x_prediction(new.model_output, reference, new.step.sigma)
+    if kind == "k2":
+        return kl_k2(new.log_prob, reference)
+    return kl_velocity(new.model_output, reference)

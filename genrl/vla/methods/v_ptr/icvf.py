@@ -1,0 +1,134 @@
+"""The value function of videos, and how it is trained (ICVF, arXiv 2304.04782)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from genrl.mdp.noise import generator
+from genrl.objectives.surrogates.icvf import icvf_errors
+from genrl.vla.methods.v_ptr.settings import Pretraining
+from genrl.vla.offline.descent import descend
+from genrl.vla.policies.encoder import LANGUAGE, PICTURE, ObservationEncoder
+
+CURRENT, FUTURE = 0.2, 0.5
+"""Shares of goals (and of intents) that are the frame itself, and a later one of its video; the others are of another
+video (as released)."""
+SAME = 0.5
+"""Share of goals that are the intent (as released)."""
+
+
+class Multilinear(nn.Module):
+    """`V(s, g, z) = phi(s)^T T(z) psi(g)` (section 5.1), T(z) = diag(t) A^T B diag(t) with t a function of psi(z), as
+    released; divided by the root of the width, without which the first steps at a high rate overshoot."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.phi, self.psi = _mlp(PICTURE, width), _mlp(PICTURE, width)
+        self.intent = _mlp(width, width)
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, s: Tensor, g: Tensor, z: Tensor) -> Tensor:
+        """[B] of features [B, PICTURE]."""
+        intent = self.intent(self.psi(z))
+        product = self.a(intent * self.phi(s)) * self.b(intent * self.psi(g))
+        value: Tensor = product.sum(1) / product.shape[1] ** 0.5
+        return value
+
+
+class ICVF(nn.Module):
+    """A picture encoder, without instruction, and two values on its features."""
+
+    def __init__(self, encoder: ObservationEncoder, width: int = 128) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.heads = nn.ModuleList(Multilinear(width) for _ in range(2))
+
+    def features(self, pictures: Tensor) -> Tensor:
+        """[B, PICTURE] of uint8 [B, S, S, 3]."""
+        device = self.encoder.words.weight.device
+        return self.encoder.look(pictures.to(device), torch.zeros(len(pictures), LANGUAGE, device=device))
+
+    def values(self, s: Tensor, g: Tensor, z: Tensor) -> Tensor:
+        """[2, B] of features."""
+        return torch.stack([head(s, g, z) for head in self.heads])
+
+
+class Drawn(NamedTuple):
+    """B steps of videos, as numbers of frames int64 [B]: s, the next one, a later one. goal, intent int64 [B]: which of
+    the 2 B frames (s, then later) they are."""
+
+    now: Tensor
+    following: Tensor
+    later: Tensor
+    goal: Tensor
+    intent: Tensor
+
+
+def draw(videos: int, frames: int, count: int, rng: torch.Generator) -> Drawn:
+    """Steps uniform over all videos of so many frames each; the later frame uniform from s to the end of its video.
+
+    Goals and intents are s, its later frame, or the later frame of another step: one encoding serves them all.
+    """
+    video = torch.randint(videos, (count,), generator=rng)
+    place = torch.randint(frames - 1, (count,), generator=rng)
+    ahead = (torch.rand(count, generator=rng) * (frames - place)).long()
+    own = torch.arange(count)
+
+    def choose() -> Tensor:
+        kind, other = torch.rand(count, generator=rng), torch.randperm(count, generator=rng)
+        elsewhere = torch.where(kind < CURRENT + FUTURE, count + own, count + other)
+        return torch.where(kind < CURRENT, own, elsewhere)
+
+    intent, goal = choose(), choose()
+    goal = torch.where(torch.rand(count, generator=rng) < SAME, intent, goal)
+    first = video * frames
+    return Drawn(first + place, first + place + 1, first + place + ahead, goal, intent)
+
+
+def train_icvf(icvf: ICVF, videos: Tensor, settings: Pretraining, *, seed: int) -> Iterator[float]:
+    """Train on pictures uint8 [N, T, S, S, 3] alone, yielding the loss of every step: functions of (seed, step)."""
+    slow = copy.deepcopy(icvf).requires_grad_(False)
+    optimiser = torch.optim.Adam(icvf.parameters(), lr=settings.lr)
+    pictures = videos.flatten(0, 1)
+    for step in range(settings.steps):
+        drawn = draw(len(videos), videos.shape[1], settings.batch_size, generator(seed, "icvf", step))
+        frames = torch.cat([drawn.now, drawn.later])
+        seen = pictures[frames]
+        own, fixed = icvf.features(seen), slow.features(seen)
+        following, count = slow.features(pictures[drawn.following]), settings.batch_size
+        goal, intent = fixed[drawn.goal], fixed[drawn.intent]
+        errors = icvf_errors(
+            icvf.values(own[:count], own[drawn.goal], own[drawn.intent]),
+            slow.values(following, goal, intent),
+            slow.values(fixed[:count], intent, intent),
+            slow.values(following, intent, intent),
+            (frames[drawn.goal] == drawn.now).to(own.device),
+            (frames[drawn.intent] == drawn.now).to(own.device),
+            discount=settings.discount,
+            expectile=settings.expectile,
+        )
+        loss = descend(optimiser, errors.mean())
+        with torch.no_grad():
+            for behind, ahead in zip(slow.parameters(), icvf.parameters(), strict=True):
+                behind.lerp_(ahead, settings.target_rate)
+        yield loss
+
+
+@torch.no_grad()
+def order(icvf: ICVF, videos: Tensor) -> float:
+    """Share of videos in whose middle their end is worth more than at their beginning: V(s, g, g), g the end."""
+    start, middle, end = (icvf.features(videos[:, t]) for t in (0, videos.shape[1] // 2, -1))
+    nearer = icvf.values(middle, end, end).mean(0) > icvf.values(start, end, end).mean(0)
+    return float(nearer.float().mean())
+
+
+def _mlp(inputs: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(inputs, width), nn.GELU(), nn.LayerNorm(width)),
+        *(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)),
+    )

@@ -1,0 +1,1 @@
+"""Learning from what is recorded: transitions, critics, imitation and regression, which several methods share."""

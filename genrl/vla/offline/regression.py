@@ -1,0 +1,106 @@
+"""Advantage-weighted regression of a policy on data (arXiv 1910.00177, with IQL's critics 2110.06169, eq. 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from genrl.mdp import ddpm
+from genrl.mdp.noise import generator
+from genrl.objectives.surrogates import iql
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vla import setup
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import world_of
+from genrl.vla.offline import settings as offline_settings
+from genrl.vla.offline.critics import Critics, train_iql
+from genrl.vla.offline.descent import followed
+from genrl.vla.offline.transitions import (
+    Transitions,
+    Words,
+    cloning_errors,
+    frames_of,
+    recorded_chunks,
+    stepper,
+    successful,
+    take,
+)
+from genrl.vla.policies.policy import PredictsNoise, vocabulary
+from genrl.vla.rollout.sampling import Acting
+from genrl.vla.update.inner import Loss
+from genrl.vla.update.learn import Figures
+
+if TYPE_CHECKING:
+    from genrl.vla.run import VLARun
+
+LARGEST_WEIGHT = 100.0
+"""Bound of the weight of a data action in the policy's regression (IQL: 100)."""
+
+
+class Regressing(Protocol):
+    """Settings of a method whose policy is regressed on data."""
+
+    episodes: int
+    """How many the data have."""
+    critics: offline_settings.Critics
+    critic_steps: int
+    temperature: float
+    steps_per_iteration: int
+    batch_size: int
+
+
+def new_policy(config: VLAConfig, settings: Any, inputs: tuple[str, ...]) -> Any:
+    """A policy for wayward data (`demonstrations.World`), which reads these inputs, with weights by the seed."""
+    assert config.policy.new is not None
+    world = world_of(config)
+    words = vocabulary(world.lines)
+    data = world.wayward_data(config, settings, Words(words, inputs), config.policy.new.horizon)
+    return setup.new_policy(config, frames_of(data), words)
+
+
+def advantage_of(
+    run: VLARun, settings: Regressing, critics: Critics, data: Transitions, gap: str
+) -> tuple[Tensor, dict[str, float]]:
+    """Train the critics on data whose episodes are known to have succeeded or not: the advantage of the data's chunks
+    [N], and figures, among them, as `gap`, how much more it is in the episodes that succeeded."""
+    steps, how = settings.critic_steps, settings.critics
+    figures = train_iql(critics, data, how, steps=steps, seed=run.config.seed)
+    found = followed(run, "learning critics", steps, figures, "critic")
+    won, advantage = successful(data), critics.advantage(data.observation, data.action).cpu()
+    found["data/success_mean"] = float(data.success.sum()) / settings.episodes
+    return advantage, found | {gap: float(advantage[won].mean() - advantage[~won].mean())}
+
+
+def weighted_cloning(acting: Acting, given: Recorded) -> Tensor:
+    """Mean of weight times the squared error of the policy's prediction, over chunks of the data, []."""
+    return (given["weight"] * cloning_errors(acting.policy, given)).mean()
+
+
+def regress(
+    run: VLARun, settings: Regressing, loss: Loss, data: Transitions, advantage: Tensor, figures: Mapping[str, float]
+) -> None:
+    """All iterations: `steps_per_iteration` steps on `batch_size` decisions, weighted by exp(`temperature` advantage).
+
+    advantage [N] of the data's chunks; figures: logged with every iteration.
+    """
+    config, loop, policy = run.config, run.loop, run.policy
+    device, nothing = loop.process.accelerator.device, torch.zeros_like(advantage)
+    weight = iql.advantage_weights(advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT)
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
+    step = stepper(run, settings, loss)
+    for _ in loop.iterations():
+        loop.phase("training", settings.steps_per_iteration)
+        own = Figures()
+        with loop.timed("train"):
+            for _ in range(settings.steps_per_iteration):
+                rng = generator(config.seed, "regression", loop.optimizer_steps)
+                index = torch.randint(len(advantage), (settings.batch_size,), generator=rng)
+                batch = take(data, index)
+                actions, paid = batch.action.to(device), weight[index].to(device)
+                recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
+                own.add({"loss/policy": step(recorded)["loss"].item()})
+                loop.advance(1)
+        loop.finish(dict(figures) | own.means | {"lr": loop.lr})

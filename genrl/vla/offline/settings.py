@@ -1,0 +1,59 @@
+"""Keys of critics that are learned from data, and what methods that learn from data refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from genrl.config.errors import Finding
+from genrl.config.section import Count, Positive, Section, Share
+from genrl.vla.config.names import WORLDS
+from genrl.vla.config.schema import Row
+
+if TYPE_CHECKING:
+    from genrl.vla.config.schema import VLAConfig
+
+FROM_DATA: Row = ("learns", "from data", "see docs/vla_offline.md")
+
+
+class Critics(Section):
+    """Two Q and a V, learned from data by implicit Q-learning."""
+
+    gamma: Share = 0.98
+    """Discount of one action: gamma^n over a chunk of n."""
+    expectile: Share = 0.7
+    """Which expectile of Q is V: above 0.5 it leans to the best actions of the data (RL-100: 0.7)."""
+    lr: Positive = 1e-3
+    """Learning rate."""
+    batch_size: Count = 256
+    """Transitions per step."""
+    target_rate: Share = 0.01
+    """How fast the slow copies follow in a step (FISOR: 0.005)."""
+
+
+def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
+    """Methods that imitate need exactly one source of demonstrations."""
+    shown = config.demonstrations
+    if shown is None or (shown.expert is None) == (shown.dataset is None):
+        text = "imitates: write `expert: N`, or `dataset: FOLDER`, and not both (null takes one out)"
+        yield ("demonstrations",), f"{algorithm} {text}"
+
+
+def on_the_table(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
+    """Methods that make their own data on MiniTable, from states, for a new policy."""
+    if config.environment.name not in WORLDS.built_in:
+        yield ("environment.name",), f"{algorithm} makes its own data; write {' or '.join(WORLDS.built_in)}"
+    yield from for_a_new_policy(config, algorithm, diffusion=diffusion)
+
+
+def for_a_new_policy(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
+    """Methods that learn from data what a new policy of states does."""
+    new = config.policy.new
+    if new is None:
+        yield ("policy.new",), f"{algorithm} begins with a new policy; write `new: {{...}}`"
+    else:
+        for key in ("image_size", "points"):
+            if getattr(new, key):
+                yield (f"policy.new.{key}",), f"{algorithm} works on states; write 0"
+    if diffusion and new is not None and new.type != "diffusion_mlp":
+        yield ("policy.new.type",), f"{algorithm} trains a diffusion policy; write diffusion_mlp"

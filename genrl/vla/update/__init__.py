@@ -1,0 +1,1 @@
+"""Policy gradients on rollouts: what the methods that act and update share."""

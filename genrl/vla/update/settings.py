@@ -1,0 +1,109 @@
+"""The clipped surrogate's keys, what they refuse, and what its methods begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from genrl.config.errors import Finding
+from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Share
+from genrl.vla.config.schema import Row, VLAMethod
+
+if TYPE_CHECKING:
+    from genrl.vla.config.schema import VLAConfig
+
+
+class Update(VLAMethod):
+    """The clipped surrogate on the log-probabilities of chunks, after rollouts of the policy."""
+
+    acts_on_actors: ClassVar[bool] = True
+    takes_older_samples: ClassVar[bool] = True
+    trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens")
+
+    level: Literal["chunk", "action", "element"] = "chunk"
+    """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
+    reduction: Literal["sum", "mean"] = "sum"
+    """Log-densities of the numbers of one ratio: sum (pi_RL), or mean (DPPO; divide the clip range likewise)."""
+    clip_range: Margin = 0.2
+    """Ratio kept in 1 - c .. 1 + c (pi_RL: 0.2; DPPO: 0.01 with reduction mean)."""
+    clip_range_high: Positive | None = None
+    """Upper side, 1 + c; null = as the lower one (SimpleVLA-RL: 0.28)."""
+    dual_clip: Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)] | None = None
+    """Bound c of the loss where the advantage is negative, c |A|; null = none (3 is usual)."""
+    epochs: Count = 4
+    """Passes over the decisions of an iteration."""
+    minibatch: Count = 512
+    """Decisions per optimiser step, over all processes."""
+    microbatch: Count | None = None
+    """Decisions per pass of the policy, to save memory; null = the minibatch."""
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the microbatch."""
+    kl_stop: Positive | None = 0.3
+    """Leave an iteration's updates when the divergence of a minibatch exceeds this; null = never (DPPO: 1)."""
+    entropy_weight: NonNegative = 0.0
+    """Bonus for a learned noise (pi_RL with Flow-Noise: 0.005; ReinFlow: 0.01 to 0.03), or for that of tokens."""
+    element_clip: Range | None = None
+    """Log-density of one number is kept within [low, high] (DPPO: -5 and 2); null = free."""
+    log_prob_clip: Range | None = None
+    """Log-probability of one ratio is kept within [low, high] (ReinFlow: -1 and 1); null = free."""
+    success_filter: tuple[Fraction, Share] | None = None
+    """Groups count only where their mean return is within [low, high] (SimpleVLA-RL: 0.1 and 0.9); null = all."""
+
+    importance: Literal["truncated", "none"] = "truncated"
+    """Weight of a decision that older weights took (`environment.staleness`): min(p_old / p_drawn, 1), or 1."""
+
+    @property
+    def retries(self) -> bool:
+        return self.fit_batch
+
+    @property
+    def first_episodes(self) -> bool:
+        """Whether a rollout ends when the first episode of every environment has ended, and holds no others."""
+        return True
+
+    @property
+    def rollout_decisions(self) -> int | None:
+        """Decisions of a rollout; None = as many as the longest episode needs."""
+        return None
+
+    def problems(self, config: VLAConfig) -> Iterator[Finding]:
+        """What the surrogate cannot do: bounds that fall, filters without groups, entropy that has no gradient."""
+        sampler = config.sampler
+        for key, bounds in (
+            ("success_filter", self.success_filter),
+            ("element_clip", self.element_clip),
+            ("log_prob_clip", self.log_prob_clip),
+        ):
+            if bounds is not None and bounds[0] >= bounds[1]:
+                yield (f"trainer.{key}",), f"must rise from low to high, found {list(bounds)}"
+        if self.success_filter is not None and config.environment.group_size < 2:
+            yield ("trainer.success_filter", "environment.group_size"), "the filter is one of groups; write 2 or more"
+        if self.entropy_weight and sampler.kind not in ("flow_noise", "reinflow", "tokens"):
+            text = f"the noise of {sampler.kind} is not learned, its entropy has no gradient; write 0"
+            yield ("trainer.entropy_weight", "sampler.kind"), text
+        if self.microbatch is not None and self.microbatch > self.minibatch:
+            text = "a pass holds a part of a minibatch; write null, or fewer"
+            yield ("trainer.microbatch", "trainer.minibatch"), text
+
+    def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
+        """Environments, decisions, denoising steps and epochs."""
+        env = config.environment
+        rows = [("environments", f"{env.num_envs:,}", f"in groups of {env.group_size}")]
+        if env.max_steps is not None and chunk is not None:
+            decisions = -(-env.max_steps // chunk)
+            number = f"{decisions * env.num_envs:,} at most"
+            rows.append(("decisions", number, f"{decisions} of each environment"))
+        if config.sampler.predicts in ("velocity", "noise"):
+            rows.append(("denoising steps", f"{config.sampler.steps:,}", f"of a decision, {config.sampler.kind}"))
+        return [*rows, ("epochs", f"{self.epochs:,}", f"in minibatches of {self.minibatch:,} decisions")]
+
+
+def from_a_loaded_policy(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
+    """Methods that reinforce what a policy can do: it has to be able to do something."""
+    if config.policy.new is not None:
+        text = "needs a policy that succeeds now and then; train it by sft and give its folder as policy.path"
+        yield ("policy.new",), f"{algorithm} {text}"
+    if config.demonstrations is not None:
+        yield ("demonstrations",), f"{algorithm} does not imitate; take them out, or use algorithm sft"

@@ -1,0 +1,264 @@
+"""The sections of a run that trains a vision-language model. The text under each field is its description."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from genrl.config.optimizers import Optimizer
+from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
+from genrl.config.sections import EvaluationBase, Quantized
+from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
+
+
+class VLMLoRA(Section):
+    """Low-rank adapters on the language model; only they are trained."""
+
+    rank: Count = 16
+    """Rank of the adapters (VL-DAC: 16)."""
+    alpha: Positive = 32.0
+    """Scale; the update is multiplied by alpha / rank (VL-DAC: 32)."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Last parts of the names of the layers to adapt; null = the attention projections."""
+
+
+class ShapeCodec(Section):
+    """ShapeLLM-Omni's codes of bodies (`<mesh0>`, `<mesh1>` ... between `<mesh-start>` and `<mesh-end>`) and their
+    decoder."""
+
+    files: ClassVar[tuple[str, ...]] = ("3DVQVAE.bin", "3DVQVAE.safetensors")
+
+    path: Text
+    """Folder or hub id with its VQVAE, 3DVQVAE.bin or .safetensors (yejunliang23/3DVQVAE), or that file."""
+    length: Count = 1024
+    """Codes of a body (ShapeLLM-Omni: 1024)."""
+    thoughts: Count = 128
+    """Tokens of a thought at most. An answer has two thoughts and two bodies: generation.max_new_tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer: the two marks round a body count, too."""
+        return 2 * (self.thoughts + self.length + 2)
+
+
+class VLM(Section):
+    """Which vision-language model is trained, and what of it."""
+
+    path: Text
+    """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
+    docs/sequence_policies.md says."""
+    output: Annotated[Text, Field(examples=sorted(OUTPUTS.built_in))] = "text"
+    """What it answers: text about pictures; image, by tokens (Janus); masked_text, as a masked diffusion model; voxels
+    or audio, by the codes of a causal language model with a codec; music, by MusicGen; music_reward: no answer but a
+    score of pieces, by MusicGen; or a policy of your own, path/file.py:Name (genrl/vlm/policies/contract.py says what
+    it is)."""
+    codec: ShapeCodec | None = None
+    """output voxels: ShapeLLM-Omni's codec; null = codec.safetensors beside the weights."""
+    lora: VLMLoRA | None = None
+    """Low-rank adapters; null = all weights are trained."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights and passes; log-probabilities and LoRA weights are always float32."""
+    quantize: Quantized | None = None
+    """Hold the linear layers in fewer bits, the output layer aside: int8 or fp8 (torchao), nf4 (bitsandbytes); adapters
+    stay float32 (QLoRA: nf4 with lora, docs/vlm_models.md); null = as in dtype. int4 is refused."""
+    prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
+    """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
+    null = a copy per answer, in the model's own attention."""
+
+    kernels: Literal["liger"] | None = None
+    """Fused kernels for norms, rotations and MLPs: Liger's (pip install liger-kernel), on a GPU; null = transformers'
+    own."""
+    gradient_checkpointing: Flag = False
+    """Compute the activations of the blocks again in the backward pass instead of keeping them: less memory, a third
+    more training time, and prompts are computed once for each answer."""
+
+    packing: Flag = False
+    """Put the prompts and answers of a pass one after the other in one row, without padding, each attending to itself
+    alone: the log-probabilities of training (docs/sft.md says which models can). Prompts are computed once for each
+    answer."""
+
+    @property
+    def makes(self) -> str | None:
+        """What it is known to answer that is no text about a picture; None = that, or what an outside policy does."""
+        return self.output if self.output in OUTPUTS.built_in and self.output != "text" else None
+
+
+class Curriculum(Section):
+    """Easy questions first."""
+
+    column: Text = "level"
+    """Column with a number that grows with difficulty; generated tasks have `level`."""
+    start: Share = 0.25
+    """Share of the questions, the easiest ones, that the first iteration takes its own from."""
+    over: Count = 100
+    """Iterations over which the share grows to all."""
+
+
+class Task(Section):
+    """The questions: a generated task, or data."""
+
+    name: Annotated[Text, Field(examples=sorted(TASKS.built_in))] | None = None
+    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks says
+    what it is); null = `train`."""
+    rows: Count = 4096
+    """Training questions of a generated task."""
+    train: Text | None = None
+    """Data: a .jsonl file, or data set id:split; null = `name`."""
+    eval: Text | None = None
+    """Held-out data, same formats; needed while evaluation.every is above 0. Generated tasks have their own."""
+    format: Annotated[Text, Field(examples=sorted(FORMATS.built_in))] | None = None
+    """What makes questions of the rows of a published data set (docs/vlm_data.md), or a function of your own,
+    path/file.py:name, from a row to its columns; null = rows are questions as they are."""
+    prompt: Text = "prompt"
+    """Column with the question: text, in which <image> and <video> are places, or a list of chat messages."""
+    image: Text | None = "image"
+    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures; null in a
+    row = a question without one. null here = all are, or their messages have the pictures."""
+    video: Text | None = None
+    """Column with the clip: a video file beside the .jsonl file, a list of frames, or a list of clips; null = none."""
+    fps: Positive = 2.0
+    """Frames of a second of a video file that the model sees; of a list of frames, how many it has (Qwen2.5-VL: 2)."""
+    frames: Count = 16
+    """Most frames of a clip; of more, so many are taken evenly."""
+    min_pixels: Count | None = None
+    """Smaller pictures are made larger, to width x height >= this; null = as the model's processor does it."""
+    max_pixels: Count | None = None
+    """Larger pictures are made smaller, to width x height <= this; null = as the model's processor does it. A token of
+    Qwen2.5-VL is 28 x 28 pixels."""
+    system: Text | None = None
+    """System message before every question; null = none."""
+    curriculum: Curriculum | None = None
+    """Easy questions first (Jigsaw-R1); null = all from the start."""
+    passes: Ways | None = None
+    """Ask every training question so many times before training, and leave out those that the model never or always
+    answers correctly (MedVLThinker: 16); null = leave out none."""
+
+
+class VLLMEngine(Section):
+    """vLLM as the sampler: beside the model in each process, or on a server for all."""
+
+    url: Text | None = None
+    """A server's address, http://host:8000 (docs/vlm_engines.md says how to start it); null = in each process, on its
+    GPU."""
+    weights: Text | None = None
+    """Folder in which a server gets new weights as a file, the same path for both; null = in the run folder."""
+    memory: Share = 0.4
+    """In this process: share of the GPU's memory for the engine, its copy of the weights included."""
+    context: Count | None = None
+    """In this process: the maximum number of tokens of question and answer together; null = the model's maximum."""
+    sleep: Flag = True
+    """In this process: leave the memory to training after sampling, and copy the weights before. Needs a GPU."""
+    eager: Flag = False
+    """In this process: run the model as it is written instead of compiling it first, which takes a minute on a CPU."""
+
+
+class Generation(Section):
+    """How answers are sampled for training."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What samples: transformers' generate on the model that is trained, or vLLM (pip install
+    'genrl-diffusion[vllm]'), whose rounding the weight engine_mismatch then corrects unless trainer.weights says
+    otherwise."""
+    vllm: VLLMEngine = VLLMEngine()
+    """vLLM as the sampler; read with engine: vllm."""
+
+    prompts_per_iteration: Count = 8
+    """Different questions in one iteration, over all processes."""
+    group_size: Count = 8
+    """Answers to each, compared with each other (8 is usual)."""
+    max_new_tokens: Count = 64
+    """Longest answer. vlm.output music: steps of the decoder, of K books steps + 1 - K frames (musicgen-small: 503 are
+    10 s)."""
+    temperature: Positive = 1.0
+    """Of sampling and of the log-probabilities that are trained."""
+    batch_size: Count | None = None
+    """Answers sampled side by side, whole groups; null = all of a process."""
+    staleness: Whole = 0
+    """Sample answers with the weights of so many iterations before: 0 = the newest; 1 or more = a vLLM server
+    (vllm.url) samples while the model is trained. Methods over groups of answers, or of episodes, with clipped ratios
+    (docs/ray.md)."""
+    guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
+    """vlm.output image and music: scale of classifier-free guidance, in sampling and in the log-probabilities that are
+    trained; 1 = none, null = the model's own."""
+    elbo_samples: Count = 16
+    """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
+    denoising_steps: Count | None = None
+    """BGPO: steps in which an answer's places are filled; null = one place at a step."""
+
+
+class VLMReward(Section):
+    """One reward of the weighted sum."""
+
+    name: Text
+    """A function of `genrl_rewards.scorers.texts.verifiable` (exact, numeric, choice, iou, tag_format ...), `math`, or
+    path/file.py:function, also as TRL takes it; others as `genrl rewards` lists them where they need no picture of a
+    sampler."""
+    weight: Number = 1.0
+    """Factor in the sum that is trained on; 0 = only logged."""
+    args: dict[str, Any] = {}
+    """Options of the function: its parameters with a default."""
+    views: Literal["max", "sum", "mean"] = "mean"
+    """vlm.output voxels: from the scores of the six rendered views to one (Hi-GRPO: HPSv2.1 max, UnifiedReward sum)."""
+    conversational: Flag = False
+    """Pass it prompts and completions as lists of messages, as TRL does for conversational data."""
+    max_failed: Share = 0.2
+    """Share of the answers of an iteration or evaluation for which it may raise, as the rules do for an expected answer
+    that they cannot read. They have no score and teach nothing; above this share the run stops. 1 = never."""
+
+
+class VLMOptimizer(Optimizer):
+    """The optimiser and its schedule."""
+
+    lr: Positive = 1e-6
+    """Learning rate (models of billions: 1e-6; LoRA: 1e-5; embedded: 5e-4)."""
+    weight_decay: float = Field(default=0.0, strict=True, ge=0, allow_inf_nan=False)
+    """Decoupled weight decay."""
+
+
+class VLMEvaluation(EvaluationBase):
+    """The most probable answers to held-out questions."""
+
+    every: Whole = 10
+    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
+    questions: Count = 256
+    """Held-out questions, always the same."""
+    right_at: Number = 1.0
+    """An answer counts as right if the first reward is at least this."""
+    blind: Flag = True
+    """At the start and the end, ask with black pictures too: answers that are right then do not come from the
+    picture."""
+
+
+class Augmentation(Section):
+    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation)."""
+
+    window: Count = 10
+    """Iterations whose mean reward a question's own is compared with: the difference is d."""
+    noise: Positive = 64.0
+    """Easy question (d < 0): Gaussian noise on its pictures of noise * |d| levels of 255."""
+    hint: Positive = 1.0
+    """Hard question (d > 0): the first min(1, hint * d) of the words of the model's own best reasoning, found with the
+    right answer in the question, is put after the question."""
+    truth: Text = "{question} (The answer is {answer}.)"
+    """How a hard question is asked with its answer, from the column `answer`."""
+
+
+class Synthesis(Section):
+    """Pictures made during the run from descriptions that the model writes (Syn-GRPO)."""
+
+    pipeline: Text
+    """Folder or hub id of the diffusers pipeline that renders them, in its own process."""
+    ask: Text
+    """What the model is asked about a question's picture; the description is its answer in <answer> tags."""
+    check: Text
+    """A text reward that is 1 if a description keeps the answer (column `answer`); other descriptions are not rendered
+    and get reward 0."""
+    questions: Count = 1
+    """Questions of an iteration that are described, group_size times each."""
+    delay: Count = 1
+    """After so many iterations the pictures replace those of as many questions, and the descriptions are trained on."""
+    num_inference_steps: Count = 20
+    """Denoising steps."""
+    guidance_scale: NonNegative = 4.0
+    """Of the pipeline."""
