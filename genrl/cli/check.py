@@ -86,13 +86,7 @@ def check(
         console.print(safe(line))
     for part in checked.summary:
         console.print(part)
-    failing = 0
-    if rows:
-        from genrl.cli.rows import report
-
-        lines, failing = report(checked.config)
-        for line in lines:
-            console.print(safe(line))
+    failing = _print_rows(checked.config) if rows else 0
     for part in _cards(file, changes, checked, card):
         console.print(part)
     if explain:
@@ -110,7 +104,7 @@ class Checked:
     summary: Sequence[RenderableType]
 
 
-def _read(config: AnyConfig) -> Iterator[str]:
+def _read(config: RunConfig) -> Iterator[str]:
     """How many prompts or questions the files hold; data sets are opened when training starts."""
     from genrl.data.prompts import FILES, read
     from genrl_rewards.given import is_given
@@ -123,6 +117,17 @@ def _read(config: AnyConfig) -> Iterator[str]:
         source = getattr(section, name)
         if source is not None and not is_given(source) and Path(source).suffix in FILES:
             yield f"{source}: {read(source, column, chat=chat)}"
+
+
+def _print_rows(config: RunConfig) -> int:
+    """How many rows would fail, which are named."""
+    from genrl.cli.rows import report
+    from genrl.cli.tables import console, safe
+
+    lines, failing = report(config)
+    for line in lines:
+        console.print(safe(line))
+    return failing
 
 
 def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from genrl.config import AnyConfig, Config, VLMConfig
+    from genrl.config import RunConfig
     from genrl.data.prompts import Prompt
+    from genrl.diffusion.config.schema import Config
+    from genrl.vlm.config.schema import VLMConfig
 
 LISTED = 20
 Finding = tuple[str, str | None]
 """A row's name, and what is wrong with it."""
 
 
-def rows_of(config: AnyConfig) -> Iterator[Finding]:
+def rows_of(config: RunConfig) -> Iterator[Finding]:
     """Every row of the files and data sets of a run. Raises ValueError for a source that cannot be read at all."""
     if config.kind == "diffusion":
         yield from _prompts(cast("Config", config))
@@ -22,7 +24,7 @@ def rows_of(config: AnyConfig) -> Iterator[Finding]:
         yield from _questions(cast("VLMConfig", config))
 
 
-def report(config: AnyConfig) -> tuple[list[str], int]:
+def report(config: RunConfig) -> tuple[list[str], int]:
     """Lines for the user, and how many rows would fail."""
     from genrl_rewards.pictures import remarks
 
