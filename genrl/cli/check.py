@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -39,6 +39,9 @@ def check(
         ),
     ],
     explain: Annotated[bool, typer.Option("--explain", help="List every key: value, default, meaning.")] = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Prepare every row and picture of the data; name those that would fail.")
+    ] = False,
     memory: Annotated[
         str | None, typer.Option(metavar="24GB", help="A card: what fits, and which keys to change if not.")
     ] = None,
@@ -53,6 +56,9 @@ def check(
     their order (docs/memory.md); of a vision-language model it says in which ways it can be trained there
     (docs/vlm_models.md).
 
+    `--rows` goes over all rows of the data, data sets included: pictures are opened, questions are put together, and
+    those that would fail are named. It exits with code 1 if there are any (docs/data.md).
+
     Several files, or a folder: `genrl check configs mine.yaml trackers=[]` prints a line for each that is valid, all
     problems of the others and a total, and exits with code 2 if any is wrong.
     """
@@ -61,6 +67,8 @@ def check(
     if len(names) > 1 or Path(names[0]).is_dir():
         if memory is not None:
             raise typer.BadParameter("give one file: it is asked whether one run fits", param_hint="--memory")
+        if rows:
+            raise typer.BadParameter("give one file: all of its rows are read", param_hint="--rows")
         if explain:
             raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
@@ -74,12 +82,17 @@ def check(
     console.print("[green]valid[/green]")
     for note in checked.notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
+    for line in _read(checked.config):
+        console.print(safe(line))
     for part in checked.summary:
         console.print(part)
+    failing = _print_rows(checked.config) if rows else 0
     for part in _cards(file, changes, checked, card):
         console.print(part)
     if explain:
         print_keys(checked.config)
+    if failing:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,32 @@ class Checked:
     config: RunConfig
     notes: list[str]
     summary: Sequence[RenderableType]
+
+
+def _read(config: RunConfig) -> Iterator[str]:
+    """How many prompts or questions the files hold; data sets are opened when training starts."""
+    from genrl.data.prompts import FILES, read
+    from genrl_rewards.given import is_given
+
+    section: Any = getattr(config, "prompts" if config.kind == "diffusion" else "task", None)
+    if config.kind not in ("diffusion", "vlm"):
+        return
+    column, chat = (section.prompt, True) if config.kind == "vlm" else (section.column, False)
+    for name in ("train", "eval"):
+        source = getattr(section, name)
+        if source is not None and not is_given(source) and Path(source).suffix in FILES:
+            yield f"{source}: {read(source, column, chat=chat)}"
+
+
+def _print_rows(config: RunConfig) -> int:
+    """How many rows would fail, which are named."""
+    from genrl.cli.rows import report
+    from genrl.cli.tables import console, safe
+
+    lines, failing = report(config)
+    for line in lines:
+        console.print(safe(line))
+    return failing
 
 
 def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:

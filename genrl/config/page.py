@@ -21,6 +21,7 @@ other raise errors that name the file, the line, the key and the nearest legal v
 ```bash
 genrl check configs/quickstart.yaml             # validate, count model calls, estimate memory; no weights are read
 genrl check configs/quickstart.yaml --explain   # every key with its value, default and meaning
+genrl check mine.yaml --rows                    # every row and picture of the data; those that would fail
 genrl check configs mine.yaml                   # folders and files: a line for each, all problems, exit code 2 for any
 genrl train configs/quickstart.yaml optimizer.lr=1e-4 ema=null rewards.0.weight=2
 genrl config schema > genrl.schema.json         # completion in editors

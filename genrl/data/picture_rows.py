@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from genrl.data.rows import is_path
+from genrl.data.rows import PICTURES, is_path
 
 SAMPLE_LIST, SAMPLE_GRID = "prompts.json", "grid.png"
 """What `genrl sample` writes beside its pictures: their list, and all of them in one."""
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+SUFFIXES = PICTURES
 IMAGE, PROMPT = "image", "prompt"
 
 
@@ -92,6 +92,6 @@ def _of_line(value: Any, folder: Path, prompt: str | None) -> Row:
 
 def _inside(path: str, folder: Path) -> Path:
     resolved = (folder / path).resolve()
-    if not resolved.is_relative_to(folder):
+    if not resolved.is_relative_to(folder) and not (Path(path).is_absolute() and resolved.suffix.lower() in SUFFIXES):
         raise ValueError(f"{path!r} is outside the folder of the file; write it relative to it, without ..")
     return resolved

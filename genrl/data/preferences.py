@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from genrl.data.picture_cells import check_picture, open_picture_table, opened, unreadable
+from genrl.data.picture_cells import open_picture_table
 from genrl.data.prompts import FILES, Prompt, PromptError
 from genrl.data.rows import PREFERENCE_COLUMNS, no_column
+from genrl_rewards.pictures import check_picture, open_picture, picture_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +35,7 @@ T = TypeVar("T")
 def open_set(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> Reader:
     """What reads the images of these rows of `source`. Raises PromptError where a column is missing."""
     cells = _cells(source, rows, columns)
-    return lambda row: tuple(_of_each(_decoded, row, source, cells(row), columns))
+    return lambda row: tuple(_of_each(open_picture, row, source, cells(row), columns))
 
 
 def check_set(
@@ -55,7 +56,7 @@ def check_set(
     for row in rows:
         shapes = dict(zip(columns, _of_each(check_picture, row, source, cells(row), columns), strict=True))
         if beside is not None:
-            shapes[beside] = _of_each(_width_and_height, row, source, row.columns, [beside])[0]
+            shapes[beside] = _of_each(picture_size, row, source, row.columns, [beside])[0]
             if size[0] is not None and size[1] is not None:
                 shapes["the size that is sampled"] = (size[1], size[0])
             _check_alike(shapes, f"{source}:{row.line}", beside)
@@ -92,7 +93,7 @@ def as_tensor(image: Image, height: int, width: int) -> Tensor:
     from PIL.Image import Resampling
     from PIL.ImageOps import fit
 
-    fitted = fit(image.convert("RGB"), (width, height), Resampling.BICUBIC)
+    fitted = fit(open_picture(image), (width, height), Resampling.BICUBIC)
     flat = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     return flat.view(height, width, 3).permute(2, 0, 1).float() / 255
 
@@ -115,17 +116,6 @@ def _of_each(
     for column in columns:
         try:
             made.append(use(cells[column]))
-        except unreadable() as error:
+        except ValueError as error:
             raise PromptError(f"{source}:{row.line}: {column} cannot be read as an image: {error}") from error
     return made
-
-
-def _width_and_height(cell: Any) -> tuple[int, int]:
-    with opened(cell) as image:  # its header alone
-        return image.size
-
-
-def _decoded(cell: Any) -> Image:
-    with opened(cell) as image:
-        image.load()
-        return image

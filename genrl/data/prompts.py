@@ -31,6 +31,7 @@ from genrl.data.rows import (
     text_and_columns,
 )
 from genrl_rewards.given import given, is_given
+from genrl_rewards.pictures import open_picture
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -82,6 +83,13 @@ class PromptRows:
 
     rows: list[Prompt]
     skipped: list[DirtyRow]
+    comments: int = 0
+    """Lines that begin with #, of a text file."""
+
+    def __str__(self) -> str:
+        """How many there are, in words."""
+        besides = f" ({self.comments} lines that begin with # are left out)" if self.comments else ""
+        return f"{len(self.rows):,} prompts{besides}"
 
     @property
     def column_names(self) -> list[str]:
@@ -97,6 +105,8 @@ class PromptError(ValueError):
 def load(source: str, column: str = "prompt", *, pictures: bool = True) -> list[Prompt]:
     """The clean rows of `source`; skipped ones are logged. Raises PromptError as `read` does."""
     result = read(source, column, pictures=pictures)
+    if result.comments:
+        logger.info("%s: %s", source, result)
     if result.skipped:
         logger.warning("%s: %d rows skipped\n%s", source, len(result.skipped), _listed(result.skipped))
     return result.rows
@@ -113,8 +123,11 @@ def read(source: str, column: str = "prompt", *, pictures: bool = True, chat: bo
     """
     rows: list[Prompt] = []
     skipped: list[DirtyRow] = []
+    comments = 0
     for line, outcome in _outcomes(source, column, pictures, chat):
-        if isinstance(outcome, Prompt):
+        if outcome is None:
+            comments += 1
+        elif isinstance(outcome, Prompt):
             rows.append(outcome)
         else:
             skipped.append(DirtyRow(f"{source}:{line}", outcome))
@@ -123,7 +136,7 @@ def read(source: str, column: str = "prompt", *, pictures: bool = True, chat: bo
         raise PromptError(f"{source}: {share}; correct or remove them:\n{_listed(skipped)}")
     if not rows:
         raise PromptError(f"{source}: no prompts in it")
-    return PromptRows(rows, skipped)
+    return PromptRows(rows, skipped, comments)
 
 
 def is_data_set(source: str) -> bool:
@@ -158,8 +171,8 @@ def _listed(skipped: Sequence[DirtyRow]) -> str:
     return "\n".join([*map(str, skipped[:_LISTED]), *more])
 
 
-def _outcomes(source: str, column: str, pictures: bool, chat: bool) -> Iterator[tuple[int, Prompt | str]]:
-    """(line, row or what is wrong with it) for every row."""
+def _outcomes(source: str, column: str, pictures: bool, chat: bool) -> Iterator[tuple[int, Prompt | str | None]]:
+    """(line, row or what is wrong with it) for every row; None for a line that begins with #."""
     path = Path(source)
     if is_given(source):
         yield from _of_objects(given(source), source, column, pictures)
@@ -178,7 +191,7 @@ def _outcomes(source: str, column: str, pictures: bool, chat: bool) -> Iterator[
         )
 
 
-def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt | str]]:
+def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt | str | None]]:
     if not path.is_file():
         raise PromptError(f"{path}: no such file{nearest_beside(path)}")
     folder = path.parent.resolve()
@@ -186,9 +199,11 @@ def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt 
         for line, raw in enumerate(lines_of(stream), start=1):
             try:
                 text = line_text(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)
-                if not text or (path.suffix == ".txt" and text.startswith("#")):
+                if not text:
                     continue
-                if path.suffix == ".txt":
+                if path.suffix == ".txt" and text.startswith("#"):
+                    yield line, None
+                elif path.suffix == ".txt":
                     yield line, Prompt(checked_text(text), {}, line)
                 else:
                     yield line, Prompt(*text_and_columns(json_object(text), column, folder, chat=chat), line)
@@ -206,10 +221,10 @@ def _of_objects(found: Any, source: str, column: str, pictures: bool) -> Iterato
             if isinstance(row, str):
                 yield line, Prompt(checked_text(row), {}, line)
             elif isinstance(row, Mapping):
-                plain = {name: value for name, value in row.items() if not hasattr(value, "save")}
-                drawn = {name: value for name, value in row.items() if name not in plain}
+                drawn = {name: value for name, value in row.items() if _is_drawn(value)}
+                plain = {name: value for name, value in row.items() if name not in drawn}
                 text, columns = text_and_columns(plain, column, None)
-                yield line, Prompt(text, columns | {name: _drawn(value) for name, value in drawn.items()}, line)
+                yield line, Prompt(text, columns | {name: _drawn(value, name) for name, value in drawn.items()}, line)
             else:
                 yield line, f"a prompt is text or a mapping with the column {column!r}, found {type(row).__name__}"
         except RowError as error:
@@ -221,7 +236,7 @@ def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterat
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
     from datasets import Image
 
-    drawn = [name for name, kind in table.features.items() if isinstance(kind, Image)]
+    drawn = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
     for name in drawn:
         table = table.cast_column(name, Image(decode=False))
     kept = drawn if pictures else []
@@ -246,10 +261,30 @@ def _written(name: str, cell: Any) -> str | None:
     return _kept(raw)
 
 
-def _drawn(picture: Any) -> str:
-    """The path of a picture of a script (PIL)."""
+def _holds_pictures(name: str, kind: Any) -> bool:
+    """Whether a column of a data set is of pictures: of the type `Image`, or named like one and of `{bytes, path}` or
+    bytes, as files have it that the library did not write."""
+    from datasets import Image
+
+    if isinstance(kind, Image) or not is_path(name) or name.endswith("_path"):
+        return isinstance(kind, Image)
+    fields = {*kind} if isinstance(kind, dict) else set()
+    return fields == {"bytes", "path"} or getattr(kind, "dtype", None) in ("binary", "large_binary")
+
+
+def _is_drawn(value: Any) -> bool:
+    """Whether a value of a script is a picture: PIL, numpy, bytes, `{bytes, path}`."""
+    kinds = hasattr(value, "save"), hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) > 1
+    return any(kinds) or isinstance(value, bytes) or (isinstance(value, Mapping) and {"bytes", "path"} == {*value})
+
+
+def _drawn(picture: Any, name: str) -> str:
+    """The path of a picture of a script. Raises RowError where it is none."""
     held = io.BytesIO()
-    picture.save(held, "PNG")
+    try:
+        open_picture(picture).save(held, "PNG")
+    except ValueError as error:
+        raise RowError(f"{name}: {error}") from error
     return _kept(held.getvalue())
 
 

@@ -17,11 +17,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from genrl.data.picture_cells import check_picture, open_picture_table, opened, unreadable
+from genrl.data.picture_cells import open_picture_table
 from genrl.data.prompts import Prompt, PromptError, is_data_set, nearest_beside
 from genrl.data.prompts import load as load_prompts
 from genrl.data.rows import MAX_LINE_BYTES, no_column
-from genrl_rewards.contract import open_picture
+from genrl_rewards.pictures import check_picture, open_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,7 +48,7 @@ class References:
         """The k-th picture of a prompt, RGB. Raises PromptError naming it where it cannot be read."""
         place = self.places[prompt][k]
         with self._named(prompt, k):
-            return open_picture(place if self.table is None else opened(self.table[place][COLUMN]))
+            return open_picture(place if self.table is None else self.table[place][COLUMN])
 
     def check(self, prompts: Iterable[str]) -> None:
         """Raise PromptError naming the first picture of these prompts that cannot be read (`check_picture`)."""
@@ -64,7 +64,7 @@ class References:
         where = place if self.table is None else f"row {place + 1}"
         try:
             yield
-        except unreadable() as error:
+        except ValueError as error:
             raise PromptError(f"{self.source}: reference {k + 1} of the prompt {prompt!r}, {where}: {error}") from error
 
     def require(self, prompts: Sequence[Prompt], source: str) -> None:

@@ -7,14 +7,18 @@ value is passed on unchecked. Paths must stay inside the folder of the file.
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
+LINE_END = re.compile(rb"\r\n|\r|\n")
 MAX_CHARACTERS = 10_000
 MAX_LINE_BYTES = 1_000_000
+PICTURES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+"""Ends of the names of picture files."""
 PREFERENCE_COLUMNS = ("image_win", "image_lose")
 """Of a preference set (`genrl.data.preferences`). They hold paths, as do columns that end in `image` or `_path`."""
 
@@ -24,13 +28,16 @@ class RowError(Exception):
 
 
 def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one longer than MAX_LINE_BYTES only as much as proves it too long."""
-    # A hostile file may be one endless line.
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        rest = line
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = stream.readline(MAX_LINE_BYTES + 1)
-        yield line
+    """The lines of a file, ended by LF, CR LF or CR; of one longer than MAX_LINE_BYTES only as much as proves it so."""
+    left = b""
+    while block := stream.read(MAX_LINE_BYTES):
+        left += block
+        half = b"\r" if left.endswith(b"\r") else b""  # of an end that the next block may complete
+        *whole, last = LINE_END.split(left.removesuffix(half))
+        yield from whole
+        left = last[: MAX_LINE_BYTES + 1] + half  # a hostile file may be one endless line
+    if left:
+        yield left.removesuffix(b"\r")
 
 
 def line_text(raw: bytes) -> str:
@@ -132,11 +139,19 @@ def _inside(name: str, value: Any, folder: Path) -> str | None:
     """A path of the column `name`, absolute. Raises RowError where it leaves the folder or there is no such file."""
     if value is None:
         return None
+    if isinstance(value, Mapping) and value.get("bytes") is None:  # as data sets write their pictures
+        value = value.get("path")
     if not isinstance(value, str):
         raise RowError(f"{name} must be a path as text, found {_kind(value)}")
+    if re.match(r"\w+://|data:", value):
+        raise RowError(f"{name}: {value[:60]!r} is an address, which is not fetched; save the picture beside the file")
     if not value or "\0" in value or "\\" in value or len(value) > 1000:
         raise RowError(f"{name}: {value[:60]!r} is not a path")
     path = Path(value)
+    if path.is_absolute() and path.suffix.lower() in PICTURES and not name.endswith("_path"):
+        if not path.is_file():  # only opened as a picture, so it may lie anywhere
+            raise RowError(f"{name}: there is no file {value[-60:]!r}")
+        return value
     if path.is_absolute() or ".." in path.parts or value.startswith("~"):
         raise RowError(f"{name}: {value[:60]!r} leaves the folder of the prompt file; write it relative, without ..")
     try:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from genrl.data.prompts import Prompt, PromptError
+from genrl.data.prompts import Prompt, PromptError, is_data_set
+from genrl_rewards.pictures import picture_size
+
+logger = logging.getLogger(__name__)
 
 NAMES = ("height", "width", "num_frames")
 """Arguments of a pipeline's call, and columns of the rows."""
+ARGUMENTS = (
+    "negative_prompt negative_prompt_2 negative_prompt_3 prompt_2 prompt_3 guidance_scale true_cfg_scale "
+    "num_inference_steps strength seed"
+).split()
+"""Further arguments that people have as columns; all samples have one value of theirs."""
 Buckets = Literal["rows"] | Sequence[Sequence[int]]
 
 
@@ -22,6 +31,9 @@ def sized(rows: Sequence[Prompt], buckets: Buckets, picture: str | None, source:
 
     Raises PromptError for a row whose size is no whole number above 0, and for rows of which none says its size.
     """
+    if rows and is_data_set(source):  # of a file `check_files` has said it
+        for text in unread(rows[0].columns):
+            logger.warning("%s: %s", source, text)
     if buckets == "rows":
         found = [replace(row, size=_written(row, source)) for row in rows]
         if rows and not any(row.size for row in found):
@@ -34,6 +46,12 @@ def sized(rows: Sequence[Prompt], buckets: Buckets, picture: str | None, source:
     if picture is None:
         return [replace(row, size=sizes[k % len(sizes)]) for k, row in enumerate(rows)]
     return [replace(row, size=_nearest(row, sizes, picture, source)) for row in rows]
+
+
+def unread(columns: Iterable[str]) -> list[str]:
+    """What is said of columns that are named like an argument of the pipeline's call: rows do not change these."""
+    for_all = "is not read: all samples have the same, which is written in sampling or sampling.pipeline_args"
+    return [f"the column {name} {for_all}" for name in columns if name in ARGUMENTS]
 
 
 def short_bucket(
@@ -67,12 +85,13 @@ def _written(row: Prompt, source: str) -> Mapping[str, int]:
 
 
 def _nearest(row: Prompt, sizes: Sequence[dict[str, int]], picture: str, source: str) -> dict[str, int]:
-    from PIL import Image
-
     file = row.columns.get(picture)
     if not isinstance(file, str) or not Path(file).is_file():
         raise PromptError(f"{source}:{row.line}: no picture in the column {picture!r}, whose shape decides the bucket")
-    with Image.open(file) as image:  # its header alone
-        shape = image.width / image.height
+    try:
+        width, height = picture_size(file)
+    except ValueError as error:
+        raise PromptError(f"{source}:{row.line}: {picture}: {error}") from error
+    shape = width / height
     ratios = [max(shape * size["height"] / size["width"], size["width"] / size["height"] / shape) for size in sizes]
     return sizes[ratios.index(min(ratios))]

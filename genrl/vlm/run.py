@@ -113,7 +113,7 @@ class AnswersRun(VLMRun):
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
             chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
             numbers = chosen[rank * own : (rank + 1) * own]
-            rows = [self.questions[number] for number in numbers]
+            rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
             with loop.timed("rollout"), self.drawing(), self._answering():
@@ -168,7 +168,7 @@ class AnswersRun(VLMRun):
             if server.has(iteration):
                 continue
             start = first + (iteration - loop.iteration) * len(rows)
-            asked = [self.questions[number] for number in self.questions.asked(iteration, start, len(rows))]
+            asked = [self.questions.row(number) for number in self.questions.asked(iteration, start, len(rows))]
             with self.versions.drawing(loop.weights, iteration):
                 found = checkpoint_weights(self.policy)
                 weights = {name: value.detach().to("cpu", copy=True) for name, value in found.items()}

@@ -46,7 +46,6 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from genrl_rewards.failures import Failure, catch
-from genrl_rewards.pictures import check_header as check_header
 from genrl_rewards.pictures import check_images, to_pil
 from genrl_rewards.pictures import open_picture as open_picture
 from genrl_rewards.pictures import to_uint8 as to_uint8

@@ -315,7 +315,7 @@ def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
     assert genrl_rewards.needs(mine).columns == ("reference_image", "source_image")
     assert genrl_rewards.needs(mine).names == ("images", "reference_images", "source_images")
     columns = {"reference_image": paths, "source_image": [Image.open(path) for path in paths]}
-    assert score(mine, columns=columns).values == [0.0, 40.0, 0.0]
+    assert score(mine, columns=columns).values == [0.0, 40.0, 255.0]  # what is transparent is on white
     with pytest.raises(ValueError, match="asks for the column 'source_image'.*Did you mean"):
         genrl_rewards.check_columns(mine, ["reference_image", "source_images"])
     (tmp_path / "1.png").write_bytes(b"not a picture")

@@ -16,7 +16,7 @@ from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
-from genrl.data.sizes import NAMES, short_bucket, sized
+from genrl.data.sizes import NAMES, short_bucket, sized, unread
 from genrl.diffusion.config.adapter_layers import layer_problems
 from genrl.diffusion.config.context_rules import context_problems
 from genrl.diffusion.config.estimate import HeaderError, read_components, read_header, side_step
@@ -257,6 +257,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
             continue
         try:
             found[name] = read_prompts(source, config.prompts.column)
+            notes += [f"prompts.{name}: {text}" for text in unread(found[name].column_names)]
             yield from _buckets(config, name, found[name], notes)
         except PromptError as error:
             yield ("prompts", name), str(error)

@@ -39,6 +39,7 @@ from genrl.vla.simulators.contract import (
     no_expert,
 )
 from genrl_rewards.given import is_given
+from genrl_rewards.pictures import check_pixels
 
 
 @runtime_checkable
@@ -313,7 +314,15 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
         found = {name: raw[name] for name in names if name in raw}
         if isinstance(found.get("pixels"), Mapping):
             found |= {f"pixels/{camera}": picture for camera, picture in found.pop("pixels").items()}
-        return {n: np.asarray(v, np.uint8 if n.startswith("pixels") else np.float32) for n, v in found.items()}
+        try:
+            return {
+                name: check_pixels(value, f"{who}, {name}")
+                if name.startswith("pixels")
+                else np.asarray(value, np.float32)
+                for name, value in found.items()
+            }
+        except ValueError as error:
+            raise Misuse(str(error)) from error
     parts = [raw[name] for name in sorted(raw)] if isinstance(raw, Mapping) else [raw]
     arrays = [np.asarray(part) for part in parts]
     if len(arrays) == 1 and arrays[0].ndim == 3 and arrays[0].dtype == np.uint8:

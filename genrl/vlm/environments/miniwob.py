@@ -22,6 +22,7 @@ from PIL import Image
 
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl.vlm.environments.discrete import Misuse
+from genrl_rewards.pictures import check_pixels
 
 SIZE = (160, 210)  # pixels of a page, width and height
 LONGEST = 80  # characters of an element's text in the list
@@ -134,7 +135,7 @@ class MiniWoB:
         return found
 
     def _read(self, raw: dict[str, Any]) -> Observation:
-        self.raw, self.shown = raw, np.asarray(raw["screenshot"], np.uint8)
+        self.raw, self.shown = raw, check_pixels(raw["screenshot"], "MiniWoB, its screenshot")
         page = Image.fromarray(self.shown)
         page = page if page.size == self.picture else page.resize(self.picture, Image.Resampling.BOX)
         listed = "\n".join(map(_line, self.elements())) if self.by == "reference" else ""

@@ -19,6 +19,7 @@ from PIL import Image
 
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl.vlm.environments.discrete import SUCCESS, Misuse, limit_of
+from genrl_rewards.pictures import check_pixels
 
 PICTURES = ("screenshot", "image")
 TEXTS = ("goal", "text", "last_action_error")
@@ -94,7 +95,7 @@ class Texts:
         if isinstance(raw, dict):
             drawn = next((raw[key] for key in PICTURES if key in raw), None)
             if drawn is not None:
-                picture = Image.fromarray(np.asarray(drawn, np.uint8))
+                picture = Image.fromarray(check_pixels(drawn, f"{self.env}, a picture"))
                 side = self.picture
                 parts.append(picture if side is None else picture.resize((side, side), Image.Resampling.BOX))
             texts = [str(raw[key]) for key in TEXTS if raw.get(key)]

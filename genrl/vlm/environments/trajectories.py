@@ -27,6 +27,7 @@ from PIL import Image
 from genrl.playground.grid import Grid
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl.vlm.environments.discrete import Misuse, named
+from genrl_rewards.pictures import open_picture
 
 LONGEST = 8  # steps of a planner's walk
 FORMAT, TYPE, RIGHT = 0.1, 0.4, 0.5  # UI-S1's weights of the reward's parts
@@ -121,7 +122,7 @@ class Trajectories:
 
 def opened(picture: Image.Image | Path) -> Image.Image:
     """A picture of a step."""
-    return Image.open(picture).convert("RGB") if isinstance(picture, Path) else picture
+    return open_picture(picture)
 
 
 def judged(text: str, wanted: Any, words: tuple[str, ...]) -> tuple[bool, bool, bool]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.processing_utils import ProcessorMixin
 
 from genrl.vlm.policies.videos import Clip, qwen_with_videos, video_arguments
+from genrl_rewards.pictures import open_picture
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PLACEHOLDERS = tuple(
@@ -49,7 +50,8 @@ class Prompt:
     gets them.
 
     where: file and row that the prompt comes from; errors name it. before: the turns of the conversation that it ends,
-    the user's and the model's. begun: how the answer begins; it is not the model's choice.
+    the user's and the model's. begun: how the answer begins; it is not the model's choice. broken: why the row that it
+    comes from cannot be asked.
     """
 
     parts: Parts
@@ -57,6 +59,7 @@ class Prompt:
     where: str = "prompt"
     before: tuple[Turn, ...] = ()
     begun: str = ""
+    broken: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,16 +165,18 @@ class Unreadable(ValueError):
     """A picture that is missing, or that cannot be opened."""
 
 
+def named_error(where: str, error: Exception) -> str:
+    """What was raised for a row, with its name, and the kind of what is no message of ours."""
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return text if where in text else f"{where}: {text}"
+
+
 def open_image(source: Image.Image | Path, where: str) -> Image.Image:
-    """RGB. Raises Unreadable for a file that is missing or no picture, naming it and the prompt."""
+    """RGB (`genrl_rewards.open_picture`). Raises Unreadable where that refuses it, naming it and the prompt."""
     try:
-        return (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
-    except FileNotFoundError as error:
-        raise Unreadable(f"{where}: there is no image {source} (looked from {Path.cwd()})") from error
-    except OSError as error:
-        raise Unreadable(
-            f"{where}: the image {source} cannot be read: {error}; save it again or leave it out"
-        ) from error
+        return open_picture(source)
+    except ValueError as error:
+        raise Unreadable(f"{where}: {error}; save it again or leave it out") from error
 
 
 class Pixels(NamedTuple):
@@ -226,6 +231,8 @@ def tokenize(
     pictures.
     Raises ValueError for unreadable images, and for a text that holds the token of a place for an image.
     """
+    if prompt.broken:
+        raise Unreadable(prompt.broken)
     if not videos:
         prompt = without_clips(prompt)
     parts = [part for turn in [*prompt.before, Turn("user", prompt.parts)] for part in turn.parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from PIL import Image
 
 from genrl.config.plugins import find
 from genrl.data.picture_rows import SUFFIXES
+from genrl.data.prompts import DATA_SET, PromptError, is_data_set, open_data_set
 from genrl.data.prompts import Prompt as Asked
-from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
 from genrl.vlm.config.names import FORMATS, OUTPUTS
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.policies.processor import Prompt, named_error, open_image
 from genrl.vlm.rollout.frames import clip_of
 from genrl.vlm.rollout.rollout import order
 from genrl.vlm.rollout.turns import prompt_of
@@ -122,11 +122,30 @@ class Questions:
             return Row(found.name, prompt, found.columns)
         return self._row(number, {"image": self._picture, "video": self._clip})
 
+    def row(self, number: int) -> Row:
+        """The same, of a row that cannot be made a question with what is `broken`, and the columns that it has."""
+        try:
+            return self[number]
+        except Exception as error:  # noqa: BLE001 a data set, a decoder or a user's format may raise anything
+            where, columns = f"{self.source}:{number + 1}", dict[str, Any]()
+            if isinstance(self.rows, list):
+                one = self.rows[number]
+                where, columns = (self._name(number), dict(one.columns if isinstance(one, Asked) else one))
+            return Row(where, Prompt(("?",), where=where, broken=named_error(where, error)), columns)
+
+    def _name(self, number: int) -> str:
+        one = self.rows[number] if isinstance(self.rows, list) else None
+        return f"{self.source}:{one.line if isinstance(one, Asked) else number + 1}"
+
     def _row(self, number: int, opened: dict[str, Opener]) -> Row:
         """The row of data of this number. opened: what becomes of its pictures and clips."""
-        task, one, where = self.config.task, self.rows[number], f"{self.source}:{number + 1}"
+        task, where = self.config.task, self._name(number)
+        try:
+            one = self.rows[number]
+        except Exception as error:  # a data set decodes its pictures itself
+            raise ValueError(named_error(where, error)) from error
         if isinstance(one, Asked):
-            where, columns = f"{self.source}:{one.line}", {task.prompt: one.text, **one.columns}
+            columns = {task.prompt: one.text, **one.columns}
         else:  # of a data set or a script
             columns = dict(one)
         if self.format is not None:
@@ -169,12 +188,26 @@ class Questions:
         return (clip_of(held, task.fps, task.frames, where),)
 
     def _picture(self, where: str, picture: Any) -> tuple[Image.Image | Path]:
-        if isinstance(picture, Image.Image):
+        if isinstance(picture, Mapping) and picture.get("bytes") is None and isinstance(picture.get("path"), str):
+            picture = picture["path"]
+        if isinstance(picture, str) and "://" not in picture[:10] and not picture.startswith("data:"):
+            return (self._file(where, picture),)
+        if isinstance(picture, Image.Image) and picture.mode == "RGB" and picture.format is None:
             return (picture,)
-        if isinstance(picture, str):
-            return (Path(str(self.source)).parent / picture,)
-        kind = type(picture).__name__
-        raise ValueError(f"{where}: a picture is a file or an opened picture, found a {kind} (task.image, task.video)")
+        return (open_image(picture, where),)
+
+    def _file(self, where: str, name: str) -> Path:
+        """A file that a row names: beside a .jsonl file, in the folder of a data set, then beside that."""
+        if Path(name).is_absolute():
+            return Path(name)
+        if is_given(self.source or "") or not is_data_set(str(self.source)):
+            return Path(str(self.source)).parent / name
+        named = DATA_SET.fullmatch(str(self.source))
+        folder = Path(named["name"] if named else "").expanduser()
+        if named is None or not folder.is_dir():
+            raise ValueError(f"{where}: the picture {name!r} is a relative path, and the data set is no folder here")
+        inside, beside = folder / name, folder.parent / name
+        return beside if beside.is_file() and not inside.is_file() else inside
 
 
 def _unopened(where: str, held: Any) -> tuple[Any]:

@@ -60,7 +60,7 @@ def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, 
     for start in range(0, -(-len(questions) // processes), together):  # as often in every process
         numbers, failures = mine[start : start + together], dict[str, tuple[Failure, ...]]()
         if numbers:
-            rows = [questions[number] for number in numbers]
+            rows = [questions.row(number) for number in numbers]
             found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
             values, failures = found.scores[config.reward_labels[0]], found.failures
             first = values >= config.evaluation.right_at - 1e-9  # not where there is no score

@@ -25,7 +25,7 @@ from genrl.vlm.methods.sharing import padded
 from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.pictures import blank
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.processor import Unreadable
+from genrl.vlm.policies.processor import Prompt, Unreadable, named_error
 from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.tasks.rows import Row
 from genrl_rewards.contract import Reward, Scores
@@ -246,23 +246,50 @@ class Part(NamedTuple):
 
 
 def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
-    """Groups of answers to these questions, so many at a time; a sample's key is (*keys, its question's name). A
-    picture that cannot be opened is black, and the answers to its question will have no score."""
+    """Groups of answers to these questions, so many at a time; a sample's key is (*keys, its question's name). One that
+    cannot be prepared (a picture that cannot be opened, a text that is too long, ...) is asked about black pictures or
+    not at all, and the answers to it will have no score."""
     settings, size = config.generation, config.generation.group_size
     together = max(1, (settings.batch_size or len(rows) * size) // size)
     for start in range(0, len(rows), together):
         some, prompts, unread = list(rows[start : start + together]), list[Encoded](), dict[int, str]()
         for k, row in enumerate(some):
             try:
-                prompts.append(policy.encode(row.prompt))
-            except Unreadable as error:
-                logger.warning("%s; its answers have no score", error)
-                unread[k], some[k] = str(error), replace(row, prompt=blank(row.prompt))
-                prompts.append(policy.encode(some[k].prompt))
+                if row.prompt.broken:  # which policies over other tokens do not look at
+                    raise Unreadable(row.prompt.broken)
+                prompts.append(_encoded(policy, config, row.prompt))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 processors and tokenizers raise anything for data from outside
+                unread[k] = named_error(row.name, error)
+                logger.warning("%s; its answers have no score", unread[k])
+                some[k], encoded = _in_place_of(policy, config, row, error)
+                prompts.append(encoded)
+        columns = next((row.columns for k, row in enumerate(some) if k not in unread), {})
+        for k in unread:  # a row that is broken may lack columns, by which the others are scored
+            some[k] = replace(some[k], columns={**columns, **some[k].columns})
         named = [(*keys, row.name) for row in some]
         made = sample(policy, config, prompts, size, settings.temperature, named)
         greedy = sample(policy, config, prompts, 1, 0.0, named) if config.trainer.greedy else None
         yield Part(some, prompts, made, greedy, unread)
+
+
+def _encoded(policy: Policy, config: VLMConfig, prompt: Prompt) -> Encoded:
+    """A prompt that the model has room for."""
+    made = policy.encode(prompt)
+    if not isinstance(policy, SequencePolicy):
+        policy.check_room([made], config.generation.max_new_tokens)
+    return made
+
+
+def _in_place_of(policy: Policy, config: VLMConfig, row: Row, error: Exception) -> tuple[Row, Encoded]:
+    """The same question about black pictures, or a mark alone where that cannot be asked either."""
+    for prompt in (blank(row.prompt), Prompt(("?",), where=row.name)):
+        try:
+            return replace(row, prompt=prompt), _encoded(policy, config, prompt)
+        except ValueError:
+            continue
+    raise error
 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
@@ -273,8 +300,13 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
     rows, prompts, made, greedy, unread = part
     size = config.generation.group_size
     of_row = [number for number in range(len(rows)) for _ in range(size)]
-    scores, failures = _all_or_none(score(config, opened, rows, made, of_row))
-    if greedy is not None:
+    if len(unread) == len(rows):  # there may be no columns to score by
+        labels = [*opened, *(greedy_label(label) for label in opened if greedy is not None)]
+        scores = {label: torch.full((len(of_row),), math.nan, dtype=torch.float64) for label in labels}
+        failures: dict[str, tuple[Failure, ...]] = {}
+    else:
+        scores, failures = _all_or_none(score(config, opened, rows, made, of_row))
+    if greedy is not None and len(unread) < len(rows):
         compared, failed = _all_or_none(score(config, opened, rows, greedy, range(len(rows))))
         for label in opened:
             scores[greedy_label(label)] = compared[label][of_row]

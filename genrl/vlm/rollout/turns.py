@@ -15,6 +15,8 @@ from genrl.vlm.policies.processor import Prompt, Turn
 PLACE = re.compile(r"(<image>|<video>)")
 KINDS = ("image", "video")
 ROLES = ("system", "user", "assistant")
+SHARE_GPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
+"""Roles of rows of the form `conversations: [{from, value}]`."""
 
 
 class Place(NamedTuple):
@@ -56,15 +58,21 @@ def prompt_of(
 
 def _parts(text: str, where: str) -> list[str | Place]:
     if not text.strip():
-        raise ValueError(f"{where}: the question is empty")
+        raise ValueError(f"{where}: the question or a message is empty")
     return [Place(part[1:-1]) if PLACE.fullmatch(part) else part for part in PLACE.split(text) if part]
 
 
 def _message(message: Any, where: str) -> Said:
-    role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, Mapping) else (None, None)
+    role, content = None, None
+    if isinstance(message, Mapping):
+        role = message.get("role", SHARE_GPT.get(str(message.get("from")), message.get("from")))
+        content = message.get("content", message.get("value"))
+    if role == "system" and isinstance(content, str) and not content.strip():
+        return role, []  # the row asks for none, whatever the chat template's own is
     if role not in ROLES or not isinstance(content, str | list):
         raise ValueError(
-            f"{where}: a message is {{role: {' | '.join(ROLES)}, content: text or parts}}, found {message!r:.80}"
+            f"{where}: a message is {{role: {' | '.join(ROLES)}, content: text or parts}} or {{from, value}}, "
+            f"found {message!r:.80}"
         )
     if isinstance(content, str):
         return role, _parts(content, where)

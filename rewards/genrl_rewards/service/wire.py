@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from genrl_rewards.contract import IMAGE_COLUMNS, Scored, Scores
-from genrl_rewards.pictures import to_uint8
+from genrl_rewards.pictures import open_picture, picture_size, to_uint8
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +215,7 @@ def _from_json(body: bytes, limits: Limits) -> Request:
         pictures[kind] = opened[len(opened) - len(files) :]
     if not pictures.get("images"):
         raise BadRequest("images must be a list of files in base64")
-    sizes = {picture.size for picture in pictures["images"]}
+    sizes = {picture_size(picture) for picture in pictures["images"]}
     if len(sizes) > 1:
         raise BadRequest("the images must be of one size")
     ((width, height),) = sizes
@@ -249,9 +249,9 @@ def _open(file: str, where: str) -> Image:
 
 def _decoded(picture: Image, k: int) -> Image:
     try:
-        return picture.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise BadRequest(f"picture {k} cannot be decoded") from error
+        return open_picture(picture, str(k))
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
 
 
 def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]]) -> Request:

@@ -311,14 +311,16 @@ def test_bfloat16_weights_give_near_float32_log_probabilities(folder: Callable[[
 
 def test_bad_images_are_named(load: Callable[[str], Policy], tmp_path: Path) -> None:
     policy = load("llava")
-    with pytest.raises(ValueError, match=r"data.jsonl row 3: there is no image .*gone.png"):
+    with pytest.raises(
+        ValueError, match=r"data.jsonl row 3: picture .*gone.png' cannot be read: there is no such file"
+    ):
         policy.encode(Prompt((tmp_path / "gone.png",), where="data.jsonl row 3"))
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"row 4: the image .*bad.png cannot be read"):
+    with pytest.raises(ValueError, match=r"row 4: picture .*bad.png' cannot be read"):
         policy.encode(Prompt((tmp_path / "bad.png",), where="row 4"))
     picture(0, 16, 16).save(tmp_path / "cut.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"cut.png cannot be read"):
+    with pytest.raises(ValueError, match=r"cut.png' cannot be read"):
         policy.encode(Prompt((tmp_path / "cut.png",)))
     with pytest.raises(ValueError, match="holds '<image>', which stands for an image"):
         policy.encode(Prompt(("What is an <image>?",)))

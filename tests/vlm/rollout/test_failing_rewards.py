@@ -174,10 +174,10 @@ def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run
         assert sum(bad) == 4 and totals(settings, answers.scores).isnan().tolist() == bad
         assert row["reward/picky_failed"] == row["reward/tag_format_failed"] == 4.0
         assert run.estimate(answers) is not None
-    assert "a.jsonl:2: the image" in caplog.text and "its answers have no score" in caplog.text
+    assert "a.jsonl:2: picture" in caplog.text and "its answers have no score" in caplog.text
     broken(tmp_path, 4)
     with (
         vlm_runs.opened(settings) as run,
-        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: the image .*cannot be read"),
+        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: picture .*cannot be read"),
     ):
         run.draw()

@@ -85,7 +85,7 @@ def test_an_unreadable_picture_is_named_with_its_row(tmp_path: Path) -> None:
     source = written(tmp_path, 4, "a")
     (tmp_path / "a-0.png").write_bytes(b"no picture")
     task = {"name": None, "train": source, "prompt": "question", "image": "picture"}
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the image .*a-0\.png cannot be read"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: picture .*a-0\.png. cannot be read"):
         train(vlm_runs.config(tmp_path, task=task))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from genrl.runtime.show.mp4 import read_mp4
 from genrl.vla.data.lerobot_dataset import layout
 from genrl.vla.data.lerobot_dataset.layout import Episode
 from genrl.vla.policies.policy import Statistics
+from genrl_rewards.pictures import open_picture
 
 _CONVERT = "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=<its repository>"
 
@@ -236,20 +236,12 @@ def _tasks(folder: Path) -> dict[int, str]:
 
 
 def _pictures(column: pa.ChunkedArray, where: str) -> NDArray[np.uint8]:
-    from PIL import Image
-
     found = []
     for t, cell in enumerate(column.to_pylist()):
         content = cell["bytes"] if isinstance(cell, dict) else None
         if content is None:
             raise ValueError(f"{where}, frame {t}: there is no picture in the file")
-        try:
-            with Image.open(io.BytesIO(content)) as image:
-                if image.mode.startswith(("I", "F")):
-                    raise ValueError(f"it is a depth map ({image.mode}), which genrl does not read")
-                found.append(np.asarray(image.convert("RGB")))
-        except (OSError, ValueError, SyntaxError) as error:
-            raise ValueError(f"{where}, frame {t}: {error}") from error
+        found.append(np.asarray(open_picture(content, f"{where}, frame {t}")))
     sizes = {picture.shape for picture in found}
     if len(sizes) > 1:
         raise ValueError(f"{where}: pictures of different sizes {sorted(sizes)}")
