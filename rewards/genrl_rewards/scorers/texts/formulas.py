@@ -122,6 +122,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", re.sub(r"\^\s*(-?\d+)", r"^{\1}", text))
     text = re.sub(r"\b(?:minus|negative)\s+(?=[\d.])", "-", text, flags=re.IGNORECASE)
     text = re.sub(r"((?:^|[=(,\[{:])\s*[-+])\s+(?=[\d.\\])", r"\1", text)
+    text = re.sub(r"((?:^|[=(,\[{:])\s*)\+(?=[\d.\\])", r"\1", text)  # math-verify reads no +1,200
     text = re.sub(r"\b([A-Za-z]) (?:is|equals) ", r"\1 = ", text)
     text = re.sub(r"\s+(?:or|and)\s+|\s*;\s*", ", ", text)
     return re.sub(r"(?<![\d:.])(\d+(?:\.\d+)?)((?:\s*:\s*\d+(?:\.\d+)?){2,})(?![\d:.])", _ratio, text)
