@@ -34,6 +34,7 @@ from benchmarks.server_drills import broken_servers, mutated_bodies, slow_strang
 from genrl.config import RunConfig, dump, load
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder import run as run_folder
+from genrl.runtime.folder.edits import config_edits
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop import frame
 from tests import run_folders
@@ -196,7 +197,7 @@ def _after_damage(
         except Exception as error:  # noqa: BLE001  # any other is a failure of the drill
             return [f"{name}: {type(error).__name__}: {error}"]
         if dump(again) != dump(config):
-            edits = run_folder.config_edits(dump(config), dump(again))
+            edits = config_edits(dump(config), dump(again))
             allowed = all(any(fnmatchcase(key, one) for one in run_folder.EDITABLE) for key in edits)
             return [] if allowed else [f"{name}: another configuration was taken: {list(edits.values())[:2]}"]
         unread = file.is_relative_to(run / "checkpoints") and damaged != whole

@@ -65,8 +65,8 @@ for line in sys.stdin:
     print(code, flush=True)
 """
 """A process that has imported the libraries and runs one `genrl` command after another, each in a fork of itself: else
-most of a brief run would be imports. Several processes find each other as those of torchrun do, which `genrl train
---nproc` becomes. PYTHONPATH says whose genrl it is."""
+most of a brief run would be imports. Several processes find each other as those of torchrun do, and those of
+`genrl train --nproc`. PYTHONPATH says whose genrl it is."""
 
 Server = subprocess.Popen[str]
 

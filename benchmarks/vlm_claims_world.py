@@ -17,7 +17,8 @@ from PIL import Image
 from genrl.playground.shapes import Scene, draw
 from genrl.playground.tasks import clips, jigsaw, quality, series, shapes
 from genrl.vlm.tasks.rows import Question, Split
-from genrl_rewards.scorers.texts.verifiable import answer_in, iou_of, number_in, numbers_in
+from genrl_rewards.scorers.texts.expected import number_in, numbers_in
+from genrl_rewards.scorers.texts.verifiable import answer_in, iou_of
 
 RADIUS = (3.5, 5.0)  # of 64; the task `shapes` has 7 to 8.5
 NOISE = 0.35  # of the strongest that `quality` knows

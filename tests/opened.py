@@ -46,5 +46,5 @@ def saved_again(file: str) -> None:
         found = checkpoint.latest(Run(Path(config.output)).checkpoints)
         assert found is not None
         run.loop.restore(found)
-        run.loop._outdated = True
+        run.loop.outdated = True
         run.loop.save()

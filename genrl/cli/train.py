@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -104,18 +103,16 @@ def _remark(text: str) -> None:
 
 
 def _launch(nproc: int) -> None:
-    """Become torchrun of this very command, without --nproc. (`accelerate launch` would import torchvision.)"""
+    """Be the launcher of this very command, without --nproc."""
+    from genrl.cli.launch import launch
+
     arguments, skip = [], False
     for argument in sys.argv[1:]:
         if skip or argument == "--nproc" or argument.startswith("--nproc="):
             skip = argument == "--nproc" and not skip
             continue
         arguments.append(argument)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
     # `-m` would search the current folder first, where a user's datasets.py or tests.py may lie
-    os.environ["PYTHONSAFEPATH"] = "1"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command += ["-m", "genrl", *arguments]
-    if sys.platform == "win32":  # has no exec: the shell would go on while it runs
-        raise typer.Exit(subprocess.call(command))
-    os.execv(sys.executable, command)
+    environment["PYTHONSAFEPATH"] = "1"
+    raise typer.Exit(launch([sys.executable, "-m", "genrl", *arguments], nproc, environment))

@@ -53,9 +53,6 @@ class Economy(Section):
                 text = f"{chosen.replay.share:g} of {prompts} prompts are less than one; use a larger"
                 keys = (f"{at}.replay.share", f"{section}.prompts_per_iteration")
                 yield keys, f"{text} share or leave replay out"
-            if chosen.candidates == 1 and chosen.replay is None:
-                text = "one prompt leaves nothing to choose; write 8, or give replay"
-                yield (f"{at}.candidates", f"{at}.replay"), text
             if chosen.by == "spread" and group < 2:
                 yield (f"{at}.by", f"{section}.group_size"), "one sample has no spread; write 2 or more"
             if staleness:

@@ -14,7 +14,6 @@ from genrl.config.json_schemas import (
     branches,
     keys_in,
     keys_of,
-    method_of,
     node_at,
     schema_of,
     tag_of,
@@ -91,10 +90,6 @@ TRL_NAMES: Mapping[str, tuple[str, ...]] = {
     "max_completion_length": ("generation.max_new_tokens",),
 }
 """Ours, for pipelines and for vision-language models. Looked at first: some are nearly the name of another key."""
-MOVED: Mapping[KeyPath, str] = {
-    ("model", "offload_text_encoders"): "model.offload.text_encoders: between (or encode_then_free)",
-    ("model", "offload_vae"): "model.offload.vae: between",
-}
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins) -> list[Problem]:
@@ -142,8 +137,6 @@ def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:
 
 def _text(kind: str, path: KeyPath, data: Any) -> str:
     node = node_at(path, data)
-    if (instead := _moved(path, data)) is not None:
-        return instead
     if kind == "extra_forbidden":
         return _unknown_key(path, data)
     if kind in ("missing", "union_tag_not_found"):
@@ -151,17 +144,6 @@ def _text(kind: str, path: KeyPath, data: Any) -> str:
         return f"missing, and it has no default; allowed: {allowed(node)}. {about}".rstrip()
     value = value_at(path, data)
     return f"found {_shown(value)}; allowed: {allowed(node)}{_hint(value, node)}"
-
-
-def _moved(path: KeyPath, data: Any) -> str | None:
-    """What to write instead of a key, or a value, that a method no longer has."""
-    if path in MOVED:
-        return f"is now {MOVED[path]}"
-    if path[:1] != ("trainer",):
-        return None
-    method, key = method_of(data), dotted(path[1:])
-    moved = method.moved if method is not None else {}
-    return moved.get(key) or moved.get(f"{key}: {value_at(path, data)}")
 
 
 def _unknown_key(path: KeyPath, data: Any) -> str:

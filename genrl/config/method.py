@@ -50,8 +50,6 @@ class Method(Section):
     """Heading of its metrics in docs/metrics.md; empty = the name of the class."""
     metrics: ClassVar[Mapping[str, MetricDoc]] = {}
     """What it logs beside what every run of its kind logs, and beside the `metrics` of its base classes."""
-    moved: ClassVar[Mapping[str, str]] = {}
-    """Keys, or `key: value`, that it no longer has -> what to write instead."""
 
     algorithm: Text = ""
     """Which method: a built-in name, an installed one, or path/file.py:Name."""

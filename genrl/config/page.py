@@ -7,6 +7,7 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from genrl.config.kinds import KINDS, schema_class
+from genrl.config.method import Method, built_in
 from genrl.config.run_config import RunConfig
 from genrl.config.section import Section
 
@@ -114,7 +115,9 @@ def _kind(section: type[Section]) -> str:
 
 
 def _models(annotation: Any) -> list[type[Section]]:
-    """The sections an annotation may hold."""
+    """The sections an annotation may hold; in place of the base class of a kind's methods, all of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Method):
+        return list(built_in(annotation.kind).values())
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [model for argument in get_args(annotation) for model in _models(argument)]

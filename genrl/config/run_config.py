@@ -94,7 +94,6 @@ class RunConfig(Section):
         """Settings that cannot work together. Looks at values only; what needs the disk is in `file_problems`."""
         sharded_by = "distributed.fsdp" if self.distributed.fsdp else "model.offload.denoiser"
         yield from self.optimizer.problems(sharded_by if self.trains_shards else None)
-        yield from self.distributed.problems()
         yield from self._monitor_problems()
         at, age = self.age
         if age >= self.iterations:
@@ -111,10 +110,16 @@ class RunConfig(Section):
             meant = f"did you mean {hint[0]!r}? " if hint else ""
             text = f"no held-out figure is called {monitor.reward!r}; {meant}they are: {', '.join(self.watchable)}"
             yield (f"{at}.reward",), text
-        after = -(-self.iterations // every) if every else 0  # evaluations besides the first, before training
+        if every == 0:
+            yield (
+                (at, "evaluation.every"),
+                "nothing is evaluated, so nothing can be watched; evaluate every 20 iterations",
+            )
+            return
+        after = -(-self.iterations // every)  # besides the first, before training
         if monitor.patience > after:
-            text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; evaluate more"
-            yield (f"{at}.patience", "evaluation.every", "iterations"), f"{text} often"
+            text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; use {after}"
+            yield (f"{at}.patience", "evaluation.every", "iterations"), f"{text} or less"
 
     def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
         """What is wrong with the files that this kind of run names; remarks that stop nothing are put into `notes`."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from genrl.config.errors import Finding
 from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Text, Whole
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -131,11 +130,6 @@ class Distributed(Section):
     """Processes that compute each sample of a pipeline together: its tokens are divided over them (Ulysses)."""
     timeout_s: Positive = 600.0
     """Seconds without progress after which a stuck run is stopped."""
-
-    def problems(self) -> Iterator[Finding]:
-        """What cannot be shared out so."""
-        if self.shard != "all" and not self.fsdp:
-            yield ("distributed.shard", "distributed.fsdp"), "nothing is sharded; write fsdp: true, or leave it out"
 
 
 def labels_of(names: Iterable[str]) -> tuple[str, ...]:

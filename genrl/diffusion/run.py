@@ -34,7 +34,6 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
     Finishing,
@@ -47,9 +46,10 @@ from genrl.diffusion.rollout.rollout import (
     iteration_rows,
     jobs_of,
 )
-from genrl.diffusion.rollout.scoring import Scorers, Scoring
+from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.loop import Loop
@@ -372,7 +372,8 @@ class DiffusionRun:
             rows = [row for row in rows if row["step"] <= best]
         saved = checkpoint.latest(run.checkpoints)
         if self.weights.is_lora and loop.is_complete and saved is not None:
-            shutil.copytree(saved / "lora", run.lora, dirs_exist_ok=True)
+            with whole_folder(run.lora) as place:
+                shutil.copytree(saved / "lora", place, dirs_exist_ok=True)
             write_card(run.lora, config, rows, list(dict.fromkeys(prompt.text for prompt in self.eval_prompts))[:5])
         picture = before_after(run.samples)
         if picture is not None:

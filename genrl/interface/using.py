@@ -262,6 +262,7 @@ def export(
     ['README.md', 'pytorch_lora_weights.safetensors']
     """
     from genrl.diffusion.config.schema import Config
+    from genrl.runtime.folder.whole import whole_folder
     from genrl.vla.config.schema import VLAConfig
     from genrl.vlm.config.schema import VLMConfig
 
@@ -280,19 +281,20 @@ def export(
         raise ValueError("form: is of a pipeline's LoRA; leave it out")
     if isinstance(config, VLAConfig) and full:
         raise ValueError("full: a policy is always written whole; leave it out")
-    match config:
-        case Config():
-            from genrl.diffusion.policy.export import export as write
+    with whole_folder(Path(out)) as place:
+        match config:
+            case Config():
+                from genrl.diffusion.policy.export import export as write
 
-            write(Path(run), Path(out), step=step, full=full, form=form)
-        case VLAConfig():
-            from genrl.vla.setup import export as write_policy
+                write(Path(run), place, step=step, full=full, form=form)
+            case VLAConfig():
+                from genrl.vla.setup import export as write_policy
 
-            write_policy(Path(run), Path(out), step)
-        case VLMConfig():
-            from genrl.vlm.policies.folder import load_trained, save_model
+                write_policy(Path(run), place, step)
+            case VLMConfig():
+                from genrl.vlm.policies.folder import load_trained, save_model
 
-            save_model(load_trained(config, Path(run), step), config.vlm.path, Path(out), full=full)
+                save_model(load_trained(config, Path(run), step), config.vlm.path, place, full=full)
     if push is not None:
         hub.push(Path(run), Path(out), push, private=private)
     return Path(out)

@@ -1,26 +1,38 @@
-"""What runs that answer questions and runs of episodes share: how an iteration's answers are shared out, which weights
-draw, and what is said and saved at the end."""
+"""The base of runs that answer questions and of runs of episodes: which weights draw, how rows become advantages, and
+what is said and saved at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
-from torch import nn
+from accelerate.utils import gather_object
+from torch import Tensor, nn
 
 from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.versions import Versions
+from genrl.runtime.weights.optimization import Schedule
+from genrl.runtime.weights.optimizers import make_optimizer
+from genrl.runtime.weights.sharding import in_step
+from genrl.runtime.weights.weights import Weights
 from genrl.vlm.config.schema import Stage, VLMConfig
 from genrl.vlm.engines.generation import weights_changed
-from genrl.vlm.methods.estimate import Estimate
-from genrl.vlm.methods.sharing import Update
-from genrl.vlm.policies.folder import load_trained, save_model
+from genrl.vlm.engines.vllm import Sampler, use_vllm
+from genrl.vlm.methods.estimate import Estimate, estimate
+from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
+from genrl.vlm.policies.folder import load_trained, open_policy, save_model
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.shards import hold
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch
 
 SEEN = 0.02
@@ -45,64 +57,11 @@ class Headed(NamedTuple):
     heads: Mapping[str, nn.Module]
 
 
-@contextmanager
-def drawing(versions: Versions | None, loop: Loop, policy: Policy) -> Iterator[None]:
-    """Context with the weights that draw the running iteration, where these are older than the present ones."""
-    if versions is None or not versions.age(loop.iteration):
-        yield
-        return
-    with versions.drawing(loop.weights, loop.iteration):
-        weights_changed(policy)
-        yield
-    weights_changed(policy)
-
-
 def share_of(process: Process, number: int) -> list[int]:
     """This process's part of 0 to number - 1."""
     parts = np.array_split(np.arange(number), process.accelerator.num_processes)
     numbers: list[int] = parts[process.rank].tolist()
     return numbers
-
-
-def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None:
-    """Say that the model does not see what it is asked, where black pictures do as well."""
-    if seeing - blind < SEEN:
-        process.progress.say(
-            f"warning: {seeing:.3f} of the {what}, {blind:.3f} with black pictures: the model does not go by what it "
-            "sees, and reinforcement learning will hardly teach it to"
-        )
-
-
-def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]:
-    """Rows per pass of the model, of `rows` that a process has in an update, and the smaller numbers that can be
-    taken."""
-    size = (config.economy.keep or config.generation.group_size) if whole_groups else 1
-    return halvings(config.trainer.rows_per_pass or rows, size)
-
-
-def resized(config: VLMConfig, size: int) -> VLMConfig:
-    """The configuration with so many rows per pass."""
-
-    def smaller(part: VLMConfig | Stage) -> Any:
-        own = None if part.trainer is None else part.trainer.model_copy(update={"micro_batch": size})
-        return part.model_copy(update={"trainer": own})
-
-    stages = tuple(smaller(stage) for stage in config.stages)
-    changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
-    return changed
-
-
-def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:
-    """The model's folder, its average's weights where the run keeps one, and what is said at the end."""
-    folder = loop.process.run.folder / "model"
-    if loop.weights.is_sharded:  # this process has a share; the checkpoint just written has the whole
-        save_model(load_trained(loop.config, loop.process.run.folder), loop.config.vlm.path, folder)
-    else:
-        with loop.averaged():
-            save_model(policy, loop.config.vlm.path, folder)
-    rows = read_metrics(loop.process.run.metrics)
-    result = f"the model, as transformers saves it: {folder}"
-    say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
 
 
 def check_gap(gap: float) -> None:
@@ -113,3 +72,193 @@ def check_gap(gap: float) -> None:
             "average before any training. Look for another resizing of pictures, chat template, position ids or "
             "precision."
         )
+
+
+def trained_weights(policy: Policy, heads: Mapping[str, nn.Module]) -> Weights:
+    """The parameters that are trained, of the model and of what is trained beside it."""
+    model: Any = nn.ModuleDict({"policy": policy.model, **heads}) if heads else policy.model
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Weights(named, in_step=in_step(model))
+
+
+def open_reference(config: VLMConfig, process: Process, policy: Policy) -> Policy | None:
+    """The model before training where a loss reads it; None where nothing does, or it is the policy without its LoRA.
+    Both are in shards from here on, where the run has these."""
+    reference = None
+    if any(part.trainer.reference for part in config.parts) and policy.peft is None:
+        reference = open_policy(config, process.accelerator.device)
+        reference.model.requires_grad_(False)
+    hold(config, policy, *([] if reference is None else [reference]))
+    return reference
+
+
+@dataclass
+class VLMRun:
+    """One process of one run of a vision-language model; `loop` is there after `open_loop`.
+
+    reference: the model before training where the loss reads it and there is no LoRA."""
+
+    process: Process
+    config: VLMConfig
+    """The configuration of the present stage; `loop.config` is that of the run."""
+    preset: Preset | None
+    policy: Policy
+    reference: Policy | None
+    versions: Versions | None = field(default=None, init=False)
+    """The weights that draw, where they are not the newest."""
+    loop: Loop = field(init=False, repr=False)
+
+    result: ClassVar[tuple[str, str]]
+    """The metric that says how good the model is, and what the report shows."""
+
+    def open_loop(
+        self, groups: Mapping[str, tuple[list[nn.Parameter], float]], heads: Mapping[str, nn.Module], **options: Any
+    ) -> Sampler | None:
+        """Make loop and optimiser. groups: parameters and learning rate by name; heads: modules whose weights are
+        saved with the policy's; options: of `Loop`. Returns the engine that samples, where the model does not."""
+        config = self.config
+        optimizer = make_optimizer([{"params": p, "name": name} for name, (p, _) in groups.items()], config.optimizer)
+        schedule = Schedule(config.optimizer, {name: rate for name, (_, rate) in groups.items()}, config.iterations)
+        weights = trained_weights(self.policy, heads)
+        self.loop = Loop(config, self.process, weights, optimizer, schedule, self, **options)
+        if config.generation.staleness:
+            self.versions = Versions(config.generation.staleness)
+        return use_vllm(config, self.policy, self.process, optimizer)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the loss reads beside rewards and log-probabilities."""
+        return frozenset() if self.preset is None else self.preset.reads
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a pass of the model has no part of a group."""
+        return self.preset is not None and self.preset.group_loss is not None
+
+    @property
+    def age(self) -> int:
+        """How many iterations the weights are behind that draw the running one."""
+        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
+
+    def begin(self, found: Path | None) -> None:
+        """Keep the weights that draw with every checkpoint."""
+        if self.versions is not None:
+            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Context with the weights that draw the running iteration, where these are older than the present ones."""
+        return self._older()
+
+    @contextmanager
+    def _older(self) -> Iterator[None]:
+        if self.versions is None or not self.age:
+            yield
+            return
+        with self.versions.drawing(self.loop.weights, self.loop.iteration):
+            weights_changed(self.policy)
+            yield
+        weights_changed(self.policy)
+
+    def updates(self, mask: Tensor, size: int) -> list[Update]:
+        """How rows mask [B, T], in groups of `size`, are shared out to optimiser steps and micro-batches."""
+        settings = cast(RecipeMethod, self.config.trainer)
+        return updates_of(
+            mask,
+            size,
+            updates=settings.updates,
+            micro=settings.micro_batch,
+            seed=self.config.seed,
+            loop=self.loop,
+            whole_groups=self.whole_groups,
+        )
+
+    def estimated(self, rows: Mapping[str, Tensor], size: int, updates: list[Update], **known: Any) -> Estimated:
+        """Advantages and weights of this process's rows, tensors by name, from those of all processes. known: further
+        arguments of `estimate`."""
+        assert self.preset is not None, "the methods whose rows are estimated have one"
+        counts = gather_object([len(rows["mask"])])
+        found = estimate(self.preset, batch_of_all(rows, size), **known)
+        if self.loop.iteration == 0 and "sampler" in rows:
+            check_gap(found.metrics["sampler_gap_mean"])
+        share = ours(found.batch, counts, self.process.rank, rows["mask"].shape[1])
+        return Estimated(share, found, updates)
+
+    def finish(self, row: dict[str, float]) -> None:
+        """End the iteration with what was measured in it."""
+        row["lr"] = self.loop.lr
+        if self.versions is not None:
+            row["staleness"] = float(self.age)
+        self.loop.finish(row)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """What `evaluated` measures with the weights that the loop has put in place: the average's, where there is
+        one."""
+        if self.loop.config.ema is not None:
+            weights_changed(self.policy)
+        row = self.evaluated(iteration)
+        if self.loop.config.ema is not None:  # the caller puts the trained ones back
+            weights_changed(self.policy)
+        return row
+
+    def evaluated(self, iteration: int) -> dict[str, float]:
+        """Metrics on held-out data."""
+        raise NotImplementedError
+
+    def warn_blind(self, seeing: float, blind: float, what: str) -> None:
+        """Say that the model does not see what it is asked, where black pictures do as well."""
+        if seeing - blind < SEEN:
+            self.process.progress.say(
+                f"warning: {seeing:.3f} of the {what}, {blind:.3f} with black pictures: the model does not go by what "
+                "it sees, and reinforcement learning will hardly teach it to"
+            )
+
+    def export(self, folder: Path | None) -> None:
+        """Checkpoints hold the trained weights alone."""
+
+    def rows_at_most(self) -> int:
+        """The rows that a process has in an update."""
+        raise NotImplementedError
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Rows per pass of the model, and the smaller numbers that can be taken."""
+        config = self.config
+        size = (config.economy.keep or config.generation.group_size) if self.whole_groups else 1
+        return halvings(config.trainer.rows_per_pass or self.rows_at_most(), size)
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many rows."""
+
+        def smaller(part: VLMConfig | Stage) -> Any:
+            trainer = None if part.trainer is None else part.trainer.model_copy(update={"micro_batch": size})
+            return part.model_copy(update={"trainer": trainer})
+
+        def resized(config: VLMConfig) -> VLMConfig:
+            stages = tuple(smaller(stage) for stage in config.stages)
+            changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
+            return changed
+
+        self.loop.config, self.config = resized(self.loop.config), resized(self.config)
+
+    def forget(self) -> None:
+        """Samples of an iteration that is undone are no part of this; the weights are those of its beginning."""
+        weights_changed(self.policy)
+
+    def hand_over(self) -> Any:
+        """The model as trained, its average where there is one, with its adapters, for use without this run."""
+        self.loop.keep_average()
+        return self.policy.model if self.policy.peft is None else self.policy.peft
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the model's folder, its average's weights where the run keeps one, report,
+        and where they are."""
+        loop, (metric, pictures) = self.loop, self.result
+        folder = loop.process.run.folder / "model"
+        with whole_folder(folder) as place:
+            if loop.weights.is_sharded:  # this process has a share; the checkpoint just written has the whole
+                save_model(load_trained(loop.config, loop.process.run.folder), loop.config.vlm.path, place)
+            else:
+                with loop.averaged():
+                    save_model(self.policy, loop.config.vlm.path, place)
+        rows = read_metrics(loop.process.run.metrics)
+        result = f"the model, as transformers saves it: {folder}"
+        say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -17,21 +17,14 @@ from torch import nn
 
 from genrl.config.method import module_of
 from genrl.runtime.loop import economy
-from genrl.runtime.loop.loop import Loop
-from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.versions import Versions
-from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
+from genrl.vlm.common import Estimated, VLMRun, share_of
 from genrl.vlm.config.schema import VLMConfig, columns_of
-from genrl.vlm.engines.generation import answering, weights_changed
+from genrl.vlm.engines.generation import answering
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
-from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.extras import Average, computed
-from genrl.vlm.methods.sharing import batch_of_all, ours, updates_of
-from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.policies.weights import checkpoint_weights
 from genrl.vlm.recipe.method import RecipeMethod
-from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
@@ -44,32 +37,22 @@ from genrl_rewards.contract import Reward
 
 
 @dataclass
-class AnswersRun:
-    """One process of one run; `loop` is set once it is opened.
+class AnswersRun(VLMRun):
+    """One process of a run that answers questions."""
 
-    reference: the model before training where the loss reads it and there is no LoRA."""
-
-    process: Process
-    config: VLMConfig
-    """The configuration of the present stage; `loop.config` is that of the run."""
-    preset: Preset | None
-    policy: Policy
-    reference: Policy | None
     average: Average | None
     opened: Mapping[str, Reward]
     questions: Questions
     heads: Mapping[str, nn.Module] = field(default_factory=dict)
     """What the method trains beside the policy."""
     synthesis: Synthesis | None = None
-    versions: Versions | None = None
-    """The weights that draw, where they are not the newest."""
     server: Server | None = None
     """Where the answers of coming iterations are drawn while one is trained."""
     stage: int = -1
     """Whose questions and method these are; -1: none was entered."""
-    loop: Loop = field(init=False, repr=False)
     held_out: Questions | None = None
     """The questions of evaluations, read when they are first needed."""
+    result: ClassVar[tuple[str, str]] = ("accuracy", "curves")
     shown: Shown = field(default_factory=Shown)
     """What the last evaluation made that is no text."""
 
@@ -80,30 +63,19 @@ class AnswersRun:
         return whole.at(self.loop.iteration)[1].trainer
 
     def begin(self, found: Path | None) -> None:
-        """Average and stage go into checkpoints."""
+        """Keep the average with every checkpoint."""
         if self.average is not None:
             self.loop.keep("average", self.average)
-        if self.versions is not None:
-            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
-
-    @property
-    def age(self) -> int:
-        """How many iterations the weights are behind that draw the running one."""
-        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
+        super().begin(found)
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Context with the weights that draw the running iteration, where these are older than the present ones."""
-        return drawing(None if self.server is not None else self.versions, self.loop, self.policy)
+        """Context with the weights that draw the running iteration, unless a server has them."""
+        return super().drawing() if self.server is None else nullcontext()
 
     @property
     def bounds(self) -> bool:
         """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
         return self.config.trainer.bounds
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """What the loss reads beside rewards and log-probabilities."""
-        return frozenset() if self.preset is None else self.preset.reads
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
@@ -211,22 +183,11 @@ class AnswersRun:
 
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
-        config, loop, rank = self.config, self.loop, self.loop.process.accelerator.process_index
-        counts = gather_object([len(answers.rows)])
-        if sum(counts) == 0:
+        config, loop = self.config, self.loop
+        if sum(gather_object([len(answers.rows)])) == 0:
             return None
-        settings, preset = cast(RecipeMethod, config.trainer), self.preset
         size = config.economy.keep or config.generation.group_size
-        assert preset is not None, "the methods whose answers are estimated have one"
-        updates = updates_of(
-            answers.mask,
-            size,
-            updates=settings.updates,
-            micro=settings.micro_batch,
-            seed=config.seed,
-            loop=loop,
-            whole_groups=preset.group_loss is not None,
-        )
+        updates = self.updates(answers.mask, size)
         parts = [part for update in updates for part in update.parts]
         if self.versions is not None and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
             raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
@@ -241,29 +202,21 @@ class AnswersRun:
             mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
         else:
             mine["sampler"] = answers.sampler_log_prob
-        batch = batch_of_all(mine, size)
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
-        found = estimate(preset, batch, prompts=prompts, visits=visits)
-        if found.visits:
-            loop.memory["visits"] = {name: list(entry) for name, entry in found.visits.items()}
-        if loop.iteration == 0 and not self.bounds:
-            check_gap(found.metrics["sampler_gap_mean"])
-        own = ours(found.batch, [count * size for count in counts], rank, mine["mask"].shape[1])
-        return Estimated(own, found, updates)
+        ready = self.estimated(mine, size, updates, prompts=prompts, visits=visits)
+        if ready.found.visits:
+            loop.memory["visits"] = {name: list(entry) for name, entry in ready.found.visits.items()}
+        return ready
 
-    def evaluate(self, iteration: int) -> dict[str, float]:
+    def evaluated(self, iteration: int) -> dict[str, float]:
         """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
         whole: VLMConfig = self.loop.config
-        if whole.ema is not None:
-            weights_changed(self.policy)
         row = self._target_loss(whole, iteration)
         if whole.rewards:
             row |= self._judged(whole, iteration)
         if evaluate := getattr(module_of(whole.trainer), "evaluate", None):  # the method's own
             row |= evaluate(self)
-        if whole.ema is not None:  # the caller puts the trained ones back
-            weights_changed(self.policy)
         return row
 
     def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
@@ -289,7 +242,7 @@ class AnswersRun:
             blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind
             if iteration == 0:
-                warn_blind(self.process, row["eval/accuracy_mean"], blind, "answers are right")
+                self.warn_blind(row["eval/accuracy_mean"], blind, "answers are right")
         if self.process.is_main:
             save_answers(self.process, found, self.shown, iteration)
         return row
@@ -310,34 +263,10 @@ class AnswersRun:
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)
 
-    def export(self, folder: Path | None) -> None:
-        """Checkpoints hold the trained weights alone."""
-
-    def micro_batch_sizes(self) -> list[int]:
-        """Answers per pass, and the smaller numbers that can be taken."""
-        config, parts = self.config, self.process.accelerator.num_processes
+    def rows_at_most(self) -> int:
+        """The answers that a process has in an update."""
+        config, parts = self.config, int(self.process.accelerator.num_processes)
         if isinstance(config.trainer, RecipeMethod):
             parts = max(parts, config.trainer.updates)  # of one update, a process may have all groups
         groups = -(-config.generation.prompts_per_iteration // parts)
-        rows = groups * (config.economy.keep or config.generation.group_size)
-        return pass_sizes(
-            self.config, rows, whole_groups=self.preset is not None and self.preset.group_loss is not None
-        )
-
-    def resize(self, size: int) -> None:
-        """From here on a pass has so many answers."""
-        self.loop.config = resized(self.loop.config, size)
-        self.config = resized(self.config, size)
-
-    def forget(self) -> None:
-        """Answers of an iteration that is undone are no part of this; the weights are those of its beginning."""
-        weights_changed(self.policy)
-
-    def hand_over(self) -> Any:
-        """The model as trained, its average where there is one, with its adapters, for use without this run."""
-        self.loop.keep_average()
-        return self.policy.model if self.policy.peft is None else self.policy.peft
-
-    def conclude(self) -> None:
-        """The end of a run, complete or not: the model's folder, report, and where they are."""
-        save_result(self.loop, self.policy, "accuracy", pictures="curves")
+        return groups * (config.economy.keep or config.generation.group_size)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
 from genrl.config.method import module_of
 from genrl.runtime.loop import frame
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.replay import Reopened
-from genrl.runtime.loop.versions import Versions
-from genrl.runtime.weights.optimization import Schedule
-from genrl.runtime.weights.optimizers import make_optimizer
-from genrl.runtime.weights.sharding import in_step
-from genrl.runtime.weights.weights import Weights
-from genrl.vlm.common import Headed
+from genrl.vlm.common import Headed, open_reference, trained_weights
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.episodes import opening as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import hold
 from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
@@ -36,6 +27,9 @@ from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import tell
 from genrl.vlm.run import AnswersRun
+from genrl_rewards.rows import survey
+
+logger = logging.getLogger(__name__)
 
 MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environment.parallel where there is one"
 
@@ -67,8 +61,11 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
 def check_questions(config: VLMConfig, policy: Policy) -> None:
     """ValueError for rewards and questions that cannot be opened, fewer questions than an iteration needs, and where
     the first one does not fit into the model."""
-    open_rewards(config)
+    opened = open_rewards(config)
     questions = Questions(config, "train")
+    for label, reward in opened.items() if config.trainer.samples else ():
+        if read := survey(label, reward, questions.columns()):
+            read.tell(logger)
     key, number = config.trainer.shared(config)
     if len(questions) < number:
         raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")
@@ -98,33 +95,22 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
 
 def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
     """Reference, optimiser, log, rewards, questions."""
-    opened, reference = open_rewards(config), None
-    if any(part.trainer.reference for part in config.parts) and policy.peft is None:
-        reference = open_policy(config, process.accelerator.device)
-        reference.model.requires_grad_(False)
-    hold(config, policy, *([] if reference is None else [reference]))
+    opened, reference = open_rewards(config), open_reference(config, process, policy)
     averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
     average = Average(policy.model, *averages[0]) if averages else None
     questions = Questions(config, "train", counted=True)
     recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
     run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
-    groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
-    groups += [
-        {"params": [p for p in head.parameters() if p.requires_grad], "name": name} for name, head in run.heads.items()
-    ]
-    rates = {group["name"]: config.optimizer.lr for group in groups}
-    weights = trained_weights(policy, run.heads)
-    optimizer = make_optimizer(groups, config.optimizer)
-    schedule = Schedule(config.optimizer, rates, config.iterations)
+    modules = {"policy": policy.parameters} | {
+        name: [p for p in head.parameters() if p.requires_grad] for name, head in heads.items()
+    }
+    groups = {name: (parameters, config.optimizer.lr) for name, parameters in modules.items()}
     retries = any(part.trainer.fit_batch for part in config.parts)
-    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=retries, before_iteration=run.enter)
+    sampler = run.open_loop(groups, heads, retries=retries, before_iteration=run.enter)
     run.loop.ends = config.ends
-    sampler = use_vllm(config, policy, process, optimizer)
-    if config.generation.staleness:
-        run.versions = Versions(config.generation.staleness)
-        if sampler is not None and config.generation.vllm.url is not None:
-            run.server = Server(sampler, opened)
-            stack.callback(run.server.close)
+    if run.versions is not None and sampler is not None and config.generation.vllm.url is not None:
+        run.server = Server(sampler, opened)
+        stack.callback(run.server.close)
     if config.synthesis is not None:
         run.synthesis = Synthesis(config, questions, policy, run.loop)
         stack.callback(run.synthesis.close)
@@ -148,13 +134,6 @@ def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:
     heads = heads_of(config, policy)
     judged = Headed(policy, heads) if heads else policy
     return Reopened(judged, trained_weights(policy, heads), {"model": policy.model}, Asked.from_dump)
-
-
-def trained_weights(policy: Policy, heads: Mapping[str, nn.Module]) -> Weights:
-    """The parameters that are trained, of the model and of what is trained beside it."""
-    model: Any = nn.ModuleDict({"policy": policy.model, **heads}) if heads else policy.model
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return Weights(named, in_step=in_step(model))
 
 
 KIND = frame.Kind("answers", check_processes, prepare, open_run, reopen, MEMORY_HINT)

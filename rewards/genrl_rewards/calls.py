@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from genrl_rewards.contract import Reward, Scored, Scores, close, move, name_of, needs, read
+from genrl_rewards.contract import Reward, Scored, Scores, call, close, move, name_of, needs, read
 
 Row: TypeAlias = tuple[float, dict[str, float]]
 """Score and parts of one sample."""
@@ -68,7 +68,7 @@ class Calls:
         scored: list[Row] = []
         for start in range(0, len(chosen), size):
             batch = chosen[start : start + size]
-            result = self.reward(**{name: _select(values, batch) for name, values in arguments.items()})
+            result = call(self.reward, {name: _select(values, batch) for name, values in arguments.items()})
             scored += rows(read(result, len(batch), name_of(self.reward)))
         return scored
 

@@ -11,7 +11,9 @@ A reward is a function, or an object with `__call__`. **Its parameter names are 
                  `reference_image` and `source_image` of the prompt file
     any other parameter without a default: the column of that name of the prompt file, a list of N values
 
-A parameter with another name *and* a default is an option, set by `args:` in the configuration.
+A parameter with another name *and* a default gets the column of that name where there is one, else it is an option, set
+by `args:` in the configuration; those of the rewards of this package are options only. `images` annotated as Pillow
+pictures (`list[Image.Image]`) are `pil_images`. An `async def` is waited for.
 A reward returns one number per sample (list, tensor or array), or `(scores, {part name: N numbers})`. A part name
 consists of words of letters, digits and `. _ -`, separated by single spaces, since each part becomes the metric
 `reward/<name>/<part>_mean`. `None` or NaN means "no score for this sample": it is left out of the statistics and never
@@ -32,11 +34,13 @@ Importing this module imports no torch, so that configurations can be checked qu
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -188,10 +192,58 @@ def needs(reward: Reward) -> Needs:
                 f"Name each parameter: {', '.join(FROM_SAMPLER)}, or a column of the prompt file."
             )
     taken = [p.name for p in parameters if p.default is p.empty or p.name in FROM_SAMPLER]
+    if (annotation := _annotated(reward, "images")) and re.search(r"\b(ndarray|NDArray)\b", annotation):
+        raise ValueError(
+            f"reward {name_of(reward)!r} annotates `images` as {annotation}, but they are a float tensor "
+            "[N, 3, H, W] in [0, 1]; annotate torch.Tensor and call .numpy(), or take `pil_images`"
+        )
     columns = [name for name in taken if name not in FROM_SAMPLER]
     inner = reward.func if isinstance(reward, functools.partial) else reward
     differentiable = isinstance(inner, Differentiable) and bool(inner.differentiable)
     return Needs((*(name for name in FROM_SAMPLER if name in taken), *columns), differentiable)
+
+
+def _annotated(reward: Reward, name: str) -> str:
+    """The annotation of a parameter as text; "" without one."""
+    call = reward.__call__ if inspect.isclass(reward) else reward
+    parameter = inspect.signature(call).parameters.get(name)
+    if parameter is None or parameter.annotation is parameter.empty:
+        return ""
+    said = parameter.annotation
+    return said if isinstance(said, str) else inspect.formatannotation(said)
+
+
+def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
+    """Parameters with a default that have the name of one of the `known` columns and are set by nobody: they get it, as
+    in TRL. Those of the rewards of this package are options."""
+    fixed: set[str] = set()
+    itself: Any = reward
+    while (within := getattr(itself, "func", None) or getattr(itself, "reward", None)) and callable(within):
+        fixed |= set(getattr(itself, "keywords", ()))
+        itself = within
+    home = getattr(itself, "__module__", "") or ""
+    if home.partition(".")[0] == __package__:
+        return []
+    parameters = inspect.signature(reward).parameters.values()
+    options = [p.name for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY]
+    return [name for name in options if name in known and name not in fixed and name not in FROM_SAMPLER]
+
+
+def call(reward: Reward, arguments: Mapping[str, Any]) -> Any:
+    """What a reward returns, waited for if it is an `async def`."""
+    result = reward(**arguments)
+    if not inspect.isawaitable(result):
+        return result
+
+    async def waited() -> Any:
+        return await result
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(waited())
+    with ThreadPoolExecutor(1) as apart:  # a notebook has a loop of its own in this thread
+        return apart.submit(asyncio.run, waited()).result()
 
 
 def columns_of(names: Iterable[str]) -> tuple[str, ...]:
@@ -256,8 +308,11 @@ def score(
     name = name or name_of(reward)
     arguments = _arguments(reward, images, prompts, columns or {}, group, name)
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-        result = catch(lambda: reward(**arguments), len(prompts))
+        result = catch(lambda: call(reward, arguments), len(prompts))
     if isinstance(result, Failure):
+        if "'Tensor' object has no attribute" in result.error:
+            hint = "\n`images` are a float tensor; a parameter named `pil_images` gets Pillow pictures"
+            result = result._replace(error=result.error + hint, traceback=result.traceback + hint)
         return Scores.of_failure(result)
     pairs = arguments.get("pairs")
     count, each = (len(prompts), "sample") if pairs is None else (len(pairs), "pair")
@@ -295,7 +350,7 @@ def score_with_gradients(
             "`differentiable = True`"
         )
     with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
-        result = reward(**_arguments(reward, images, prompts, columns or {}, None, name))
+        result = call(reward, _arguments(reward, images, prompts, columns or {}, None, name))
     result = result[0] if isinstance(result, tuple) else result
     if not isinstance(result, torch.Tensor) or result.shape != (len(prompts),) or not result.requires_grad:
         raise ValueError(
@@ -353,7 +408,9 @@ def _arguments(
     check_columns(reward, columns, name=name)
     check_images(images)
     needed = needs(reward)
-    lengths = {"images": len(images), "prompts": len(prompts)} | {c: len(columns[c]) for c in needed.columns}
+    optional = optional_columns(reward, columns)
+    lengths = {"images": len(images), "prompts": len(prompts)}
+    lengths |= {column: len(columns[column]) for column in (*needed.columns, *optional)}
     if needed.kind != "pointwise":
         if group is None:
             raise ValueError(f"reward {name!r} compares the samples of a group, but is called without groups")
@@ -369,7 +426,9 @@ def _arguments(
         "pairs": lambda: pairs_of(group or ()),
     }
     arguments: dict[str, Any] = {}
-    for taken in needed.names:
+    if re.search(r"\bImage\b", annotation := _annotated(reward, "images")) and "Tensor" not in annotation:
+        made["images"] = made["pil_images"]
+    for taken in (*needed.names, *optional):
         if taken in IMAGE_COLUMNS:
             arguments[taken] = [open_picture(file) for file in columns[IMAGE_COLUMNS[taken]]]
         else:

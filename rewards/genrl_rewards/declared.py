@@ -38,18 +38,18 @@ def declared(file: Path | None, attribute: str) -> Declared:
     """What the function or class `attribute` (a dotted path) of a source file declares; nothing without a file."""
     module: list[ast.stmt] = ast.parse(file.read_bytes(), filename=str(file)).body if file is not None else []
     body = module
-    node: ast.FunctionDef | ast.ClassDef | None = None
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None = None
     for part in attribute.split("."):
         node = _definition(body, part)
         body = node.body if node is not None else []
     if node is None:
         return Declared()
     doc = (ast.get_docstring(node) or "").partition("\n")[0]
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         marked = constants(module).get(f"{attribute}.differentiable") is True
         return Declared(_taken(node.args), "", doc, gradients=None if node.decorator_list else marked)
     call = _definition(node.body, "__call__")
-    takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef) else ()
+    takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef | ast.AsyncFunctionDef) else ()
     own = constants(node.body)
     gradients = own.get("differentiable") is True or (None if node.bases else False)
     trainable = _definition(node.body, "logits") is not None
@@ -77,8 +77,8 @@ def lower_end(text: str) -> float | None:
     return -math.inf if text.startswith("unbounded") else None
 
 
-def _definition(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
-    definitions = (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+def _definition(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    definitions = (node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef))
     return next((node for node in definitions if node.name == name), None)
 
 

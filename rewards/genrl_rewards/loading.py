@@ -87,7 +87,7 @@ def resolve(name: str) -> Origin:
     if ".py" in name:
         return _resolve_file(name)
     points: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in _installed(tuple(sys.path)):
         points.setdefault(point.name, []).append(point)
     claims = sorted(f"{p.module} ({p.dist.name if p.dist else 'unknown'})" for p in points.get(name, []))
     claims += ["genrl itself"] if name in BUILT_IN else []
@@ -102,6 +102,15 @@ def resolve(name: str) -> Origin:
         f"unknown reward {name!r}.{nearest(name, known)} Known: {', '.join(known)}; "
         "or name a file of your own as path/to/file.py:Name"
     )
+
+
+@functools.cache
+def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of this group, read once for each `sys.path`.
+
+    Each look goes through the metadata of all installed packages, a tenth of what `genrl check` does.
+    """
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def _resolve_file(name: str) -> Origin:
@@ -128,9 +137,9 @@ def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
     own: dict[str, None] = {}
     imported: set[str] = set()
     for statement in tree.body:
-        definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in [statement] if definition else ast.walk(statement):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 own[node.name] = None
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own[node.id] = None

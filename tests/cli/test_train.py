@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,27 +25,24 @@ def test_a_users_files_hide_no_package(folder: Path) -> None:
 
 
 class TestLaunch:
-    """`--nproc`: torchrun of the same command, without the option."""
+    """`--nproc`: several processes of the same command, without the option."""
 
     @pytest.mark.parametrize("option", [["--nproc", "2"], ["--nproc=2"]])
     def test_command(self, option: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Replaced(Exception):
-            pass
+        started: list[Any] = []
 
-        def execv(path: str, arguments: list[str]) -> None:
-            raise Replaced(*arguments)
+        def launch(*given: Any) -> int:
+            started.extend(given)
+            return 143
 
         arguments = ["train", "small.yaml", *option, "model.path=org/model", "seed=2"]
-        monkeypatch.setattr("genrl.cli.train.os.execv", execv)
+        monkeypatch.setattr("genrl.cli.launch.launch", launch)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(sys, "argv", ["genrl", *arguments])
-        with pytest.raises(Replaced) as replaced:
-            run(*arguments)
-        assert list(replaced.value.args[1:]) == [
-            *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "genrl"),
-            *("train", "small.yaml", "model.path=org/model", "seed=2"),
-        ]
-        assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+        run(*arguments, code=143)
+        command, count, environment = started
+        assert command[1:] == ["-m", "genrl", "train", "small.yaml", "model.path=org/model", "seed=2"] and count == 2
+        assert int(environment["OMP_NUM_THREADS"]) >= 1 and environment["PYTHONSAFEPATH"] == "1"
 
     def test_inside_a_launcher_it_just_runs(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")

@@ -121,7 +121,7 @@ def test_a_rewriter_goes_back_with_the_model(folder: Path, model: Path) -> None:
 
 def test_what_cannot_be_watched(folder: Path, model: Path) -> None:
     for changes, message in (
-        ({"monitor": {"reward": "rednes"}}, "no reward is called 'rednes'; did you mean 'redness'"),
+        ({"monitor": {"reward": "rednes"}}, "no held-out figure is called 'rednes'; did you mean 'redness'"),
         ({"monitor": {"reward": "brightness"}}, "is trained on, and so no witness"),
         ({"monitor": {"patience": 8}}, "only 7 evaluations follow the first"),
         ({"evaluation": {"every": 0, "monitor": WATCH}}, "nothing is evaluated, so nothing can be watched"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 
 import genrl_rewards
 from genrl.runtime.folder.metrics import METRICS, document
+from genrl_rewards.calls import Calls
 from genrl_rewards.contract import Failure
 from tests.rewards.faults import PNG_BOMB
 
@@ -249,6 +251,55 @@ def test_a_row_is_checked_by_its_columns_without_pictures() -> None:
     genrl_rewards.check_row(Style(), {"style": "flat", "reference_image": "a.png"}, row="line 1")
     with pytest.raises(ValueError, match="^line 2: no style 'round'"):
         genrl_rewards.check_row(Style(), {"style": "round", "reference_image": "a.png"}, row="line 2")
+
+
+def test_an_annotation_says_which_pictures_are_wanted() -> None:
+    def sizes(images: list[Image.Image]) -> list[float]:
+        return [float(picture.convert("L").width) for picture in images]
+
+    def by_name(images: list[Image]) -> list[float]:
+        return sizes(images)
+
+    def tensors(images: torch.Tensor) -> list[float]:
+        return images.mean((1, 2, 3)).tolist()
+
+    def unsaid(images):  # type: ignore[no-untyped-def]
+        return [picture.convert("L") for picture in images]
+
+    def arrays(images: list[np.ndarray]) -> list[float]: ...
+
+    rows: dict[str, Any] = {"images": torch.full((2, 3, 4, 6), 0.5), "prompts": ["a", "b"]}
+    assert genrl_rewards.score(sizes, **rows).values == genrl_rewards.score(by_name, **rows).values == [6.0, 6.0]
+    assert genrl_rewards.score(Calls(sizes, batch_size=1, cache=4), **rows).values == [6.0, 6.0]
+    assert genrl_rewards.score(tensors, **rows).values == [0.5, 0.5]
+    assert "`pil_images` gets Pillow" in genrl_rewards.score(unsaid, **rows).failures[0].error
+    with pytest.raises(ValueError, match="annotates `images` as list.*ndarray.*or take `pil_images`"):
+        genrl_rewards.score(arrays, **rows)
+
+
+def test_a_default_is_replaced_by_the_column_of_its_name() -> None:
+    def style(images: Any, style: Any = None, scale: float = 1.0) -> list[float]:
+        return [scale * len(one) for one in style or [""] * len(images)]
+
+    rows: dict[str, Any] = {"images": torch.rand(2, 3, 4, 4), "prompts": ["a", "b"]}
+    columns = {"style": ["x", "xyz"], "scale": [7, 7]}
+    fixed = functools.partial(style, scale=2.0)
+    assert genrl_rewards.score(style, **rows).values == [0.0, 0.0]
+    assert genrl_rewards.score(fixed, **rows, columns=columns).values == [2.0, 6.0]
+    assert genrl_rewards.score(Calls(fixed, cache=4), **rows, columns=columns).values == [2.0, 6.0]
+
+
+def test_an_async_reward_is_waited_for_within_a_loop_too() -> None:
+    async def slow(images: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0] * len(images)
+
+    rows: dict[str, Any] = {"images": torch.rand(2, 3, 4, 4), "prompts": ["a", "b"]}
+
+    async def notebook() -> Any:
+        return genrl_rewards.score(slow, **rows)
+
+    assert genrl_rewards.score(slow, **rows).values == asyncio.run(notebook()).values == [1.0, 1.0]
 
 
 def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:

@@ -102,6 +102,13 @@ def test_functions_and_classes_of_a_file(mine: str, caplog: pytest.LogCaptureFix
         genrl_rewards.load("mine.py:dark")
 
 
+def test_an_async_function_of_a_file_is_a_reward(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('async def slow(images, style):\n    "Slow."\n    return [1.0] * len(images)\n')
+    name = f"{tmp_path / 'mine.py'}:slow"
+    assert genrl_rewards.declaration(genrl_rewards.resolve(name)).takes == ("images", "style")
+    assert genrl_rewards.needs(genrl_rewards.load(name)).columns == ("style",)
+
+
 def test_dtype_is_handed_on_or_refused(mine: str) -> None:
     Path("typed.py").write_text(
         "class Typed:\n    def __init__(self, dtype='float32'):\n        self.dtype = dtype\n"

@@ -124,7 +124,6 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
         ({"environment": {"staleness": 1}, "iterations": 2}, "not there for policies in shards; write 0"),
         ({"trainer": {"fit_batch": True}}, "find microbatch by hand"),
         ({"optimizer": {"name": "muon"}}, "cannot be sharded"),
-        ({"distributed": {"shard": "node"}}, "nothing is sharded"),
     ]
     for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):

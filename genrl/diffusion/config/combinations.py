@@ -52,14 +52,12 @@ def problems(config: Config) -> Iterator[Finding]:
     for rule in (
         _batches,
         _buckets,
-        _guidance,
         _pipeline_args,
         _samples,
         _fitted,
         _rewards,
         _reward_rules,
         _prompts,
-        _evaluation,
         _monitor,
         _precision,
         engine_rules,
@@ -91,15 +89,6 @@ def _batches(config: Config) -> Iterator[Finding]:
         yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
 
 
-def _guidance(config: Config) -> Iterator[Finding]:
-    sampling = config.sampling
-    other = {"true_cfg_scale", "negative_prompt"} & sampling.pipeline_args.keys()  # Qwen-Image guides by these
-    unguided = sampling.guidance_scale == 1.0 and not other
-    if unguided and config.trainer.detaches_unconditional:
-        text = "without guidance there is no unconditional prediction to detach; write true, or another scale"
-        yield ("trainer.guidance_in_training", "sampling.guidance_scale"), text
-
-
 def _buckets(config: Config) -> Iterator[Finding]:
     """Several sizes: micro-batches of one are cut from whole prompts, and nothing else may decide a size."""
     sampling, trainer, at = config.sampling, config.trainer, "sampling.buckets"
@@ -114,13 +103,6 @@ def _buckets(config: Config) -> Iterator[Finding]:
         near = max(together, sampling.prompts_per_iteration // together * together)
         text = f"a micro-batch is {together} prompts of one size; use {near} prompts, or a smaller batch"
         yield ("sampling.prompts_per_iteration", "sampling.batch_size", at), text
-    if sampling.buckets != "rows":
-        framed = any(len(bucket) == 3 for bucket in sampling.buckets)
-        for name in ("height", "width", *(("num_frames",) if framed else ())):
-            if getattr(sampling, name) is not None:
-                yield (f"sampling.{name}", at), "the buckets say it; remove it"
-        if len(set(sampling.buckets)) < len(sampling.buckets):
-            yield (at,), "a size is named twice; keep one"
     for name in ("height", "width"):
         if getattr(config.evaluation, name) is not None:
             yield (f"evaluation.{name}", at), "held-out prompts have the sizes of the buckets; remove one of them"
@@ -204,13 +186,6 @@ def _rewards(config: Config) -> Iterator[Finding]:
     keys = tuple(f"rewards.{index}.weight" for index in range(len(config.rewards)))
     if all(reward.weight == 0 for reward in config.rewards) and config.trainer.needs_reward:
         yield keys, "all weights are 0, so there is nothing to train on; give one reward a weight"
-    for index, reward in enumerate(config.rewards):
-        for earlier in range(index):
-            other = config.rewards[earlier]
-            if (other.name, other.args, other.remote) == (reward.name, reward.args, reward.remote):
-                pair = (f"rewards.{index}.name", f"rewards.{earlier}.name")
-                yield pair, f"{reward.name!r} with the same args twice; keep one and add the weights"
-                break
 
 
 def _reward_rules(config: Config) -> Iterator[Finding]:
@@ -220,9 +195,6 @@ def _reward_rules(config: Config) -> Iterator[Finding]:
         steps = [iteration for iteration, _ in reward.schedule]
         if steps != sorted(set(steps)):
             yield (f"{at}.schedule",), f"the iterations must rise, found {', '.join(map(str, steps))}"
-        if reward.schedule and reward.weight == 0:
-            text = "a schedule multiplies the weight, which is 0; give the weight that it multiplies"
-            yield (f"{at}.schedule", f"{at}.weight"), text
         if reward.gate is not None:
             others = [label for label in labels if label != labels[index]]
             if reward.gate.reward not in others:
@@ -247,25 +219,14 @@ def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
                 check_url(url)
             except ValueError:
                 yield (f"{at}.remote",), f"{url!r} is no URL of a server; write http://HOST:PORT"
-        if len(set(urls)) < len(urls):
-            yield (f"{at}.remote",), "names a server twice; write each once"
-        if len(urls) > 1 and reward.cache:
-            text = "scores are remembered by one process, which would ask one server at a time; write 0"
-            yield (f"{at}.cache", f"{at}.remote"), text
         theirs = ("args", "offload", "isolate")
         for key in [key for key in theirs if getattr(reward, key) != type(reward).model_fields[key].default]:
             yield (f"{at}.{key}", f"{at}.remote"), "is a matter of the server that computes this reward; leave it out"
-    if reward.isolate and reward.offload:
-        text = "the model is in another process, which keeps it; leave out one of them"
-        yield (f"{at}.offload", f"{at}.isolate"), text
     if reward.remote is None and not reward.isolate:
         return
     outage, limit, ended = reward.outage, config.distributed.timeout_s, "a run without progress is ended"
     if reward.remote is None and config.engine is not None and config.engine.reward_workers:
         limit, ended = limit / 2, "a reward worker that is silent is replaced"
-    if outage.timeout_s > outage.deadline_s:
-        text = f"one attempt may take longer ({outage.timeout_s:g} s) than the whole call; use {outage.deadline_s:g}"
-        yield (f"{at}.outage.timeout_s", f"{at}.outage.deadline_s"), f"{text} or less"
     waits = outage.deadline_s + (outage.pause_s if outage.policy == "pause" else 0)
     if waits >= limit:
         keys = (f"{at}.outage.deadline_s", f"{at}.outage.pause_s", "distributed.timeout_s")
@@ -278,22 +239,9 @@ def _prompts(config: Config) -> Iterator[Finding]:
     if prompts.eval is not None and PurePosixPath(prompts.eval) == PurePosixPath(prompts.train):
         text = "the same prompts: evaluation must be on held-out ones; name another file"
         yield ("prompts.eval", "prompts.train"), text
-    files = [path for path in (prompts.train, prompts.eval) if path is not None]
-    if prompts.column != "prompt" and all(path.endswith(".txt") for path in files):
-        yield ("prompts.column", "prompts.train"), "a .txt file has no columns; remove it, or use a .jsonl file"
-
-
-def _evaluation(config: Config) -> Iterator[Finding]:
-    evaluation = config.evaluation
-    if evaluation.every == 0:
-        return
-    if config.prompts.eval is None:
+    if prompts.eval is None and config.evaluation.every:
         text = "evaluation needs held-out prompts; set prompts.eval, or evaluation.every to 0"
         yield ("prompts.eval", "evaluation.every"), text
-    pictures = evaluation.num_prompts * evaluation.group_size
-    if evaluation.batch_size is not None and evaluation.batch_size > pictures:
-        keys = ("evaluation.batch_size", "evaluation.num_prompts")
-        yield keys, f"a batch of {evaluation.batch_size} of {pictures} pictures; use the same or less"
 
 
 def _monitor(config: Config) -> Iterator[Finding]:
@@ -309,9 +257,7 @@ def _monitor(config: Config) -> Iterator[Finding]:
 def _precision(config: Config) -> Iterator[Finding]:
     dtype, autocast = config.model.dtype, config.model.autocast
     keys = ("model.autocast", "model.dtype")
-    if dtype == "float16" and autocast == "float16":
-        yield keys, "autocast does nothing for a float16 model; remove it, or hold the weights in float32"
-    elif autocast is not None and dtype not in ("float32", autocast):
+    if autocast is not None and dtype not in ("float32", autocast):
         yield keys, f"two different half precisions, {dtype} and {autocast}; use {dtype} and null"
     if dtype == "float16" and config.model.lora is None:
         text = "trained float16 weights lose small updates and overflow; use float32 with autocast: float16, or lora"
@@ -337,15 +283,10 @@ def _optimizer(config: Config) -> Iterator[Finding]:
 
 
 def _run(config: Config) -> Iterator[Finding]:
-    if len(set(config.trackers)) < len(config.trackers):
-        yield ("trackers",), "a tracker is named twice; keep one"
     output = PurePosixPath(config.output)
     if looks_local(config.model.path) and output.is_relative_to(PurePosixPath(config.model.path)):
         text = f"the run would write into the model's folder {config.model.path}; use another, for example runs/first"
         yield ("output", "model.path"), text
-    for key, path in (("prompts.train", config.prompts.train), ("prompts.eval", config.prompts.eval)):
-        if path is not None and output == PurePosixPath(path):
-            yield ("output", key), "the run folder would replace the prompt file; use another, for example runs/first"
 
 
 def economy_rules(config: Config) -> Iterator[Finding]:

@@ -50,11 +50,6 @@ def _reward_workers(config: Config, workers: int, pieces: int) -> Iterator[Findi
     if trainer.trains_reward or trainer.differentiates_rewards:
         text = f"{trainer.algorithm} needs the reward's weights or gradients, which are where it is trained; write 0"
         yield (at, "trainer.algorithm"), text
-    if all(reward.remote is not None for reward in config.rewards):
-        yield (at, "rewards.0.remote"), "all rewards are on servers, so there is nothing to hold; write 0"
-    if workers > pieces:
-        text = f"{workers} workers, but micro-batches for {pieces} only in an iteration; use {pieces} or less"
-        yield (at, "sampling.batch_size"), text
     for number, reward in enumerate(config.rewards):
         if reward.offload:
             yield (f"rewards.{number}.offload", at), "the model is in another process, which keeps it; write false"

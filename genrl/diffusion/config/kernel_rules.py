@@ -17,11 +17,9 @@ HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 def kernel_rules(config: Config) -> Iterator[Finding]:
     """Kernels that have nothing to do, or cannot do it in this precision."""
     kernels, trainer, model = config.kernels, config.trainer, config.model
-    fused, duplicate = kernels.fused, len(set(kernels.fused)) < len(kernels.fused)
-    if duplicate:
+    fused = kernels.fused
+    if len(set(fused)) < len(fused):
         yield ("kernels.fused",), "names a kernel twice; name each once"
-    if kernels.backend != "auto" and not fused:
-        yield ("kernels.backend", "kernels.fused"), "nothing is fused, so nothing has a back-end; write auto"
     if "step" in fused:
         kernel = trainer.transition
         if kernel is None:

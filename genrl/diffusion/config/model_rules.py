@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
-from genrl.config.folders import is_gguf, is_single_file, looks_local
+from genrl.config.folders import is_gguf, is_single_file
 from genrl.diffusion.config.memory_rules import is_text_encoder
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ def model_rules(config: Config) -> Iterator[Finding]:
     spacing = model.scheduler.get("timestep_spacing", SPACINGS[0])
     if spacing not in SPACINGS:
         yield ("model.scheduler.timestep_spacing",), f"found {spacing!r}; it can be {', '.join(SPACINGS)}"
-    if model.revision is not None and looks_local(model.path) and not is_single_file(model.path):
-        yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
     if model.lora is not None:
         yield from _adapters(model.lora)
         yield from _text_encoders(config, model.lora)
@@ -39,10 +36,8 @@ def model_rules(config: Config) -> Iterator[Finding]:
 
 def _adapters(lora: LoRA) -> Iterator[Finding]:
     """Where a file says what the adapter is, and what cannot stand beside each other."""
-    for key, names in (("targets", lora.targets or ()), ("frozen", lora.frozen)):
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            yield (f"model.lora.{key}",), f"{', '.join(twice)} twice; keep one"
+    if len(set(lora.frozen)) < len(lora.frozen):  # it would act twice
+        yield ("model.lora.frozen",), "an adapter is named twice; keep one"
     if lora.begin is not None:
         for key in ("type", "rank", "alpha", "targets", "ranks"):
             if getattr(lora, key) != type(lora).model_fields[key].get_default(call_default_factory=True):
@@ -85,16 +80,13 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
 
 def _single_file(model: Model) -> Iterator[Finding]:
     if not is_single_file(model.path):
-        if model.config is not None:
+        if model.config is not None:  # it would be loaded in place of the pipeline that is named
             text = "is for a checkpoint in one .safetensors or .gguf file, and this is a whole pipeline; remove it"
             yield ("model.config", "model.path"), text
         return
     if model.config is None:
         text = "one file has weights alone; give the folder or hub id of the pipeline that it was made from"
         yield ("model.config", "model.path"), f"{text}, for example stabilityai/stable-diffusion-xl-base-1.0"
-    for name in ("revision", "variant"):
-        if getattr(model, name) is not None:
-            yield (f"model.{name}", "model.path"), "one file has none; remove it"
     if model.offload.text_encoders == "encode_then_free":
         text = "the loader of single files reads all at once, so that nothing is left out of it; write between"
         yield ("model.offload.text_encoders", "model.path"), text

@@ -69,18 +69,21 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
         for key, adapted in {part: denoiser, **(encoders if part == name else {})}.items():
             arguments[f"{key}_lora_layers"] = get_peft_model_state_dict(adapted, adapter_name=ADAPTER)
             # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
-            arguments[f"{key}_lora_adapter_metadata"] = adapted.peft_config[ADAPTER].to_dict()
+            arguments[f"{key}_lora_adapter_metadata"] = _settings(adapted)
         type(pipe).save_lora_weights(folder if part == name else folder / name, **arguments)
     with torch.compiler.set_stance("force_eager"):  # a compiled denoiser: not for two calls
         verify_lora(policy, folder, probe)
 
 
+def _settings(adapted: Any) -> dict[str, Any]:
+    """peft's settings of an adapter; sets in order, so that equal runs write equal bytes."""
+    settings: dict[str, Any] = adapted.peft_config[ADAPTER].to_dict()
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+
+
 def _save_adapter(denoiser: AdaptedDenoiser, folder: Path) -> None:
     """As `denoiser.save_lora_adapter` does, which casts the model first; a quantised one cannot be cast."""
-    settings = {
-        key: sorted(v) if isinstance(v, set) else v for key, v in denoiser.peft_config[ADAPTER].to_dict().items()
-    }
-    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(_settings(denoiser), indent=2, sort_keys=True)}
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         key: tensor.contiguous() for key, tensor in get_peft_model_state_dict(denoiser, adapter_name=ADAPTER).items()

@@ -8,6 +8,7 @@ Ray actors, is asked about as many at a time.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,8 +30,11 @@ from genrl_rewards.background import Background
 from genrl_rewards.calls import inner
 from genrl_rewards.compose import Component, Gate
 from genrl_rewards.contract import ChecksRows, Movable
+from genrl_rewards.rows import survey
 from genrl_rewards.service.isolation import Isolated
 from genrl_rewards.service.remote import Remote
+
+logger = logging.getLogger(__name__)
 
 Found = tuple[str, list[int], genrl_rewards.Scores]  # label, slots, their scores
 Pictures = TypeVar("Pictures")
@@ -51,6 +55,9 @@ def check_rows(scorers: Mapping[str, genrl_rewards.Reward], rows: Sequence[Promp
         if isinstance(itself, ChecksRows):
             for row in rows:
                 genrl_rewards.check_row(itself, row.columns, row=f"{source}:{row.line}: reward {label!r}")
+        named = ((f"{source}:{row.line}", {**row.columns, "prompts": row.text}) for row in rows)
+        if read := survey(label, itself, named):
+            read.tell(logger)
 
 
 @dataclass(frozen=True)
@@ -366,3 +373,22 @@ def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection
         failed = sum(failure.samples for failure in of_label)
         genrl_rewards.check_failures(label, failed, count, genrl_rewards.first_failure(of_label))
     return Scored(values, parts)
+
+
+def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
+    """Means and spreads of an iteration's scores, over the samples that have one."""
+    metrics = {"reward/total_mean": _mean(total), "reward/total_std": _std(total)}
+    for label, values in scored.values.items():
+        metrics[f"reward/{label}_mean"] = _mean(values)
+        metrics[f"reward/{label}_std"] = _std(values)
+        metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
+    return metrics | {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
+
+
+def _std(values: Tensor) -> float:
+    kept = values[~values.isnan()]
+    return float(kept.std(correction=0)) if len(kept) else math.nan

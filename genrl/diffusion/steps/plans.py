@@ -22,8 +22,7 @@ from genrl.diffusion.steps.layout import (
     stochastic_steps,
     window_end,
 )
-from genrl.diffusion.steps.settings import PolicyGradient
-from genrl.diffusion.steps.stochastic import EveryStep, Stochastic
+from genrl.diffusion.steps.settings import EveryStep, PolicyGradient, Stochastic
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps

@@ -238,6 +238,16 @@ def load(path: Path, *, in_shares: bool = False, hashes: bool = True) -> Loaded:
             f"{path} is not a complete checkpoint: {reason}. Resume from another step folder beside it; "
             "`genrl resume RUN` takes the newest complete one by itself."
         )
+    try:
+        return _loaded(path, in_shares)
+    except FileNotFoundError as error:  # with checkpoint.keep=1 the next one takes its place at any time
+        raise CheckpointError(
+            f"{path} was deleted while it was read: a run that goes on keeps its newest ones only. Again, or "
+            "with a larger checkpoint.keep."
+        ) from error
+
+
+def _loaded(path: Path, in_shares: bool) -> Loaded:
     manifest = _read_manifest(path)
     stems = [name.removesuffix(".safetensors") for name in manifest["files"] if _is_tensor_file(name)]
     # cloned: load_file maps the file, and kernels may round differently on memory that torch has not aligned

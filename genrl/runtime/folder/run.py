@@ -14,16 +14,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +30,9 @@ from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
 from genrl.config.yaml_source import plain
+from genrl.runtime.folder.contents import changed, contents, is_model
+from genrl.runtime.folder.edits import config_edits, leaves
+from genrl.runtime.folder.software import git_commit, versions
 from genrl_rewards.given import is_given
 
 EDITABLE = (
@@ -43,9 +44,6 @@ EDITABLE = (
 )
 KEPT = ("evaluation.right_at",)
 """Not editable after all: training may go by it (`economy.selection`, RLFR), and a curve has one meaning of right."""
-_PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
-DISTRIBUTIONS = {"genrl": "genrl-diffusion"}
-"""Names on the package index of packages that are imported by another; genrl on the index is another project."""
 logger = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\..+\.tmp-\d+")
 _BEFORE_TRAINING = {
@@ -54,7 +52,7 @@ _BEFORE_TRAINING = {
     "config.yaml",
     "run.json",
     "run.lock",
-    "tensorboard",
+    *("tensorboard", "wandb", "swanlog"),
     "trackers.json",
 }  # what a start that failed leaves
 
@@ -131,33 +129,49 @@ def start(
     Raises ValueError where the folder already holds a run.
     """
     run = Run(folder)
-    used = [path.name for path in folder.iterdir() if _is_work(path)] if folder.is_dir() else []
-    if used:
-        begun = any(run.checkpoints.glob("step-*"))
-        first = f"go on with it by `genrl resume {folder}`" if begun else "it has no checkpoint: delete it"
-        by = run_info(run).get("command")
-        made = f"; made by `{shlex.join(by)}`" if by else ""
-        raise ValueError(
-            f"the run folder {folder} is not empty ({', '.join(sorted(used)[:4])}{made}): {first}, "
-            "or choose another one with output=FOLDER."
-        )
+    _check_unused(run)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     run.trackers.unlink(missing_ok=True)  # of a start that failed: a new run is new to trackers, too
-    for name, text in files.items():
-        write_atomic(folder / name, text)
-    write_atomic(run.config, config)
     info = {
         "command": list(command),
         "seed": seed,
         "processes": processes,
         "started": _now(),
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "versions": versions(),
         "resumed": [],
     }
-    write_atomic(run.info, json.dumps(info, indent=1))
+    write_atomic(run.info, json.dumps(info, indent=1))  # first: it says that the files beside it are a run's
+    for name, text in files.items():
+        write_atomic(folder / name, text)
+    write_atomic(run.config, config)
+    write_atomic(run.info, json.dumps(info | {"contents": contents(config)}, indent=1))
     return run
+
+
+def _check_unused(run: Run) -> None:
+    """Raises ValueError where a new run would write among other files: a run's, several runs', or a user's own."""
+    folder = run.folder
+    if not folder.is_dir():
+        return
+    begun = run.info.is_file()
+    used = sorted(path.name for path in folder.iterdir() if _is_work(path, begun))
+    if not used:
+        return
+    others = sorted({str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/run.json")})
+    by = run_info(run).get("command")
+    made = f"; made by `{shlex.join(by)}`" if by else ""
+    if others:
+        first = f"it holds other runs ({', '.join(others[:4])}); choose one of its own, as output={folder / 'NAME'}"
+    elif any(run.checkpoints.glob("step-*")):
+        first = f"go on with it by `genrl resume {folder}`, or choose another one with output=FOLDER"
+    elif begun:
+        first = "it has no checkpoint: delete it, or choose another one with output=FOLDER"
+    else:
+        first = "no run has made these files (there is no run.json), and none is overwritten; choose another one with "
+        first += "output=FOLDER"
+    raise ValueError(f"the run folder {folder} is not empty ({', '.join(used[:4])}{made}): {first}.")
 
 
 def resume(folder: Path, config: str, *, step: int, command: Sequence[str], found: Path | None = None) -> list[str]:
@@ -166,8 +180,8 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
     found: the checkpoint to go on from. Its own copy of the configuration says what may not be another: config.yaml
     may have been damaged. A key which it lacks, of an older version, has its default. Writes the (possibly edited)
     configuration, notes the resumption in run.json and cuts the rows of metrics.jsonl after `step`. Returns the edits
-    as lines to print.
-    Raises ValueError where a key was edited that may not be, or the folder holds no run.
+    and what else is not as it was (prompts, rewards: `contents`), as lines to print.
+    Raises ValueError where a key was edited that may not be, the model is another, or the folder holds no run.
     """
     run = Run(folder)
     if not run.config.is_file():
@@ -200,12 +214,25 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
     info = _info(run)
     if step == 0:
         _check_first_save(run, config)
+    now = contents(config)
+    others = changed(info.get("contents", {}), now, edits)
+    if step and (models := [entry for entry in others if is_model(entry)]):
+        raise ValueError(
+            f"cannot resume {folder}: what it trains is not what it began with ({_some(models)}). Put the files back, "
+            "or start a new run (output=FOLDER). Nothing was changed."
+        )
+    info["contents"] = now
     _remove_leftovers(folder)
-    info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": _git_commit()})
+    info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": git_commit()})
     truncate_metrics(run.metrics, step if step else -1)  # from the start: row 0 is made again too
     write_atomic(run.config, config)
     write_atomic(run.info, json.dumps(info, indent=1))
-    return list(edits.values())
+    return [*edits.values(), *([f"the content of {_some(others)}"] if others else [])]
+
+
+def _some(entries: Sequence[str]) -> str:
+    more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+    return "; ".join(entries[:4]) + more
 
 
 def _check_first_save(run: Run, config: str) -> None:
@@ -262,19 +289,21 @@ def prepare(
         start(folder, config, seed=seed, command=command, processes=processes, files=files)
         return
     for line in resume(folder, config, step=resumed_from, command=command, found=found):
-        logger.warning("edited since the last save: %s", line)
+        logger.warning("changed since the last save: %s", line)
 
 
-def config_edits(old: str, new: str) -> dict[str, str]:
-    """Dotted key -> "key: old -> new" for every leaf that differs between two YAML texts."""
-    before, after = leaves(plain(old)), leaves(plain(new))
-    keys = [*before, *(key for key in after if key not in before)]
-    missing = object()
-    return {
-        key: f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
-        for key in keys
-        if before.get(key, missing) != after.get(key, missing)
-    }
+@contextmanager
+def unchanged_where_refused(run: Run, *, resumes: bool) -> Iterator[None]:
+    """Where a ValueError leaves the block, a resumed run's files are put back as they were before it."""
+    files = [run.config, run.info, run.metrics] if resumes else []
+    before = {file: file.read_bytes() for file in files if file.is_file()}
+    try:
+        yield
+    except ValueError:
+        for file, content in before.items():
+            if file.read_bytes() != content:
+                write_atomic(file, content)
+        raise
 
 
 def lock(folder: Path) -> FileLock:
@@ -289,7 +318,8 @@ def lock(folder: Path) -> FileLock:
         held.acquire()
     except Timeout:
         raise ValueError(
-            f"another process is training in {folder}: wait for it, or choose another output=FOLDER."
+            f"another process is training in {folder}{_holder(folder)}: wait for it, or choose another output=FOLDER. "
+            f"It holds {folder / 'run.lock'}: delete that file only if its machine is gone."
         ) from None
     except OSError as error:
         raise ValueError(
@@ -297,6 +327,16 @@ def lock(folder: Path) -> FileLock:
             "with output=FOLDER."
         ) from None
     return held
+
+
+def _holder(folder: Path) -> str:
+    """Which process, as far as its heartbeat tells."""
+    try:
+        seen = json.loads((folder / "heartbeat" / "rank-0.json").read_text(encoding="utf-8"))
+        when = datetime.fromtimestamp(seen["time"], UTC).isoformat(timespec="seconds")
+        return f" (process {seen['pid']} on {seen['host']}, which last made progress at {when})"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return ""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -351,22 +391,11 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def versions() -> dict[str, str]:
-    """Of Python and the packages which decide the numbers; "-" where one is not installed."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(DISTRIBUTIONS.get(name, name))
-        except metadata.PackageNotFoundError:
-            found[name] = "-"
-    return found
-
-
-def _is_work(path: Path) -> bool:
-    """Whether this part of a run folder is more than a start that failed leaves."""
-    if _LEFTOVER.fullmatch(path.name):
+def _is_work(path: Path, begun: bool) -> bool:
+    """Whether this part of a run folder is more than a start that failed leaves. begun: a run.json is beside it."""
+    if _LEFTOVER.fullmatch(path.name) or path.name == "run.lock":
         return False
-    return path.name not in _BEFORE_TRAINING and not (path.is_dir() and not any(path.iterdir()))
+    return not (begun and path.name in _BEFORE_TRAINING) and not (path.is_dir() and not any(path.iterdir()))
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -378,38 +407,3 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _git_commit() -> str | None:
-    """Of the checkout that genrl runs from, with `+` if files were changed; None for an installed package."""
-    here = Path(__file__).resolve().parents[3]
-    if not (here / ".git").exists():
-        return None
-    try:
-        commit = _git(here, "rev-parse", "HEAD")
-        return commit + ("+" if _git(here, "status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-    )
-    return done.stdout.strip()
-
-
-def leaves(tree: object, prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value of everything in a configuration that is no section."""
-    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
-        tree = dict(enumerate(tree))
-    if not isinstance(tree, Mapping):
-        return {prefix.rstrip("."): tree}
-    found: dict[str, object] = {}
-    for key, value in tree.items():
-        found |= leaves(value, f"{prefix}{key}.")
-    return found
-
-
-def _shown(values: Mapping[str, object], key: str) -> str:
-    return json.dumps(values[key]) if key in values else "(absent)"

@@ -60,10 +60,12 @@ def start(name: str, run: Run, config: Mapping[str, object] | None, resumed_from
     else:
         tracker = kind(PROJECT, **_arguments(name, run))
     known = kept_ids(run).get(name)
-    if name == "mlflow":
-        _start_mlflow(tracker, run)
-    else:
+    try:
         tracker.start()
+    except (Exception, SystemExit) as error:  # each package has its own
+        raise ValueError(_not_started(name, error, run)) from error
+    if name == "mlflow":
+        _keep("mlflow", str(tracker.active_run.info.run_id), run)
     if config is not None and not (name == "mlflow" and known):  # which refuses another value of a key
         tracker.store_init_configuration(_flat(config))
     return tracker
@@ -74,9 +76,10 @@ def _arguments(name: str, run: Run) -> dict[str, str]:
     title = run.folder.name
     match name:
         case "wandb":
-            return {"name": title, "id": _own_id(name, run), "resume": "allow"}
+            return {"name": title, "id": _own_id(name, run), "resume": "allow", "dir": str(run.folder)}
         case "swanlab":
-            return {"experiment_name": title, "id": _own_id(name, run), "resume": "allow"}
+            own = {"experiment_name": title, "id": _own_id(name, run), "resume": "allow"}
+            return own | {"logdir": str(run.folder / "swanlog")}
         case "trackio":  # knows runs by their names, which two folders may share
             return {"name": f"{title}-{_own_id(name, run)[:6]}", "resume": "allow"}
         case "mlflow":  # chooses the id itself
@@ -111,20 +114,24 @@ def kept_ids(run: Run) -> dict[str, str]:
     return found
 
 
-def _start_mlflow(tracker: Any, run: Run) -> None:
-    from mlflow.exceptions import MlflowException
+_LOGINS = {
+    "wandb": "Run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline to send it later by `wandb sync`",
+    "swanlab": "Run `swanlab login`, set SWANLAB_API_KEY, or SWANLAB_MODE=local",
+    "mlflow": "Set MLFLOW_TRACKING_URI to a server that answers",
+    "comet_ml": "Set COMET_API_KEY, or COMET_START_ONLINE=0",
+}
 
-    known = kept_ids(run).get("mlflow")
-    try:
-        tracker.start()
-    except MlflowException as error:
-        if not known:
-            raise
-        raise ValueError(
+
+def _not_started(name: str, error: BaseException, run: Run) -> str:
+    known = kept_ids(run).get(name)
+    if name == "mlflow" and known:
+        return (
             f"trackers: MLflow does not go on with the run {known} that {run.trackers} names: {error}. Set "
             "MLFLOW_TRACKING_URI to the server that has it, or delete that file to begin a new run there."
-        ) from error
-    _keep("mlflow", str(tracker.active_run.info.run_id), run)
+        )
+    how = _LOGINS.get(name, "Log in there as its pages say")
+    said = str(error).strip() or type(error).__name__
+    return f"trackers: {name} does not start: {said}. {how}; or take it out of trackers."
 
 
 def log_picture(tracker: Any, step: int, name: str, picture: Image) -> None:

@@ -18,11 +18,13 @@ from accelerate.utils import set_seed
 from genrl.config import RunConfig
 from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import Run, Script
+from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
+from genrl.runtime.loop.saving import saved_on_error
 from genrl.runtime.loop.signals import killed_ranks
+from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
 from genrl.runtime.weights.devices import empty_cache, tf32
 from genrl.runtime.weights.optimizers import check_optimizer
@@ -66,11 +68,11 @@ class Ended(NamedTuple):
     """What was trained, for use without the run: a pipeline, a model of transformers, a policy."""
     is_complete: bool
     exit_code: int
-    """130 or 143 where the process was asked to end, else 0."""
+    """130, 143 or 129 where the process was asked to end, else 0."""
 
 
 def train(config: RunConfig, resume: Path | None = None) -> Path:
-    """`run`; returns the folder. Raises SystemExit (130, 143) where the process was asked to end and has saved."""
+    """`run`; returns the folder. Raises SystemExit (130, 143, 129) where the process was asked to end and has saved."""
     ended = run(config, resume)
     if ended.exit_code:
         raise SystemExit(ended.exit_code)
@@ -93,19 +95,22 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
     with ExitStack() as stack:
+        stack.enter_context(tolerant_streams())
         stack.enter_context(tf32(config.tf32))
         claimed = claim(stack, config.output, resume, accelerator)
         stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
         prepared = kind.prepare(config, accelerator)
-        process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
-        run = kind.open(config, process, prepared, stack)
-        if claimed.found:
-            run.loop.restore(claimed.found)
+        with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
+            process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
+            run = kind.open(config, process, prepared, stack)
+            if claimed.found:
+                run.loop.restore(claimed.found)
         if script is not None:
             run.loop.on_iteration = script.on_iteration
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
         run.begin(claimed.found)
-        _train(run, kind.memory_hint)
+        with saved_on_error(run.loop):
+            _train(run, kind.memory_hint)
         run.loop.save()
         if process.is_main:
             run.conclude()

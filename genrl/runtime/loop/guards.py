@@ -17,7 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
-class NonFiniteError(RuntimeError):
+class StoppedTogether(RuntimeError):
+    """Raised in all processes at the same place, so that they can still save."""
+
+
+class NonFiniteError(StoppedTogether):
     """NaN or infinity; the message says in what, where, the dump's folder and what to do. `dump` may be None."""
 
     def __init__(self, message: str, dump: Path | None) -> None:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from genrl.runtime.loop.guards import StoppedTogether
+
 if TYPE_CHECKING:
     from genrl.runtime.loop.loop import Loop
 
@@ -26,10 +28,10 @@ def note(loop: Loop, row: Mapping[str, float]) -> None:
 
 
 def check(loop: Loop, row: Mapping[str, float]) -> None:
-    """Raise RuntimeError after `idle_iterations` of them, in all processes."""
+    """Raise StoppedTogether after `idle_iterations` of them."""
     most, count = loop.config.idle_iterations, loop.memory.get(KEY, 0)
     if most is not None and count >= most:
-        raise RuntimeError(
+        raise StoppedTogether(
             f"stopped: the last {count} iterations changed no weight: {reason(row)}. Where that may happen for a while "
             f"(rare success, a critic that is trained elsewhere), go on by `genrl resume {loop.process.run.folder} "
             "idle_iterations=null`, or with a larger number."

@@ -6,13 +6,11 @@ A `Loop` is one process of one run. It knows what is trained as one object (`Tra
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,17 +22,15 @@ from genrl.config.method import Method
 from genrl.config.optimizers import Optimizer
 from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import truncate_metrics
-from genrl.runtime.loop import idle, monitor
+from genrl.runtime.loop import idle, monitor, saving
+from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
 from genrl.runtime.loop.process import Process, peak_memory_mb
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.undo import Undo
-from genrl.runtime.weights import state
 from genrl.runtime.weights.kept import Kept, Stateful
 from genrl.runtime.weights.optimization import Optimization, Schedule
-from genrl.runtime.weights.sharding import load_optimizer_state
 from genrl.runtime.weights.weights import AVERAGE, Weights
 
 
@@ -126,9 +122,10 @@ class Loop:
     """Beside the model (`keep`)."""
     started: float = 0.0
     """When the running iteration began."""
+    outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
+    saved: int | None = None  # the iteration of the newest checkpoint
+    global_settings: GlobalSettings = field(default_factory=GlobalSettings)
     _undo: Undo | None = None
-    _outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
-    _saved: int | None = None  # the iteration of the newest checkpoint
     _evaluated: bool = False
 
     def __post_init__(self) -> None:
@@ -173,12 +170,12 @@ class Loop:
                 self.process.log.log(0, found)
             self._evaluated = True
         if self.unfinished_row is not None:
-            row = self.unfinished_row | self._evaluate()
+            row = self.unfinished_row | (self._evaluate() if self.evaluates_at(self.iteration) else {})
             if self.is_main:  # a run that was stopped again since has written this row before
                 truncate_metrics(self.process.run.metrics, self.iteration - 1)
             self.process.log.log(self.iteration, row)
             self.unfinished_row = None
-            self._outdated = True
+            self.outdated = True
         while not self.is_complete and not any_rank(self.process.stop.requested, self.process.accelerator):
             if self.before_iteration is not None:
                 self.before_iteration()
@@ -188,6 +185,7 @@ class Loop:
             self.optimization.updates = self.optimization.other_updates = 0
             self._seed_globals("iteration")
             self._undo = Undo.of(self)
+            self.process.progress.begin_iteration()
             yield self.iteration
             if self.iteration in self.ends:
                 return
@@ -207,10 +205,12 @@ class Loop:
     def _seed_globals(self, phase: str) -> None:
         """Nothing here draws from the global generators, but a user's reward, simulator or pipeline may: they start
         from the same numbers whether the run was stopped before or not."""
+        self.global_settings.put_back()
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
 
     def phase(self, name: str, total: int = 0) -> None:
         """A phase begins, with so much to do."""
+        self.global_settings.put_back()
         self.process.progress.phase(name, total)
         self.process.watchdog.beat(name, self.iteration)
 
@@ -233,8 +233,7 @@ class Loop:
     def check_stop(self, *, out_of_memory: bool = False) -> None:
         """Where the iteration can be left: raise MemoryRanOut in all processes where memory ran out in one, Interrupted
         where one was asked to end. All processes call it at the same place."""
-        changed = self.optimization.updates or self.optimization.other_updates
-        if changed and (self._undo is None or not self._undo.complete):
+        if not self.can_be_left:
             return
         short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
         if short:
@@ -286,6 +285,12 @@ class Loop:
         """
         self.kept.keep(name, thing, changes=changes)
 
+    @property
+    def can_be_left(self) -> bool:
+        """Whether the running iteration has changed nothing, or can be undone."""
+        changed = self.optimization.updates or self.optimization.other_updates
+        return not changed or (self._undo is not None and self._undo.complete)
+
     def undo(self) -> None:
         """Put back what the running iteration, which was left, has changed."""
         if self._undo is not None:
@@ -295,6 +300,7 @@ class Loop:
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: log, and, where due, evaluate and save."""
+        self.process.check_folder()
         self.iteration += 1
         self._undo = None
         elapsed, last = time.perf_counter() - self.started, self.iteration == self.config.iterations
@@ -304,14 +310,14 @@ class Loop:
         }
         idle.note(self, row)
         self.optimization.updates = self.optimization.other_updates = 0
+        self.unfinished_row = row | _timing_row(self, elapsed)  # until it is written
         if self.evaluates_at(self.iteration):
-            self.unfinished_row = row | _timing_row(self, elapsed)
             try:
                 row |= self._evaluate()
             except Interrupted:  # saving comes first, the row is written with its evaluation on resume
                 return self.save()
-            self.unfinished_row = None
         self.process.log.log(self.iteration, row | _timing_row(self, elapsed))
+        self.unfinished_row = None
         self.process.progress.finish_iteration(self.iteration, row)
         idle.check(self, row)
         if self.on_iteration is not None:
@@ -351,54 +357,12 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
-        if self._saved == self.iteration and not self._outdated:
-            return
-        self.process.watchdog.beat("saving", self.iteration)
-        optimizer, packed = state.pack(self.optimizer.state_dict())
-        kept, kept_trees = self.kept.pack()
-        tensors = self.weights.state() | {"optimizer": optimizer} | kept
-        if self.is_main:
-            checkpoint.save(
-                self.process.run.checkpoints,
-                self.iteration,
-                tensors=tensors,
-                state={
-                    "optimizer_steps": self.optimizer_steps,
-                    "optimizer": packed,
-                    "unfinished_row": self.unfinished_row,
-                    "memory": self.memory,
-                    "kept": kept_trees,
-                },
-                keep=self.config.checkpoint.keep,
-                extra=partial(_write_beside, self),
-                replace=self._outdated,
-            )
-        else:
-            checkpoint.save_shares(tensors)
-            self.trained.export(None)
-        self._saved, self._outdated = self.iteration, False
-        self.process.accelerator.wait_for_everyone()
-        self.process.watchdog.beat("saving", self.iteration)
+        saving.save(self)
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
-        loaded = checkpoint.load(path, in_shares=True, hashes=False)
-        self.weights.restore(loaded.tensors)
-        load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
-        self.optimization.steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
-        self._saved = loaded.step
-        self.unfinished_row, self.memory = loaded.state["unfinished_row"], loaded.state["memory"]
-        self.kept.restore(loaded.tensors, loaded.state["kept"])
-        if self.retries and "batch_size" in self.memory:
-            self.trained.resize(self.memory["batch_size"])
+        saving.restore(self, path)
 
 
 def _timing_row(loop: Loop, elapsed: float) -> dict[str, float]:
     return {f"timing/{phase}_s": s for phase, s in loop.timings.items()} | {"timing/iteration_s": elapsed}
-
-
-def _write_beside(loop: Loop, folder: Path) -> None:
-    """What a checkpoint has beside its tensors: the configuration, by which a resume is judged, and the model."""
-    if loop.process.run.config.is_file():
-        shutil.copy(loop.process.run.config, folder / "config.yaml")
-    loop.trained.export(folder)

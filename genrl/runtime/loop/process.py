@@ -50,6 +50,20 @@ class Process:
     """Processes, one after the other, that compute each sample together."""
     in_script: bool = False
     """Whether a script trains, not the command line."""
+    config: str = ""
+    """The configuration that this process trains by, as YAML."""
+    started: str = ""
+    """When the run began, by its run.json."""
+
+    def check_folder(self) -> None:
+        """Raise RuntimeError where the run's folder was moved, removed or given to another run meanwhile."""
+        if not self.started:
+            return
+        if not self.run.folder.is_dir() or run_folder.run_info(self.run).get("started", self.started) != self.started:
+            raise RuntimeError(
+                f"the run folder {self.run.folder} was moved, removed or replaced while the run was going: stopped, "
+                "and nothing was written there. Put it back, and `genrl resume` goes on from its last checkpoint."
+            )
 
     @property
     def is_main(self) -> bool:
@@ -80,7 +94,7 @@ def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accel
 
     Raises ValueError, in all processes, where the run has checkpoints and cannot go on from them.
     """
-    run = Run(resume or Path(output))
+    run = Run((resume or Path(output)).absolute())  # a reward may go to another folder
     if accelerator.is_main_process:
         stack.callback(run_folder.lock(run.folder).release)
     return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
@@ -113,12 +127,13 @@ def begin(
     """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
     yet: loading has no progress to tell it. unit: of progress. script: that which trains, if it is not the command
     line."""
+    text = dump(config)
     if accelerator.is_main_process:
         for old in (claimed.run.folder / "heartbeat").glob("*"):  # of processes that were killed
             old.unlink()
         run_folder.prepare(
             claimed.run.folder,
-            dump(config),
+            text,
             seed=config.seed,
             processes=accelerator.num_processes,
             resumed_from=claimed.start if claimed.resumes else None,
@@ -140,7 +155,8 @@ def begin(
         own={name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()},
     )
     stack.callback(log.finish)
-    return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context, script is not None)
+    context, started = config.distributed.context, run_folder.run_info(claimed.run).get("started", "")
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop, context, script is not None, text, started)
 
 
 def make_accelerator(timeout_s: float) -> Accelerator:

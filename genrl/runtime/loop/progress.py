@@ -47,7 +47,7 @@ class Progress:
         self.enabled, self.quiet_s, self.clock = enabled, quiet_s, clock
         self.began = clock()
         self.finished = [self.began]
-        """When this process began, and when each of its iterations was finished."""
+        """When the first iteration of this process began, and when each was finished."""
         self.name, self.total, self.count, self.phase_began = "starting", 0, 0.0, self.began
         self.printed = -float("inf")
         live = enabled and self.console.is_terminal
@@ -65,6 +65,11 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self.live:
             self.live.stop()
+
+    def begin_iteration(self) -> None:
+        """An iteration begins: the first one is timed from here, without loading and evaluation before it."""
+        if len(self.finished) == 1:
+            self.finished = [self.clock()]
 
     def phase(self, name: str, total: int = 0) -> None:
         """A phase begins ("sampling", "scoring", "training", "evaluating") with `total` images to do."""
@@ -91,7 +96,7 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """From the mean time of the iterations of this process, that of the running one taken off; without the first,
-        which loading and evaluation go before, once there is another. None before one has finished."""
+        in which much is done for the first time, once there is another. None before one has finished."""
         ends = self.finished if len(self.finished) < 3 else self.finished[1:]
         if len(ends) < 2:
             return None

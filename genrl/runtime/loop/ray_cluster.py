@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from genrl.runtime.folder.run import DISTRIBUTIONS
+from genrl.runtime.folder.software import DISTRIBUTIONS
 
 PATIENCE_S = 60.0
 """How long a cluster may take to answer."""

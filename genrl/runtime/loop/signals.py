@@ -48,6 +48,7 @@ while os.getppid() == parent:
         os.kill(parent, signal.SIGABRT)
         break
 """
+_ASKED = (signal.SIGINT, signal.SIGTERM)  # by someone; a terminal that closes may send SIGHUP several times
 _ECHO_S = 1.0  # a launcher passes Ctrl-C on to workers which the terminal has already told
 
 
@@ -63,13 +64,14 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM (the shell's convention), 0 if nothing came."""
+        """130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP (the shell's convention), 0 if nothing came."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @contextmanager
 def catch_stop(*, ends_process: bool = True) -> Iterator[Stop]:
-    """Inside, the first SIGINT or SIGTERM sets `stop.requested`; a second one exits at once, without saving.
+    """Inside, the first SIGINT, SIGTERM or SIGHUP (a closed terminal; not under `nohup`) sets `stop.requested`; a
+    second one of the former exits at once, without saving.
 
     The loop then finishes its micro-batch, saves, and exits with `stop.exit_code`. With several processes ask
     `guards.any_rank(stop.requested, accelerator)`, so that all leave at the same place. ends_process: False = a second
@@ -87,13 +89,16 @@ def catch_stop(*, ends_process: bool = True) -> Iterator[Stop]:
         if stop.signal is None:
             stop.signal, first = number, time.monotonic()
             _say(f"{signal.Signals(number).name}: saving, then stopping. Once more to stop at once without saving.")
-        elif time.monotonic() - first > _ECHO_S:
+        elif time.monotonic() - first > _ECHO_S and number in _ASKED:
             _say("stopped without saving; `genrl resume` goes on from the last checkpoint.")
             if not ends_process:
                 raise KeyboardInterrupt
             os._exit(128 + number)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        caught.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in caught}
     try:
         yield stop
     finally:
@@ -108,11 +113,13 @@ class Watchdog:
     `dumps/hang-rank-<r>.txt`. Exit code 124. `heartbeat/rank-<r>.json` tells the last phase, step and time.
 
     Time in which the process was stopped (a suspended job, a closed lid) does not count, and a process that computes is
-    given `PATIENCE` times as long. spins: it computes while it waits, as processes that share GPUs do, so that tells
+    given `PATIENCE` times as long. Where the launcher of several processes is killed, they are asked to end. spins: it
+    computes while it waits, as processes that share GPUs do, so that tells
     nothing. A second process watches over hangs that keep Python itself from running.
     """
 
     def __init__(self, run: Run, timeout_s: float, *, rank: int = 0, spins: bool = False) -> None:
+        self.launcher = _launcher()
         self.timeout_s, self.spins = timeout_s, spins
         self.heartbeat = run.folder / "heartbeat" / f"rank-{rank}.json"
         self.stacks = run.dumps / f"hang-rank-{rank}.txt"
@@ -156,6 +163,10 @@ class Watchdog:
         silent, cpu, told = 0.0, 0.0, False
         while not self.closed.wait(tick):
             self._tell_outside()
+            if self.launcher is not None and os.getppid() != self.launcher:
+                self.launcher = None
+                _say("the launcher is gone")
+                os.kill(os.getpid(), signal.SIGTERM)  # `catch_stop`: save and stop
             now = time.monotonic()
             elapsed, before = now - before, now
             if self.last != seen:
@@ -208,6 +219,15 @@ class Watchdog:
             "phase was only slow, raise distributed.timeout_s."
         )
         os._exit(HANG_EXIT_CODE)
+
+
+def _launcher() -> int | None:
+    """The process that started this one as one of several, and should not end before it (of `--nproc`, or torchrun);
+    None where there is none."""
+    if "GENRL_LAUNCHER" in os.environ:
+        pid = int(os.environ["GENRL_LAUNCHER"])
+        return pid if os.getppid() == pid or not _runs(pid) else None  # else it started one between
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def killed_ranks(run: Run, processes: int, *, patience_s: float = 0.0) -> list[str]:
@@ -266,5 +286,6 @@ def _runs(pid: int) -> bool:
 
 
 def _say(text: str) -> None:
-    """Straight to the file descriptor: a signal may arrive in the middle of a print."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\ngenrl: {text}\n".encode())
+    """Straight to the file descriptor: a signal may arrive in the middle of a print. Nobody may read it any more."""
+    with suppress(OSError, ValueError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\ngenrl: {text}\n".encode())

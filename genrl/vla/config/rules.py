@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
 from genrl.config.plugins import names
-from genrl.vla.config.names import BOTH, EMBEDDED, MINITABLE_THINGS, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
+from genrl.vla.config.names import BOTH, MINITABLE_THINGS, POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig, VLAMethod
@@ -25,17 +25,11 @@ def _policy(config: VLAConfig) -> Iterator[Finding]:
     if (policy.path is None) == (policy.new is None):
         text = "write one of them, the folder of a policy or a new one to be trained; null takes the other out"
         yield ("policy.path", "policy.new"), text
-    if policy.rename and policy.path is None:
-        yield ("policy.rename", "policy.path"), "is of a published policy; a new one reads what the environment shows"
-    if policy.padded_state is not None and policy.path is None:
-        yield ("policy.padded_state", "policy.path"), "is of a published pi0.5; a new policy has no prompt; write null"
 
 
 def _tokens(config: VLAConfig) -> Iterator[Finding]:
     """Policies without denoising steps."""
-    policy, sampler, trainer = config.policy, config.sampler, config.trainer
-    if policy.oft is not None and policy.path is None:
-        yield ("policy.oft", "policy.path"), "is of an OpenVLA's folder; a new policy needs none; write null"
+    sampler, trainer = config.sampler, config.trainer
     if sampler.predicts not in trainer.trains:
         yield ("trainer.algorithm", "sampler.kind"), not_trained(trainer, sampler.predicts)
 
@@ -68,8 +62,6 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
     if 0 < new.points < MINITABLE_THINGS and config.environment.name == "minitable":
         text = f"{new.points} points cannot show the {MINITABLE_THINGS} things on the table; write 512"
         yield ("policy.new.points", "environment.name"), text
-    if new.args and new.type in EMBEDDED:
-        yield ("policy.new.args", "policy.new.type"), f"are of a policy of your own; {new.type} has none"
     predicts = PREDICTS.get(new.type, sampler.predicts)
     if predicts != sampler.predicts:
         text = f"{new.type} predicts {predicts}; write sampler.kind: {SAMPLERS[predicts]}"
@@ -133,10 +125,7 @@ def _rest(config: VLAConfig) -> Iterator[Finding]:
     if env.success_key is None and env.reward == "success":
         text = "nothing would ever be paid without one; write reward: environment"
         yield ("environment.success_key", "environment.reward"), text
+    if config.distributed.context > 1:  # shared code would put processes into groups, of which this kind knows nothing
+        yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"
     if config.environment.num_envs % config.environment.group_size:
         yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
-    if config.environment.worker_gb is not None and config.environment.workers in (0, "ray", "ray_simulators"):
-        text = "is of processes on this machine; write environment.workers: 1 or more, or leave it out"
-        yield ("environment.worker_gb", "environment.workers"), text
-    if config.distributed.context > 1:
-        yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from genrl.config.errors import Finding
@@ -32,10 +31,6 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
         yield ("task.eval", "task.name"), "a generated task has its own held-out questions; leave eval out"
-    if task.name is not None and (task.format is not None or task.video is not None):
-        yield ("task.format", "task.video"), "a generated task has no rows to read; leave them out"
-    if Path(task.train or "").suffix == ".jsonl" and task.format is not None:
-        yield ("task.format", "task.train"), "is for data sets, id:split; the rows of a .jsonl file are questions"
     if task.min_pixels is not None and task.max_pixels is not None and task.min_pixels > task.max_pixels:
         yield ("task.min_pixels", "task.max_pixels"), "the least is more than the most"
     if task.train is not None and task.eval is None and config.evaluation.every:
@@ -141,7 +136,7 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
     if generation.batch_size is not None and generation.batch_size < generation.group_size:
         text = "answers to a question are sampled together; write group_size or more"
         yield ("generation.batch_size", "generation.group_size"), text
-    if config.distributed.context > 1:
+    if config.distributed.context > 1:  # shared code would put processes into groups, of which this kind knows nothing
         text = "is for pipelines, by diffusers; transformers divides no context of vision-language models; write 1"
         yield ("distributed.context",), text
 

@@ -21,7 +21,8 @@ from PIL import Image, ImageDraw
 from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
 from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
 from genrl_rewards.scorers.texts import tool_use
-from genrl_rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
+from genrl_rewards.scorers.texts.expected import numbers_in
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact
 
 Rule = Literal["accuracy", "para_grpo"]
 

@@ -14,28 +14,20 @@ from typing import Any, cast
 import gymnasium
 
 from genrl.config.plugins import import_file
-from genrl.playground.cards import GAMES, Cards
-from genrl.playground.grid import Grid
 from genrl.vlm.config.environment import Environment as Settings
 from genrl.vlm.environments.contract import Environment
-from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.discrete import Discrete, Misuse
-from genrl.vlm.environments.miniwob import MiniWoB
-from genrl.vlm.environments.search import Search
 from genrl.vlm.environments.texts import Texts, takes_texts
-from genrl.vlm.environments.trajectories import Trajectories
-from genrl.vlm.environments.watch import Watch
 
-TALKS: dict[str, Callable[..., Any]] = {
-    "crop": Crop,
-    "search": Search,
-    "trajectories": Trajectories,
-    "watch": Watch,
-    "miniwob": MiniWoB,
-}
-TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
-"""Those of our own that read the text themselves."""
-OWN = ("grid", *TALKS)
+OWN = {
+    "grid": "genrl.playground.grid:Grid",
+    "crop": "genrl.vlm.environments.crop:Crop",
+    "search": "genrl.vlm.environments.search:Search",
+    "trajectories": "genrl.vlm.environments.trajectories:Trajectories",
+    "watch": "genrl.vlm.environments.watch:Watch",
+    "miniwob": "genrl.vlm.environments.miniwob:MiniWoB",
+} | {f"cards-{game}": "genrl.playground.cards:Cards" for game in ("numberline", "ezpoints", "points24", "blackjack")}
+"""Where those of our own are; what stands behind a dash is their first argument."""
 EXTRAS = {
     "MiniGrid": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
     "BabyAI": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
@@ -56,9 +48,7 @@ def open_environment(settings: Settings) -> Environment:
             "miniwob has a browser in each slot, and an evaluation would open 64: write environment.processes: true, "
             "which has environment.parallel of them"
         )
-    if name in TALKS:
-        return cast(Environment, _called(TALKS[name], name, settings.options))
-    made: Any = _called(Grid, name, settings.options) if name == "grid" else _made(name, settings.options)
+    made: Any = _called(_own(name), name, settings.options) if name in OWN else _made(name, settings.options)
     if not isinstance(made, gymnasium.Env):
         wanted = ("layout", "help", "begun", "reset", "step", "render", "close")
         missing = [part for part in wanted if not hasattr(made, part)]
@@ -87,6 +77,14 @@ def open_environment(settings: Settings) -> Environment:
         invalid=settings.invalid,
         invalid_reward=settings.invalid_reward,
     )
+
+
+def _own(name: str) -> Callable[..., Any]:
+    """One of our own, by name, so that a run imports none but the one it has."""
+    module, _, attribute = OWN[name].partition(":")
+    made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    _, _, game = name.partition("-")
+    return partial(made, game) if game else made
 
 
 def _called(make: Callable[..., Any], name: str, options: dict[str, Any]) -> Any:

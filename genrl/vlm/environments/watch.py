@@ -24,7 +24,8 @@ from genrl.playground.shapes import SIZE, Scene, Thing, draw
 from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
 from genrl_rewards.scorers.texts import tool_use
-from genrl_rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
+from genrl_rewards.scorers.texts.expected import numbers_in
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact
 
 Rule = Literal["accuracy", "para_grpo", "conan"]
 

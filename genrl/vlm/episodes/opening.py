@@ -8,16 +8,10 @@ from typing import Any, cast
 
 from accelerate import Accelerator
 
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.versions import Versions
-from genrl.runtime.weights.optimization import Schedule
-from genrl.runtime.weights.optimizers import make_optimizer
-from genrl.runtime.weights.sharding import in_step
-from genrl.runtime.weights.weights import Weights
+from genrl.vlm.common import open_reference
 from genrl.vlm.config.environment import Environment
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.environments.hosts import open_host
 from genrl.vlm.episodes.critic import ValueHead
 from genrl.vlm.episodes.episodes import Table
@@ -25,7 +19,6 @@ from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import hold
 
 
 def settings_of(config: VLMConfig) -> Environment:
@@ -67,31 +60,19 @@ def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
 
 def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
     """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
-    method, settings, device = cast(Episodes, config.trainer), settings_of(config), process.accelerator.device
-    reference = None
-    if method.reference and policy.peft is None:
-        reference = open_policy(config, device)
-        reference.model.requires_grad_(False)
-    hold(config, policy, *([] if reference is None else [reference]))
-    groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
-    rates = {"policy": config.optimizer.lr}
+    method, settings = cast(Episodes, config.trainer), settings_of(config)
+    reference = open_reference(config, process, policy)
+    groups = {"policy": (policy.parameters, config.optimizer.lr)}
     critic = critic_of(config, policy)
     if critic is not None:
-        groups.append({"params": [p for p in critic.parameters() if p.requires_grad], "name": "critic"})
-        rates["critic"] = (method.critic or Critic()).lr
+        groups["critic"] = [p for p in critic.parameters() if p.requires_grad], (method.critic or Critic()).lr
     tables = []
     for _ in range(2):  # of training, whose episodes go on, and of evaluation
         host = open_host(settings)
         stack.callback(host.close)
         tables.append(Table(settings, host))
     recipe = method.recipe(config)
-    run = EpisodesRun(process, config, settings, recipe, policy, reference, critic, tables[0], tables[1])
-    named = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    weights = Weights(named, in_step=in_step(policy.model))
-    optimizer = make_optimizer(groups, config.optimizer)
-    schedule = Schedule(config.optimizer, rates, config.iterations)
-    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
-    use_vllm(config, policy, process, optimizer)
-    if config.generation.staleness:
-        run.versions = Versions(config.generation.staleness)
+    train, held_out = tables
+    run = EpisodesRun(process, config, recipe, policy, reference, settings, critic, train, held_out)
+    run.open_loop(groups, {}, retries=config.trainer.fit_batch)
     return run

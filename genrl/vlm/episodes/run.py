@@ -7,29 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.loop.loop import Loop
-from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import save_samples
-from genrl.vlm.common import Estimated, check_gap, drawing, pass_sizes, resized, save_result, share_of, warn_blind
+from genrl.vlm.common import Estimated, VLMRun, share_of
 from genrl.vlm.config.environment import Environment as Settings
-from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.engines.generation import Sampling, answering, weights_changed
+from genrl.vlm.engines.generation import Sampling, answering
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
 from genrl.vlm.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.episodes.turns import spread, turns_of
 from genrl.vlm.methods.episodes.settings import Episodes
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.sharing import batch_of_all, ours, updates_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
@@ -57,27 +51,18 @@ class Actor(NamedTuple):
 
 
 @dataclass
-class EpisodesRun:
-    """One process of one run; `loop` is set once it is opened.
+class EpisodesRun(VLMRun):
+    """One process of a run that acts; critic: of vl_dac and poad."""
 
-    reference: the model before training where the loss reads it and there is no LoRA;
-    critic: of vl_dac and poad."""
-
-    process: Process
-    config: VLMConfig
-    environment: Settings
     preset: Preset
-    policy: Policy
-    reference: Policy | None
+    environment: Settings
     critic: ValueHead | None
     table: Table
     held_out: Table
     """The environments of evaluations."""
-    versions: Versions | None = None
-    """The weights that draw, where they are not the newest."""
     begun: dict[int, int] = field(default_factory=dict)
     """With a critic: how many episodes each of this process's slots has begun."""
-    loop: Loop = field(init=False, repr=False)
+    result: ClassVar[tuple[str, str]] = ("success", "curves and pictures")
 
     @property
     def actor(self) -> Actor:
@@ -111,17 +96,11 @@ class EpisodesRun:
             self.restore()
         if self.critic is not None:
             self.loop.keep("critic", self.critic)
-        if self.versions is not None:
-            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
-
-    @property
-    def age(self) -> int:
-        """How many iterations the weights are behind that draw the running one."""
-        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
+        super().begin(found)
 
     def forget(self) -> None:
         """Go back to the episodes that were going on when the iteration began, which is undone, as are its steps."""
-        weights_changed(self.policy)
+        super().forget()
         self.restore()
 
     def restore(self) -> None:
@@ -145,7 +124,7 @@ class EpisodesRun:
         if self.versions is not None:
             self.versions.note(loop.iteration, loop.weights.named)
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
-        with loop.timed("rollout"), drawing(self.versions, loop, self.policy), answering(self.policy):
+        with loop.timed("rollout"), self.drawing(), answering(self.policy):
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
@@ -208,29 +187,16 @@ class EpisodesRun:
 
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
-        config, loop, rows = self.config, self.loop, acted.rows
-        settings, mask = self.settings, rows.place >= 0
-        updates = updates_of(
-            mask,
-            self.size,
-            updates=settings.updates,
-            micro=settings.micro_batch,
-            seed=config.seed,
-            loop=loop,
-            whole_groups=self.preset.group_loss is not None,
-        )
+        loop, rows = self.loop, acted.rows
+        mask = rows.place >= 0
+        updates = self.updates(mask, self.size)
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting(), gathered(self.policy), gathered(self.reference):
             mine = self._computed(acted, [part for update in updates for part in update.parts])
         loop.check_stop()
-        counts = gather_object([len(mask)])
-        batch = batch_of_all(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)}, self.size)
-        row = {} if self.critic is None else {"critic/explained_variance": explained_variance(batch)}
-        found = estimate(self.preset, batch)
-        if loop.iteration == 0:
-            check_gap(found.metrics["sampler_gap_mean"])
-        own = ours(found.batch, counts, loop.process.accelerator.process_index, mask.shape[1])
-        return Estimated(own, found, updates), row
+        ready = self.estimated(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)}, self.size, updates)
+        row = {} if self.critic is None else {"critic/explained_variance": explained_variance(ready.found.batch)}
+        return ready, row
 
     @torch.no_grad()
     def _computed(self, acted: Acted, parts: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -270,24 +236,20 @@ class EpisodesRun:
             "old_value": values if by_token else values[:, 0],
         }
 
-    def evaluate(self, iteration: int) -> dict[str, float]:
+    def evaluated(self, iteration: int) -> dict[str, float]:
         """The most probable answers in held-out episodes; at the ends of the run with black pictures, too."""
-        if self.config.ema is not None:
-            weights_changed(self.policy)
         found = self._acted(blind=False)
         row = figures_of(found)
         if iteration in (0, self.config.iterations) and self.config.evaluation.blind:
             blind = figures_of(self._acted(blind=True))["eval/success_mean"]
             row["eval/success_blind"] = blind
             if iteration == 0:
-                warn_blind(self.process, row["eval/success_mean"], blind, "episodes succeed")
+                self.warn_blind(row["eval/success_mean"], blind, "episodes succeed")
         if self.process.is_main and found.films:
             scores = {"success": [one["success"] for one in found.episodes[: len(found.films)]]}
             pictures, texts = [film for film, _ in found.films], [text for _, text in found.films]
             sheet = save_samples(self.process.run.samples, iteration, pictures, texts, scores)
             self.process.log.log_picture(iteration, "samples/grid", sheet)
-        if self.config.ema is not None:  # the caller puts the trained ones back
-            weights_changed(self.policy)
         return row
 
     def _acted(self, *, blind: bool) -> Judged:
@@ -306,26 +268,9 @@ class EpisodesRun:
         every: list[Judged] = gather_object([mine])
         return reduce(Judged.joined, every)
 
-    def export(self, folder: Path | None) -> None:
-        """Checkpoints hold the trained weights alone."""
-
-    def micro_batch_sizes(self) -> list[int]:
-        """Rows per pass, and the smaller numbers that can be taken."""
+    def rows_at_most(self) -> int:
+        """The rows that a process has in an update."""
         generation = self.config.generation
         groups = -(-generation.prompts_per_iteration // self.settings.updates)
         slots = min(len(self.slots), groups * generation.group_size)
-        rows = slots * (1 if self.critic is None else self.environment.steps)
-        return pass_sizes(self.config, rows, whole_groups=self.preset.group_loss is not None)
-
-    def resize(self, size: int) -> None:
-        """From here on a pass has so many rows."""
-        self.loop.config = self.config = resized(self.config, size)
-
-    def hand_over(self) -> Any:
-        """The model as trained, its average where there is one, with its adapters, for use without this run."""
-        self.loop.keep_average()
-        return self.policy.model if self.policy.peft is None else self.policy.peft
-
-    def conclude(self) -> None:
-        """The end of a run, complete or not: the model's folder, report, and where they are."""
-        save_result(self.loop, self.policy, "success", pictures="curves and pictures")
+        return slots * (1 if self.critic is None else self.environment.steps)

@@ -18,7 +18,8 @@ from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
-from genrl_rewards.scorers.texts.verifiable import answer_in, number_in
+from genrl_rewards.scorers.texts.expected import number_in
+from genrl_rewards.scorers.texts.verifiable import answer_in
 
 MASKED, PATCH = 0.5, 14
 """VPPO: share of patches that are black in the masked picture, and the side of one in pixels."""

@@ -12,6 +12,7 @@ from peft import PeftModel
 
 from genrl.config.plugins import find
 from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.whole import own_files
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import VLMConfig
@@ -89,9 +90,9 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     model = policy.model if policy.peft is None else _merged(policy, policy.peft, source)
     model.save_pretrained(out)
     if Path(source).is_dir():
-        for file in Path(source).iterdir():
+        for file in own_files(Path(source)):  # a link may lead to what is nobody else's business
             kept = file.name == CODEC or not file.name.endswith(WEIGHTS)
-            if file.is_file() and kept and not (out / file.name).exists():
+            if kept and not (out / file.name).exists():
                 shutil.copy(file, out / file.name)
         return out
     policy.tokenizer.save_pretrained(out)

@@ -7,6 +7,7 @@ differently. Batches are put together from prepared prompts, so no pixel row is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -269,6 +270,18 @@ def _written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:
     return text + prompt.begun if answer is None else text
 
 
+def opened_tag(asked: str) -> str:
+    """The tag that a chat template leaves open for the answer, as reasoning models' do with `<think>`; "" if none."""
+    found = re.search(r"<(\w+)>\s*$", asked)
+    return found[0].strip() if found else ""
+
+
+def without_opened(asked: str, text: str) -> str:
+    """An answer without the tag that begins it, where what comes before has opened it."""
+    tag = opened_tag(asked)
+    return text.lstrip().removeprefix(tag).lstrip("\n") if tag and text.lstrip().startswith(tag) else text
+
+
 def _adds_special(text: str, processor: Any) -> bool:
     """Many templates write the token that begins a text; those that do not leave it to the tokenizer."""
     begin = processor.tokenizer.bos_token
@@ -287,7 +300,9 @@ def answer_ids(prompt: Prompt, text: str, processor: Any, stop_ids: Sequence[int
     if held:
         raise ValueError(f"{prompt.where}: the answer holds {held[0]!r}, which stands for an image")
     prompt = without_clips(prompt)  # what stands before the answer does not change it
-    asked, whole = _written(prompt, processor), _written(prompt, processor, text)
+    asked = _written(prompt, processor)
+    text = without_opened(asked, text)
+    whole = _written(prompt, processor, text)
     special, tokenizer = _adds_special(asked, processor), processor.tokenizer
     before: list[int] = tokenizer(asked, add_special_tokens=special)["input_ids"]
     ids: list[int] = tokenizer(whole, add_special_tokens=special)["input_ids"]

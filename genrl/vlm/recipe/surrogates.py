@@ -48,8 +48,9 @@ class Clip(Rule):
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         from genrl.objectives.tokens.token_surrogates import clip_surrogate
 
-        bounds = {"cap": self.cap, "dual": self.dual, "drop_above": self.drop_above}
-        return clip_surrogate(*batch.terms, low=self.low, high=self.high, **bounds)
+        return clip_surrogate(
+            *batch.terms, low=self.low, high=self.high, cap=self.cap, dual=self.dual, drop_above=self.drop_above
+        )
 
 
 class ElasticClip(Rule):
@@ -295,7 +296,7 @@ class Regression(WholeGroups):
 
         log_prob, old, advantage, mask = batch.terms
         ratio = sequence_log_ratio(log_prob, old, mask)[scored]
-        return regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.rows
+        return regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
 
 
 class Classification(WholeGroups):
@@ -309,7 +310,7 @@ class Classification(WholeGroups):
 
         log_prob, old, advantage, mask = batch.terms
         score = mean_log_ratio(log_prob, old, mask)[scored]
-        return classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum() / batch.groups
+        return classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum() / batch.number_of_groups
 
 
 class DistributionMatching(WholeGroups):
@@ -323,7 +324,7 @@ class DistributionMatching(WholeGroups):
         from genrl.objectives.tokens.tokens import masked, row_mean
 
         score = row_mean(masked(batch.terms[0], batch.mask), batch.mask)
-        return distribution_matching_loss(score, batch.scores(self.name), batch.group).sum() / batch.groups
+        return distribution_matching_loss(score, batch.scores(self.name), batch.group).sum() / batch.number_of_groups
 
 
 class Preference(WholeGroups):
@@ -344,7 +345,9 @@ class Preference(WholeGroups):
         best, worst = ((sign == side).nonzero()[:, 0] for side in (1, -1))  # by group, since rows of one are together
         now = row_sum(batch.terms[0], batch.mask)
         ref = row_sum(batch.read("ref_log_prob", self.name), batch.mask)
-        return dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum() / batch.groups
+        return (
+            dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum() / batch.number_of_groups
+        )
 
 
 GroupLoss = Regression | Classification | DistributionMatching | Preference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,20 @@ class Questions:
         pool = self._easiest[: max(count, math.ceil(share * len(self.kept)))]
         chosen = torch.randperm(len(pool), generator=generator(seed, "curriculum", first))[:count]
         return [pool[place] for place in chosen.tolist()]
+
+    def columns(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names and columns of all rows of data, without their pictures; none of a generated task."""
+        task, rows = self.config.task, self.rows
+        if rows is None:
+            return
+        if self.format is None and hasattr(rows, "select_columns"):
+            kept = [name for name in rows.column_names if name not in (task.prompt, task.image, task.video)]
+            for number, columns in enumerate(rows.select_columns(kept)):
+                yield f"{self.source}:{number + 1}", dict(columns)
+            return
+        for number in range(len(rows)):
+            row = self._row(number, {"image": _unopened, "video": _unopened})
+            yield row.name, row.columns
 
     def _difficulty(self, number: int) -> float:
         assert self.config.task.curriculum is not None

@@ -57,6 +57,11 @@ class TokenBatch:
         return self.rows or len(self.mask)
 
     @property
+    def number_of_groups(self) -> int:
+        """The groups of the step, or those of this batch before it was estimated."""
+        return self.groups or len(self.group.unique())
+
+    @property
     def scored(self) -> Tensor:
         """The tokens of rows that have a reward, bool [B, T]."""
         return self.mask.bool() if self.rewards is None else self.mask.bool() & ~self.rewards.isnan()[:, None]

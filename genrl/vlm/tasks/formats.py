@@ -14,7 +14,8 @@ from random import Random
 from string import ascii_uppercase
 from typing import Any
 
-from genrl_rewards.scorers.texts.verifiable import answer_in, letters_in
+from genrl_rewards.scorers.texts.expected import letters_in
+from genrl_rewards.scorers.texts.verifiable import answer_in
 
 Columns = dict[str, Any]
 

@@ -293,13 +293,10 @@ def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None
         check_processes(config(folder, model, GRPO, engine=engine(2)), 3)
     entry = runs.reward(folder, "redness")
     for changes, says in (
-        ({"rewards": [{"name": "shapes", "remote": "http://127.0.0.1:1"}]}, "all rewards are on servers"),
         ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
         ({"rewards": [entry | {"args": {"device": "cuda:1"}}]}, "Ray gives each worker its device"),
         ({"rewards": [entry | {"isolate": True, "outage": {"policy": "pause"}}]}, "a reward worker that is silent is"),
         ({"engine": engine(1, 99)}, "99 workers, but micro-batches for"),
-        ({"rewards": [{"name": "a.py:b", "remote": ["http://a", "http://a"]}]}, "names a server twice"),
-        ({"rewards": [{"name": "a.py:b", "remote": ["http://a", "http://b"], "cache": 9}]}, "ask one server at a time"),
     ):
         with pytest.raises(ConfigError, match=says):
             config(folder, model, NFT, **({"engine": engine(1, 1)} | changes))

@@ -19,7 +19,6 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
-from genrl.diffusion.rollout.measures import score_metrics
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
@@ -32,7 +31,7 @@ from genrl.diffusion.rollout.rollout import (
     micro_batches,
     tree_micro_batches,
 )
-from genrl.diffusion.rollout.scoring import Scorers, Scoring
+from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards.compose import Component

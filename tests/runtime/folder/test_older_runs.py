@@ -29,5 +29,7 @@ def test_a_run_whose_configuration_lacks_todays_keys(
         train(whole.model_copy(update={"iterations": 1}))
     assert "idle_iterations" not in Run(older).config.read_text()
     train(load(Run(older).config, ["iterations=2"]), older)
-    assert [line for line in caplog.messages if "edited" in line] == ["edited since the last save: iterations: 1 -> 2"]
+    assert [line for line in caplog.messages if "since the last" in line] == [
+        "changed since the last save: iterations: 1 -> 2"
+    ]
     assert differences(straight, older) == []

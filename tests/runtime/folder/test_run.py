@@ -15,7 +15,8 @@ import yaml
 
 from genrl.config import dump, load
 from genrl.runtime.folder import run as runs
-from genrl.runtime.folder.run import Run, config_edits, json_line, read_metrics, truncate_metrics, write_atomic
+from genrl.runtime.folder.edits import config_edits
+from genrl.runtime.folder.run import Run, json_line, read_metrics, truncate_metrics, write_atomic
 
 WRITTEN = """
 model: {path: a/b, lora: {rank: 32, alpha: 64}}
@@ -230,6 +231,8 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_process_per_run(tmp_path: Path) -> None:
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "heartbeat" / "rank-0.json").write_text('{"pid": 7, "host": "gone", "time": 0}')
     held = runs.lock(tmp_path)
     with ThreadPoolExecutor(1) as other, pytest.raises(ValueError, match="another process is training in"):
         other.submit(runs.lock, tmp_path).result()
@@ -249,3 +252,40 @@ def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None
         runs.resume(tmp_path, other, step=3, command=[], found=found)
     runs.resume(tmp_path, CONFIG, step=3, command=[], found=found)
     assert run.config.read_text() == CONFIG
+
+
+OTHERS = {
+    "a configuration": ({"config.yaml": "mine"}, "no run has made these files"),
+    "prompts": ({"train_prompts.jsonl": "{}"}, "no run has made these files"),
+    "curves of a trainer": ({"tensorboard/events": ""}, "no run has made these files"),
+    "a project": ({"README.md": "", "src/x.py": ""}, "no run has made these files"),
+    "a run": ({"a/run.json": "{}"}, "it holds other runs .*/a.*choose one of its own.*NAME"),
+    "runs in groups": ({"group/b/run.json": "{}", "group/b/config.yaml": ""}, "it holds other runs .*group/b"),
+    "a run with a run in it": ({"run.json": "{}", "metrics.jsonl": "", "a/run.json": "{}"}, "it holds other runs"),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_a_folder_with_other_things_is_left_as_it_is(tmp_path: Path, name: str) -> None:
+    """And nobody is told to delete it."""
+    files, says = OTHERS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=says) as refused:
+        start(tmp_path)
+    assert "delete" not in str(refused.value)
+    assert {f.relative_to(tmp_path).as_posix(): f.read_text() for f in tmp_path.rglob("*") if f.is_file()} == files
+
+
+def test_a_resume_that_is_refused_later_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.metrics.write_text("".join(json_line({"step": step}) for step in range(4)))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with (
+        pytest.raises(ValueError, match="of another model"),
+        runs.unchanged_where_refused(run, resumes=True),
+    ):
+        runs.resume(tmp_path, configured("iterations=20"), step=2, command=[])
+        raise ValueError("of another model")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import accelerate.tracking  # noqa: F401  # before packages that it looks for are stand-ins
 import pytest
 from PIL import Image
 
@@ -56,14 +57,14 @@ def wandb_records(file: Path) -> Iterator[Any]:
 @pytest.mark.slow
 def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    for key, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+    for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(key, value)
     run = Run(tmp_path / "mine")
     run.folder.mkdir()
     log_all(run, "wandb", 0)
     log_all(run, "wandb", 2)
     wandb.teardown()  # its own process has written everything
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    files = sorted(tmp_path.glob("mine/wandb/offline-run-*/*.wandb"))
     records = [list(wandb_records(file)) for file in files]
     begun = [record.run for some in records for record in some if record.HasField("run")]
     assert len(files) == 2
@@ -84,6 +85,7 @@ def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
     """A new run in the folder of a start that failed is new to trackers."""
     run = Run(tmp_path)
     run.trackers.write_text('{"wandb": "before"}')
+    run.info.write_text("{}")
     start(tmp_path, "seed: 0\n", seed=0, command=["genrl"])
     assert trackers.kept_ids(run) == {}
     for text in ("{", "[]", '{"wandb": 1}'):
@@ -208,3 +210,33 @@ def test_a_run_that_mlflow_does_not_have_is_an_error_that_says_what_to_do(tmp_pa
     Run(tmp_path).trackers.write_text('{"mlflow": "lost"}')
     with pytest.raises(ValueError, match="run lost .*MLFLOW_TRACKING_URI"):
         MetricLogger(Run(tmp_path), ["mlflow"])
+
+
+FAILURES = [
+    ("swanlab", RuntimeError("api_key not configured (no-tty)"), "api_key not configured.*swanlab login"),
+    ("swanlab", SystemExit(1), "swanlab login"),
+    ("swanlab", KeyError(), "KeyError.*SWANLAB_MODE=local"),
+    ("wandb", ConnectionError("no route"), "no route.*WANDB_API_KEY.*WANDB_MODE=offline"),
+    ("mlflow", OSError("refused"), "refused.*MLFLOW_TRACKING_URI"),
+    ("aim", ValueError("locked"), "locked.*take it out of trackers"),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "says"), FAILURES)
+def test_a_tracker_that_does_not_start_is_an_error_that_says_what_to_do(
+    name: str, error: BaseException, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No key, no server, no network: whatever its package raises."""
+
+    class Failing:
+        requires_logging_directory = False
+
+        def __init__(self, *given: Any, **keys: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            raise error
+
+    monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {name: Failing})
+    with pytest.raises(ValueError, match=f"trackers: {name} does not start.*{says}"):
+        trackers.start(name, Run(tmp_path), None, 0)

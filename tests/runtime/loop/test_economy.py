@@ -142,7 +142,6 @@ SPREAD = {"selection": {"by": "spread"}}
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
-        (PICTURES, {"economy": {"selection": {"by": "success", "candidates": 1}}}, "leaves nothing to choose; write 8"),
         (PICTURES, {"economy": {"keep": 8}}, "so none is left out; write 4"),
         (PICTURES, {"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
         (PICTURES, {"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),

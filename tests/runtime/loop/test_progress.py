@@ -47,6 +47,17 @@ def test_a_terminal_gets_every_iteration_and_a_live_line() -> None:
     assert "\x1b[2K" in out  # the live line is wiped
 
 
+def test_what_goes_before_the_first_iteration_is_not_in_the_time_left() -> None:
+    clock = Clock()
+    progress = Progress(10, console=Console(file=io.StringIO()), clock=clock)
+    clock.now += 30  # loading, and an evaluation
+    for seconds, left in ((4, 36), (2, 16), (2, 14)):
+        progress.begin_iteration()
+        clock.now += seconds
+        progress.finish_iteration(progress.done + 1, {})
+        assert progress.seconds_left() == left
+
+
 def test_the_live_line() -> None:
     clock = Clock()
     progress = Progress(10, console=Console(file=io.StringIO()), clock=clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGHUP], [signal.SIGTERM, signal.SIGINT]])
 def test_the_first_signal_lets_the_loop_save_and_its_echo_is_no_second(numbers: list[signal.Signals]) -> None:
     process = start(LOOP)
     for number in numbers:
@@ -58,6 +59,24 @@ def test_the_second_signal_exits_at_once() -> None:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (143, "")
     assert "stopped without saving" in err
+
+
+def test_a_closed_terminal_is_a_stop_unless_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it says so; `nohup` has it ignored."""
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with catch_stop() as stop:
+            monkeypatch.setattr("genrl.runtime.loop.signals._ECHO_S", -1.0)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.exit_code == 129
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with catch_stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_put_back() -> None:

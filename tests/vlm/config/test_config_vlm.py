@@ -150,7 +150,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ("stages: [{iterations: 200, preset: bgpo}]", "stages.0.preset, trainer.preset, vlm.output", "masked_text"),
     ("augmentation: {truth: '{question} {anser}'}", "augmentation.truth", "and no others"),
     ("task: {name: shapes, passes: 1}", "task.passes", "allowed"),
-    ("distributed: {shard: node}", "distributed.shard, distributed.fsdp", "nothing is sharded"),
     ("vlm: {path: x, output: audio}, distributed: {fsdp: true}", "distributed.fsdp, vlm.output", "built in"),
     (
         "vlm: {path: x, prefix_attention: sdpa}, distributed: {fsdp: true}",

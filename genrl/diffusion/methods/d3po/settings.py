@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from genrl.config.method import MetricDoc
 from genrl.config.section import Margin, Positive
 from genrl.diffusion.pairs.settings import Preference
-from genrl.diffusion.steps.stochastic import EveryStep
+from genrl.diffusion.steps.settings import EveryStep
 
 
 class D3PO(EveryStep, Preference):

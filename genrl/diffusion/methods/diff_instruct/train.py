@@ -19,6 +19,7 @@ metrics and figures.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -33,7 +34,6 @@ from genrl.diffusion.policy.guidance import without_prompts
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
-from genrl.diffusion.rollout.measures import spread
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import Meter, descend
@@ -144,3 +144,13 @@ def noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[tu
     for micro_batch in rollouts.mine.values():
         noise, level = own_noise(micro_batch, name, k), drawn_levels(micro_batch.batch, name, k)
         yield noised_at(policy, micro_batch.final, noise, level), micro_batch
+
+
+def spread(rollouts: Rollouts) -> Tensor:
+    """Standard deviation of a number of x_0 over the samples of a prompt, its mean over numbers: for each prompt of
+    which this process has two samples or more."""
+    samples: dict[int, list[Tensor]] = defaultdict(list)
+    for micro_batch in rollouts.mine.values():
+        for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
+            samples[int(rollouts.group[slot])].append(final.float())
+    return torch.tensor([float(torch.stack(same).std(dim=0).mean()) for same in samples.values() if len(same) > 1])

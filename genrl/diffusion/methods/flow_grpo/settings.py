@@ -17,27 +17,12 @@ from genrl.diffusion.steps.settings import Windowed
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
 
-_GUARD = "GRPO-Guard is a method of its own: write algorithm: grpo_guard, or remove the key"
-_DDPO = "DDPO is a method of its own: write algorithm: ddpo, or remove the key"
-_TREE_RPO = "Dynamic-TreeRPO is a method of its own: write algorithm: dynamic_tree_rpo, or remove the key"
-_PACO = "PaCo-GRPO is a method of its own: write algorithm: paco_grpo, or aggregate: sum"
-
 
 class FlowGRPO(Windowed):
     """Policy gradient on the denoising steps (arXiv 2505.05470), with the windows and trees of its successors."""
 
     title: ClassVar[str] = "Flow-GRPO"
     one_call_at_a_time: ClassVar[bool] = True
-    moved: ClassVar[dict[str, str]] = {
-        "guard": _GUARD,
-        "objective": _DDPO,
-        "history": _DDPO,
-        "advantage_scale: prompt_history": "DDPO is a method of its own: write algorithm: ddpo",
-        "layer_tuning": _TREE_RPO,
-        "tree.noise_growth": _TREE_RPO,
-        "aggregate: log_tame": _PACO,
-        "aggregate: log_tame_released": _PACO,
-    }
     takes_older_samples: ClassVar[bool] = True
     takes_part_of_groups: ClassVar[bool] = True
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive
-from genrl.diffusion.steps.stochastic import EveryStep
+from genrl.diffusion.steps.settings import EveryStep
 
 METRICS = {
     "prdp/pairs": MetricDoc(

@@ -26,9 +26,8 @@ from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.on_policy import check_on_policy
 from genrl.diffusion.steps.plans import every_step
-from genrl.diffusion.steps.records import Tensors, evidence, replayed
+from genrl.diffusion.steps.replays import Tensors, check_on_policy, evidence, replayed
 from genrl.diffusion.updating import Meter, descend
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient

@@ -30,8 +30,8 @@ from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.aggregation import named_rewards
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.on_policy import check_on_policy
 from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.replays import check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import sampler, update
 from genrl.diffusion.updating import Meter

@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
 from genrl.diffusion.config.schema import Calls, Guided, Updating
-from genrl.diffusion.steps.stochastic import Stochastic
+from genrl.diffusion.steps.settings import Stochastic
 from genrl.mdp.plan import SamplingPlan, caterpillar, describe
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel, StepRecord
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
-from genrl.diffusion.steps.records import Tensors, compared_steps, replayed
+from genrl.diffusion.steps.replays import Tensors, compared_steps, replayed
 from genrl.diffusion.updating import Meter, update
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences.preference import step_winners

@@ -25,8 +25,8 @@ from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.on_policy import check_on_policy
 from genrl.diffusion.steps.plans import Steps, choose_kernel
+from genrl.diffusion.steps.replays import check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import update
 from genrl.diffusion.updating import Meter

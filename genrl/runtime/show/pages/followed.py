@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from genrl.config.yaml_source import plain
+from genrl.config.yaml_source import MAX_BYTES, read
 from genrl.runtime.folder.run import Run, read_row, run_info
 from genrl.runtime.show.curves import Point, is_constant
 
@@ -96,7 +94,7 @@ class Followed:
         try:
             self.read_config()
             self._read_on()
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError) as error:
             self.problem = str(error)
 
     def read_info(self) -> None:
@@ -104,10 +102,13 @@ class Followed:
         self.info = run_info(self.run)
 
     def read_config(self) -> None:
-        """Raises yaml.YAMLError where config.yaml is no YAML."""
-        text = self.run.config.read_text(encoding="utf-8") if self.run.config.is_file() else ""
+        """Raises ValueError where config.yaml is no YAML, or larger than a configuration can be."""
+        text = ""
+        if self.run.config.is_file():
+            with self.run.config.open(encoding="utf-8") as file:
+                text = file.read(MAX_BYTES + 1)
         if text != self.config:
-            found = plain(text)
+            found = read(self.run.config).value if text else {}
             self.config, self.settings = text, found if isinstance(found, dict) else {}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -23,9 +23,6 @@ class Answers(RecipeMethod):
     title: ClassVar[str] = "Methods over groups of answers"
     takes_older_samples: ClassVar[bool] = True
     takes_part_of_groups: ClassVar[bool] = True
-    moved: ClassVar[Mapping[str, str]] = {
-        "preset: music_rl": "MusicRL is a method of its own: write algorithm: music_rl",
-    }
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
         "sampler/gap_k3": MetricDoc(

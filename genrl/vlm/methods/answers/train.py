@@ -39,10 +39,7 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
         if ready is not None:
             row |= estimated(run, ready)
             row |= learn(run, answers, ready)
-        row["lr"] = run.loop.lr
-        if run.versions is not None:
-            row["staleness"] = float(run.age)
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def estimated(run: AnswersRun, ready: Estimated) -> dict[str, float]:

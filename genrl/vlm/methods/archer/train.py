@@ -38,9 +38,9 @@ def train(run: EpisodesRun, settings: ArCHer) -> None:
         assert acted.walk is not None
         memory.add([one for every in gather_object([turns_of_walk(acted.walk)]) for one in every])
         row |= learn(run, settings, memory)
-        row |= {"critic/turns": float(len(memory.held)), "lr": run.loop.lr}
+        row["critic/turns"] = float(len(memory.held))
         run.remember(row)
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]:

@@ -34,11 +34,8 @@ def train(run: EpisodesRun, settings: Episodes) -> None:
         row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
         row |= sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy))
         row |= learn(run, acted, ready)
-        row["lr"] = run.loop.lr
-        if run.versions is not None:
-            row["staleness"] = float(run.age)
         run.remember(row)
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:

@@ -42,8 +42,7 @@ def train(run: AnswersRun, settings: MusicPreference) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         row = learn(run, settings)
-        row["lr"] = run.loop.lr
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:

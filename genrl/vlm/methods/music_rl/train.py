@@ -59,8 +59,7 @@ def train(run: AnswersRun, settings: MusicRL) -> None:
     for _ in run.loop.iterations():
         answers, row = run.draw()
         row |= learn(run, settings, answers)
-        row["lr"] = run.loop.lr
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, float]:

@@ -42,8 +42,7 @@ def train(run: AnswersRun, settings: RLFR) -> None:
             ready, figures = shaped(run, settings, flow, answers, ready)
             row |= figures | answering.learn(run, answers, ready)
             row["grad_norm/flow"] = run.loop.step_other(optimizer)
-        row["lr"] = run.loop.lr
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def opened(run: AnswersRun, settings: RLFR) -> tuple[LatentFlow, torch.optim.Optimizer]:

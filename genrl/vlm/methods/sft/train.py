@@ -31,8 +31,7 @@ def train(run: AnswersRun, settings: VLMSFT) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         row = learn(run, settings)
-        row["lr"] = run.loop.lr
-        run.loop.finish(row)
+        run.finish(row)
 
 
 def learn(run: AnswersRun, settings: VLMSFT) -> dict[str, float]:
@@ -66,7 +65,8 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     parts = list(torch.arange(len(rows)).split(settings.rows_per_pass)) if rows else []
     every = gather_object([(len(parts), int(told.mask.sum()))])
     most, tokens = max(n for n, _ in every), sum(n for _, n in every)
-    sums, idle = defaultdict(float), partial(idle_pass, run.policy) if loop.weights.in_step else None
+    sums: dict[str, float] = defaultdict(float)
+    idle = partial(idle_pass, run.policy) if loop.weights.in_step else None
     taken = partial(recorded, told, tokens=tokens)
     for results, _ in passes(loop, settings, run.policy, parts, most, taken, loss, idle=idle):
         sums["loss"] += float(results["loss"].detach())

@@ -11,7 +11,8 @@ from genrl_rewards.scorers.judges import templates
 from genrl_rewards.scorers.judges.judge import MODES, judged
 from genrl_rewards.scorers.judges.lm import open_lm
 from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
-from genrl_rewards.scorers.texts.verifiable import answer_in, exact, numbers_in, tag_format
+from genrl_rewards.scorers.texts.expected import numbers_in
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact, tag_format
 
 JUDGED = """A question and an answer to it are between the markers.
 <question>

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from genrl_rewards.contract import Reward, Scores, name_of, nearest, read
+from genrl_rewards.contract import Reward, Scores, call, name_of, nearest, optional_columns, read
 from genrl_rewards.declared import declared, source_of
 from genrl_rewards.failures import Failure, catch
 from genrl_rewards.given import is_given
@@ -86,7 +86,8 @@ def score_completions(
 ) -> Scores:
     """N scores of N completions; NaN = no score. `columns` are those of the data set, one value per completion.
 
-    The reward gets what its parameters name; one with `**kwargs` gets everything, as in TRL. conversational: prompts
+    The reward gets what its parameters name, with a default or without (`contract.optional_columns`); one with
+    `**kwargs` gets everything, as in TRL. conversational: prompts
     and completions are passed as lists of messages, `[{"role": "assistant", "content": text}]`, as TRL does for
     conversational data sets (which all data sets with pictures are).
     If the reward raises, it is called again for each sample by itself, or for each group if it takes `group`. Those for
@@ -107,7 +108,7 @@ def score_completions(
     if len(set(lengths.values())) > 1:
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
     arguments = {key: list(available[key]) for key in _taken(reward, name, available)}
-    result = catch(lambda: reward(**arguments), len(completions))
+    result = catch(lambda: call(reward, arguments), len(completions))
     if not isinstance(result, Failure):
         return read(result, len(completions), name)
     members: dict[int, list[int]] = {}
@@ -131,7 +132,7 @@ def _apart(reward: Reward, arguments: Mapping[str, Sequence[Any]], calls: Sequen
     values, failures = [math.nan] * count, list[Failure]()
     for tried, rows in enumerate(calls, start=1):
         own = {key: [column[row] for row in rows] for key, column in arguments.items()}
-        result = catch(partial(reward, **own), len(rows))
+        result = catch(partial(call, reward, own), len(rows))
         if isinstance(result, Failure):
             failures.append(result._replace(rows=tuple(rows)))
             if result.fatal or tried == len(failures) == min(BROKEN, len(calls)):
@@ -153,6 +154,6 @@ def _taken(reward: Reward, name: str, available: Mapping[str, Sequence[Any]]) ->
             f"reward {name!r} asks for {missing[0]!r}, but the data has {', '.join(sorted(available))}."
             f"{nearest(missing[0], available)}"
         )
-    # an option (a parameter with a default) is not a column of the same name
-    taken = [p.name for p in named if p.default is p.empty or p.name in GIVEN and p.name in available]
+    optional = optional_columns(reward, available)
+    taken = [p.name for p in named if p.default is p.empty or p.name in (*GIVEN, *optional) and p.name in available]
     return [*taken, *(key for key in available if key not in {p.name for p in named})] if everything else taken

@@ -1,8 +1,8 @@
 """The process that reads and compares mathematical answers by math-verify, a line of JSON for each: started as a script
 by `mathematics`, which ends it where an answer takes too long. math-verify's own timeouts work in main threads only.
 
-    {"truth": "0.5"}                                 ->  true       it is an expression or a number
-    {"truth": "0.5", "written": "\\\\frac{1}{2}"}    ->  true       they are equal
+    {"truth": "$0.5$"}                                   ->  true       it is an expression or a number, as a whole
+    {"truth": "$0.5$", "written": "$\\\\frac{1}{2}$"}    ->  true       they are equal
 """
 
 import json
@@ -12,22 +12,23 @@ import sys
 
 from math_verify import parse, verify
 
-_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
-_FORMULA = re.compile(r"[\\^{(\[]")
-_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_SAID = re.compile(r"\\[A-Za-z]+|\d|[A-Za-z]")
 
 
-def delimited(text: str) -> str:
-    """A formula between dollars, without which math-verify takes little LaTeX; other texts as they are."""
-    if _DELIMITED.search(text) or not _FORMULA.search(text) or _WORD.search(text):
-        return text
-    return f"${text}$"
-
-
-def read(text: str) -> list[object]:
-    """What a text may mean, the most probable first; nothing where it holds neither a number nor a formula."""
-    found: list[object] = parse(delimited(text), parsing_timeout=None)
+def read(formula: str) -> list[object]:
+    """What a formula of `formulas.written` may mean, the most probable first; nothing where it cannot be read."""
+    found: list[object] = parse(formula, parsing_timeout=None)
     return found
+
+
+def is_whole(formula: str, found: list[object]) -> bool:
+    """Whether no digit and no variable of a formula is missing in what was taken of it, the last of `found`."""
+
+    def said(text: str) -> list[str]:
+        halves = re.sub(r"(?<!\d)0?\.5(?!\d)", r"\\frac{1}{2}", text)  # math-verify writes it so
+        return sorted(sign for sign in _SAID.findall(halves) if len(sign) == 1)
+
+    return bool(found) and (not isinstance(found[-1], str) or said(formula) == said(found[-1].replace(" and ", " ")))
 
 
 def main() -> None:
@@ -37,7 +38,9 @@ def main() -> None:
         asked = json.loads(line)
         truth = read(asked["truth"])
         written = asked.get("written")
-        answer = bool(truth) if written is None else verify(truth, read(written), timeout_seconds=None)
+        answer = (
+            is_whole(asked["truth"], truth) if written is None else verify(truth, read(written), timeout_seconds=None)
+        )
         print(json.dumps(answer), flush=True)
 
 

@@ -16,29 +16,49 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from genrl_rewards.scorers.texts.expected import is_nothing, reads, text_of, truths
+from genrl_rewards.scorers.texts.formulas import HEDGES, Written, written
 from genrl_rewards.scorers.texts.verifiable import answer_in, choice
 
 START_S = 120.0
 """Seconds in which the process must have imported sympy."""
 
 
+def formula_of(value: Any) -> Written | None:
+    """The formula of an expected answer, None for nothing. Raises ValueError where there is none, or more than it."""
+    text = text_of(value) if not isinstance(value, str) else value
+    if is_nothing(value):
+        return None
+    found = written(text)
+    if not found.formula:
+        raise ValueError(f"the expected answer {text!r:.80} holds neither a number nor a formula")
+    if found.left:
+        raise ValueError(f"the expected answer {text!r:.80} is not read whole: {found.left!r:.40} is left over")
+    return found
+
+
+@reads("formula", formula_of)
 def math(completions: list[str], answer: list[Any], tag: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
     r"""1 if the answer equals the expected one as mathematics: `\frac{1}{2}` is `0.5`, and `x = 5` is `5`.
 
-    By math-verify (extra `math`). Decimals are compared to 6 digits. No score where the expected answer is empty; 0 for
-    an answer that cannot be read within `timeout_s` seconds, such as `9^{9^{9^9}}`. Raises ValueError for an expected
-    answer that holds neither a number nor a formula.
+    By math-verify (extra `math`), of what `formulas` reads: `2√3`, `5x+3`, `1:2`, `3e8`. Units are read past, decimals
+    compared to 6 digits. No score where the expected answer is empty; 0 for an answer that cannot be read within
+    `timeout_s` seconds, such as `9^{9^{9^9}}`. Raises ValueError for an expected answer that holds neither a number nor
+    a formula, or something beside it.
     """
     compare = _comparer(os.getpid())
     scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        truth, written = str(expected), answer_in(completion, tag)
-        if expected is None or not truth.strip():
+    for row, (completion, truth) in enumerate(zip(completions, truths(answer, formula_of, "math"), strict=True)):
+        if truth is None:
             scores.append(None)
-        elif compare.ask(timeout_s, truth=truth):
-            scores.append(float(bool(written) and bool(compare.ask(timeout_s, truth=truth, written=written))))
-        else:
-            raise ValueError(f"math: the expected answer {truth!r} holds neither a number nor a formula")
+            continue
+        if not compare.ask(timeout_s, truth=truth.formula):
+            raise ValueError(f"math: row {row}: the expected answer {answer[row]!r:.80} is not read whole as a formula")
+        # beside a number a letter is a unit, in a formula a variable
+        said = written(answer_in(completion, tag) or "", r"\s*" if truth.constant else r"(?!)")
+        hedged = not HEDGES.isdisjoint(said.left.lower().split())
+        same = said.formula and not hedged and compare.ask(timeout_s, truth=truth.formula, written=said.formula)
+        scores.append(float(bool(same)))
     return scores
 
 
@@ -48,9 +68,22 @@ def math_or_choice(
     """`choice` for rows with options, `math` for others: data with both kinds of questions, as MathVista."""
     rows = zip(completions, answer, options, strict=True)
     return [
-        (choice([text], [truth], tag) if several else math([text], [truth], tag, timeout_s))[0]
-        for text, truth, several in rows
+        (choice([text], [truth], tag) if _several(listed) else math([text], [truth], tag, timeout_s))[0]
+        for text, truth, listed in rows
     ]
+
+
+def _several(options: Any) -> bool:
+    return not is_nothing(options)
+
+
+def _read_either(**columns: Any) -> str:
+    rule = choice if _several(columns["options"]) else math
+    kind: str = rule.read_row(**columns)  # type: ignore[attr-defined]
+    return kind
+
+
+math_or_choice.read_row = _read_either  # type: ignore[attr-defined]
 
 
 @cache

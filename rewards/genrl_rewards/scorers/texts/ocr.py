@@ -7,9 +7,10 @@ that were read are joined. Scores ignore case and spaces unless `fold` says othe
 from __future__ import annotations
 
 import math
+import re
 import string
 from collections.abc import Callable, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from rapidfuzz.distance import Levenshtein
 
 from genrl_rewards.contract import check_choice, declare
 from genrl_rewards.pictures import to_uint8
+from genrl_rewards.rows import NOTHING
+from genrl_rewards.scorers.texts.expected import text_of
 from genrl_rewards.scorers.texts.ocr_engines import PaddleReader, TesseractReader, TextReader
 from genrl_rewards.scorers.texts.ocr_reader import Crop, Fold, Line, Reader
 
@@ -25,10 +28,19 @@ OTHERS: dict[str, Callable[[], TextReader]] = {"tesseract": TesseractReader, "pa
 ENGINES = ("rapidocr", *OTHERS)
 
 
+_QUOTED = re.compile(r'(?<!\d)"([^"]*)"|[“„”]([^“”„"]*)[“”]|[«»]([^«»]*)[«»]|「([^」]*)」|『([^』]*)』')
+
+
 def quoted(prompt: str) -> str | None:
-    """The text after a prompt's first double quote, up to the next one or the end; None without a quote."""
-    pieces = prompt.split('"')
-    return pieces[1] if len(pieces) > 1 else None
+    """The text in a prompt's first double quotes, straight or typographic; None without any.
+
+    No quote opens right behind a digit: in `a 12" record, "HELLO"` that is a mark of inches. One that is never closed
+    goes to the end.
+    """
+    if match := _QUOTED.search(prompt):
+        return next(text for text in match.groups() if text is not None)
+    opened = re.search(r'(?<!\d)["“„«「](.*)', prompt, re.DOTALL)
+    return opened[1] if opened else None
 
 
 def normalise(text: str, fold: Fold = "case_space") -> str:
@@ -176,11 +188,20 @@ class Ocr:
         self, images: torch.Tensor, **asked: Sequence[str]
     ) -> tuple[list[float | None], dict[str, list[float | None]]]:
         (rows,) = asked.values()
-        targets = [quoted(row) for row in rows] if self.target == "quotes" else list(rows)
+        targets = [quoted(row) for row in rows] if self.target == "quotes" else [text_of(row) for row in rows]
         videos = images[:, None] if images.ndim == 4 else images
         scored = [self._video(to_uint8(video), target) for video, target in zip(videos, targets, strict=True)]
         values = [row[self.variant] for row in scored]
         return values, {part: [row[part] for row in scored] for part in self._parts}
+
+    def read_row(self, **columns: Any) -> str:
+        """As what it reads the text that a row asks for."""
+        value = columns["prompts" if self.target == "quotes" else self.target]
+        wanted = quoted(value) if self.target == "quotes" else text_of(value)
+        if wanted is None or not normalise(wanted):
+            return NOTHING
+        closed = self.target != "quotes" or _QUOTED.search(value)
+        return "text" if closed else "text of a quote that is not closed"
 
     def read(self, image: np.ndarray, target: str = "") -> list[Line]:
         """The lines of a picture, uint8 RGB [H, W, 3]; the characters of `target` can be read in any case.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from genrl_rewards.scorers.texts.verifiable import numbers_in
+from genrl_rewards.scorers.texts.expected import numbers_in
 
 SUBSTANTIVE = 3
 """The words that a thought must have to count as one (our choice: PARA-GRPO does not give a number)."""

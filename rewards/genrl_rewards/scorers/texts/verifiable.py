@@ -2,29 +2,39 @@
 
 All follow the contract of `genrl_rewards.contract`: `completions` is a list of N generated texts, `answer` the column
 of the same name, everything with a default is an option. Scores are in [0, 1]; None if the *data* has nothing to
-compare with (an empty `answer`), never for a wrong answer. The answer is the text in the last `<answer> ... </answer>`;
-with `tag: ""` it is the whole completion. Text from a model is parsed, never evaluated.
+compare with (`expected.is_nothing`), never for a wrong answer. What is expected is read by `expected` alone. The answer
+is the text in the last `<answer> ... </answer>`; with `tag: ""` it is the whole completion. Text from a model is
+parsed, never evaluated.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rapidfuzz.distance import LCSseq, Levenshtein
 
-T = TypeVar("T")
-
-_NUMBER = re.compile(
-    r"(?<!\d)[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?",
-    re.ASCII | re.IGNORECASE,
+from genrl_rewards.scorers.texts.expected import (
+    coordinates_in,
+    corners_of,
+    forms_of,
+    integers_of,
+    letters_in,
+    letters_of,
+    number_in,
+    number_of,
+    numbers_in,
+    plain,
+    reads,
+    text_of,
+    texts_of,
+    truths,
 )
-_PLAIN = re.compile(r"(?<!\d)[-+]?\d+(?:\.\d+)?", re.ASCII)  # 10-20 is two positive numbers
-_LETTERS = re.compile(r"[\s(]*[A-Za-z][\s).]*(?:(?:[,;/&]|and|\s)[\s(]*[A-Za-z][\s).]*)*")
+
+T = TypeVar("T")
 
 
 def answer_in(completion: str, tag: str = "answer") -> str | None:
@@ -35,90 +45,59 @@ def answer_in(completion: str, tag: str = "answer") -> str | None:
     return found[-1].strip() if found else None
 
 
-def number_in(text: str) -> float | None:
-    """The only number in a text: `-1,234.5`, `3/4`, `1e-3`, with words and units around it; None if not one."""
-    found = _NUMBER.findall(text)
-    if len(found) != 1:
-        return None
-    above, _, below = found[0].replace(",", "").partition("/")
-    divisor = float(below) if below else 1.0
-    value = float(above) / divisor if divisor else math.nan
-    return value if math.isfinite(value) else None
-
-
-def numbers_in(text: str) -> list[float]:
-    """Every plain number in a text, in order: the coordinates of `[10, 20, 30.5, 40]`."""
-    return [value for value in map(float, _PLAIN.findall(text)) if math.isfinite(value)]
-
-
-def letters_in(text: str) -> set[str]:
-    """The choices that a text names, as capital letters: `B`, `(b)`, `A, C`, `A and C`, or `B: a red cube`.
-
-    Empty for a sentence, so that its articles and pronouns do not count as choices.
-    """
-    if len(text) <= 200 and _LETTERS.fullmatch(text):
-        return {letter.upper() for letter in re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)}
-    leading = re.match(r"\s*\(?([A-Z])[.:)]", text)
-    return {leading[1]} if leading else set()
-
-
 def _rows(completions: Iterable[str], expected: Iterable[T], tag: str) -> Iterator[tuple[str, T]]:
     """Each answer ("" if it is missing) with what is expected."""
     return ((answer_in(text, tag) or "", truth) for text, truth in zip(completions, expected, strict=True))
 
 
-def _numbers_expected(answer: Iterable[Any], rule: str) -> Iterator[float | None]:
-    """The number in each expected answer, None for an empty one. Raises ValueError for any other."""
-    for row, expected in enumerate(answer):
-        truth = number_in(str(expected))
-        if truth is None and str(expected) != "":
-            raise ValueError(f"{rule}: the answer of row {row} is {expected!r}, which is not one number")
-        yield truth
-
-
-def _list_expected(expected: Sequence[Any] | str, read: Callable[[str], Sequence[Any]]) -> Sequence[Any]:
-    """An expected list of numbers, which may be given as a text; empty for an empty text."""
-    return (read(expected) if expected else []) if isinstance(expected, str) else expected
-
-
+@reads("text", forms_of)
 def exact(
-    completions: list[str], answer: list[str], tag: str = "answer", ignore_case: bool = True
+    completions: list[str], answer: list[Any], tag: str = "answer", ignore_case: bool = True
 ) -> list[float | None]:
-    """1 if the answer is the expected text, apart from white space and (with ignore_case) case."""
+    """1 if the answer is the expected text, apart from white space, forms of Unicode and (with ignore_case) case."""
 
-    def plain(text: str) -> str:
-        joined = " ".join(text.split())
+    def folded(text: str) -> str:
+        joined = " ".join(plain(text).split())
         return joined.casefold() if ignore_case else joined
 
-    def score(completion: str, truth: str) -> float:
+    def score(completion: str, forms: Sequence[str]) -> float:
         written = answer_in(completion, tag)
-        return float(written is not None and plain(written) == plain(truth))
+        return float(written is not None and folded(written) in map(folded, forms))
 
-    return [None if truth == "" else score(c, truth) for c, truth in zip(completions, map(str, answer), strict=True)]
+    rows = zip(completions, truths(answer, forms_of, "exact"), strict=True)
+    return [score(completion, forms) if forms else None for completion, forms in rows]
 
 
+@reads("number", number_of)
 def numeric(
-    completions: list[str], answer: list[float], tag: str = "answer", decimals: int | None = 2, relative: bool = False
+    completions: list[str], answer: list[Any], tag: str = "answer", decimals: int | None = 2, relative: bool = False
 ) -> list[float | None]:
     """1 if the answer is one number that equals the expected one to `decimals` digits (null: within 1e-9).
 
+    They are digits behind the point, of an expected number below 0.1 significant ones: .001 is not .004, nor 0.
     relative: max(0, 1 - |number - expected| / |expected|) instead, for regression: smaller errors score more.
     Raises ValueError if an expected answer is not a number.
     """
-    tolerance = 0.5 * 10.0**-decimals if decimals is not None else 0.0
+
+    def tolerance(truth: float) -> float:
+        if decimals is None or not truth:
+            return 0.0
+        return 0.5 * 10.0 ** (min(0, math.floor(math.log10(abs(truth))) + 1) - decimals)
+
     scores: list[float | None] = []
-    for written, truth in _rows(completions, _numbers_expected(answer, "numeric"), tag):
+    for written, truth in _rows(completions, truths(answer, number_of, "numeric"), tag):
         value = number_in(written)
         if truth is None or value is None:
             scores.append(None if truth is None else 0.0)
         elif relative:
             scores.append(max(0.0, 1.0 - abs(value - truth) / max(abs(truth), 1e-9)))
         else:
-            scores.append(float(abs(value - truth) <= tolerance + 1e-9))
+            scores.append(float(abs(value - truth) <= tolerance(truth) + min(1e-9, abs(truth) * 1e-6 or 1e-9)))
     return scores
 
 
-def relaxed(completions: list[str], answer: list[str], tag: str = "answer", share: float = 0.05) -> list[float | None]:
+@reads("text", forms_of)
+def relaxed(completions: list[str], answer: list[Any], tag: str = "answer", share: float = 0.05) -> list[float | None]:
     """1 if the answer is a number within `share` of the expected one, or else the same text: relaxed accuracy.
 
     ChartQA (arXiv 2203.10244, 5.1: 5 %), in Pix2Struct's version: 50% is 0.5, and 0 is compared as a text. Units,
@@ -127,47 +106,45 @@ def relaxed(completions: list[str], answer: list[str], tag: str = "answer", shar
 
     def number(text: str) -> float | None:
         value = number_in(text)
-        return value / 100 if value is not None and text.endswith("%") else value
+        return value / 100 if value is not None and plain(text).endswith("%") else value
 
     scores: list[float | None] = []
-    for written, truth in _rows(completions, (str(text).strip() for text in answer), tag):
-        value, target = number(written), number(truth)
+    for written, forms in _rows(completions, truths(answer, forms_of, "relaxed"), tag):
+        value, target = number(written), number(forms[0].strip()) if forms else None
         if target and value is not None:
             right = abs(value - target) <= share * abs(target) + 1e-12
         else:
-            right = written.casefold() == truth.casefold()
-        scores.append(float(right) if truth else None)
+            right = plain(written).casefold() in (form.strip().casefold() for form in forms)
+        scores.append(float(right) if forms else None)
     return scores
 
 
-def anls(completions: list[str], answer: list[Sequence[str] | str], tag: str = "answer") -> list[float | None]:
+@reads("text", texts_of)
+def anls(completions: list[str], answer: list[Any], tag: str = "answer") -> list[float | None]:
     """The greatest 1 - NL over the expected texts, 0 where NL >= 0.5; NL: edits over the longer length, without case.
 
     The score of a question in ANLS (Biten et al., ICCV 2019, arXiv 1905.13648), the measure of DocVQA.
     """
     scores: list[float | None] = []
-    for written, expected in _rows(completions, answer, tag):
-        truths = [expected] if isinstance(expected, str) else expected
-        parts = [
-            Levenshtein.normalized_distance(written.casefold(), text.strip().casefold()) for text in truths if text
-        ]
+    for written, texts in _rows(completions, truths(answer, texts_of, "anls"), tag):
+        said = plain(written).casefold()
+        parts = [Levenshtein.normalized_distance(said, text.strip().casefold()) for text in texts]
         scores.append(max(1 - part if part < 0.5 else 0.0 for part in parts) if parts else None)
     return scores
 
 
-def choice(completions: list[str], answer: list[str], tag: str = "answer", partial: bool = False) -> list[float | None]:
+@reads("letters", letters_of)
+def choice(completions: list[str], answer: list[Any], tag: str = "answer", partial: bool = False) -> list[float | None]:
     """1 if the letters of the answer are the expected ones: `B`, or `A, C` for several right ones.
 
     partial: chosen / right if nothing wrong was chosen (TW-GRPO's soft accuracy for multiple choice), otherwise 0.
     Raises ValueError if an expected answer names no letter.
     """
     scores: list[float | None] = []
-    for row, (written, expected) in enumerate(_rows(completions, answer, tag)):
-        chosen, right = letters_in(written), letters_in(expected)
-        if expected and not right:
-            raise ValueError(f"choice: the answer of row {row} is {expected!r}, which names no letter A to Z")
+    for written, right in _rows(completions, truths(answer, letters_of, "choice"), tag):
+        chosen = letters_in(written)
         soft = len(chosen) / max(len(right), 1) if chosen <= right else 0.0
-        scores.append((soft if partial else float(chosen == right)) if expected else None)
+        scores.append((soft if partial else float(chosen == right)) if right else None)
     return scores
 
 
@@ -185,48 +162,50 @@ def iou_of(first: Sequence[float], second: Sequence[float]) -> float:
     return common / (math.prod(side for side, _ in sides) + math.prod(side for _, side in sides) - common)
 
 
+@reads("box", corners_of, "box")
 def iou(
-    completions: list[str], box: list[Sequence[float] | str], tag: str = "answer", threshold: float | None = None
+    completions: list[str], box: list[Any], tag: str = "answer", threshold: float | None = None
 ) -> list[float | None]:
-    """Overlap of the written box `[left, top, right, bottom]` with the expected one; 0 for anything but 4 numbers.
+    """Overlap of the written box `[left, top, right, bottom]` with the expected one; 0 if no box can be read.
 
-    If the column `box` has 2 numbers, it is an interval of time. threshold: 1 from this overlap on, otherwise 0. Both
-    boxes are in the coordinates of the same picture: that of the prompt as the model sees it. `box` may be a list or
-    JSON. Raises ValueError if an expected box has another number of coordinates.
+    Read is the last mapping or bracketed list of 4 numbers, else a text with 4 numbers. If the column `box` has 2
+    numbers, it is an interval of time. threshold: 1 from this overlap on, otherwise 0. Both boxes are in the
+    coordinates of the same picture: that of the prompt as the model sees it. `box` may be a list, a mapping or JSON.
+    Raises ValueError if an expected box has another number of coordinates, or a width and a height.
     """
     scores: list[float | None] = []
-    for row, (written, expected) in enumerate(_rows(completions, box, tag)):
-        numbers, truth = numbers_in(written), _list_expected(expected, json.loads)
-        if len(truth) not in (0, 2, 4):
-            raise ValueError(f"iou: the box of row {row} is {expected!r}; a box has 4 numbers, an interval 2")
-        overlap = iou_of(numbers, truth) if truth and len(numbers) == len(truth) else 0.0
+    for written, truth in _rows(completions, truths(box, corners_of, "iou"), tag):
+        numbers = coordinates_in(written, len(truth)) if truth else []
+        overlap = iou_of(numbers, truth) if numbers else 0.0
         scores.append((overlap if threshold is None else float(overlap >= threshold)) if truth else None)
     return scores
 
 
-def point_in_box(completions: list[str], box: list[Sequence[float] | str], tag: str = "answer") -> list[float | None]:
+@reads("box", lambda value: corners_of(value, (4,)), "box")
+def point_in_box(completions: list[str], box: list[Any], tag: str = "answer") -> list[float | None]:
     """1 if the written point `x, y` is inside the expected box `[left, top, right, bottom]` or on its border."""
     scores: list[float | None] = []
-    for written, expected in _rows(completions, box, tag):
-        truth, point = _list_expected(expected, json.loads), numbers_in(written)
+    boxes = truths(box, lambda value: corners_of(value, (4,)), "point_in_box")
+    for written, truth in _rows(completions, boxes, tag):
+        point = coordinates_in(written, 2)
         left, top, right, bottom = truth or (0, 0, 0, 0)
         inside = len(point) == 2 and left <= point[0] <= right and top <= point[1] <= bottom
         scores.append(float(inside) if truth else None)
     return scores
 
 
-def ordering(
-    completions: list[str], answer: list[Sequence[int] | str], tag: str = "answer", columns: int = 0
-) -> list[float | None]:
+@reads("whole numbers", integers_of)
+def ordering(completions: list[str], answer: list[Any], tag: str = "answer", columns: int = 0) -> list[float | None]:
     """The share of positions of a list of integers, such as `3, 1, 2`, that are right: the full jigsaw of Jigsaw-R1.
 
     columns: for pieces in rows of this many columns, the share of neighbours (to the right and below) that
     are also neighbours in the true order, instead. 0 for a list of another length, or one that is not a permutation.
     """
     scores: list[float | None] = []
-    for written, expected in _rows(completions, answer, tag):
-        truth, order = (list(map(int, row)) for row in (_list_expected(expected, numbers_in), numbers_in(written)))
-        if not truth or sorted(order) != sorted(truth):
+    for written, truth in _rows(completions, truths(answer, integers_of, "ordering"), tag):
+        numbers = numbers_in(written)
+        order = [int(number) for number in numbers]
+        if not truth or order != numbers or sorted(order) != sorted(truth):
             scores.append(0.0 if truth else None)
         elif columns:
             wanted = _neighbours(truth, columns)
@@ -241,16 +220,18 @@ def _neighbours(pieces: Sequence[int], columns: int) -> set[tuple[int, int, str]
     return right | {(a, pieces[k + columns], "below") for k, a in enumerate(pieces[:-columns])}
 
 
-def indices(completions: list[str], answer: list[Sequence[int] | str], tag: str = "answer") -> list[float | None]:
+@reads("whole numbers", integers_of)
+def indices(completions: list[str], answer: list[Any], tag: str = "answer") -> list[float | None]:
     """Intersection over union of the written and the expected set of integers: key frames by their numbers."""
-    truths = (set(map(float, _list_expected(expected, numbers_in))) for expected in answer)
-    rows = ((set(numbers_in(written)), truth) for written, truth in _rows(completions, truths, tag))
+    wanted = map(set, truths(answer, integers_of, "indices"))
+    rows = ((set(numbers_in(written)), truth) for written, truth in _rows(completions, wanted, tag))
     return [len(numbers & truth) / len(numbers | truth) if truth else None for numbers, truth in rows]
 
 
+@reads("number", number_of)
 def rating(
     completions: list[str],
-    answer: list[float],
+    answer: list[Any],
     tag: str = "answer",
     scale: float = 0.3,
     low: float = 1.0,
@@ -264,7 +245,7 @@ def rating(
     def clipped(value: float) -> float:
         return min(max(value, low), high)
 
-    rows = _rows(completions, _numbers_expected(answer, "rating"), tag)
+    rows = _rows(completions, truths(answer, number_of, "rating"), tag)
     pairs = ((number_in(written), truth) for written, truth in rows)
     return [
         None if truth is None else 0.0 if value is None else math.exp(-abs(clipped(value) - clipped(truth)) / scale)
@@ -272,20 +253,26 @@ def rating(
     ]
 
 
-def words(completions: list[str], answer: list[str], tag: str = "answer") -> list[float | None]:
+@reads("text", text_of)
+def words(completions: list[str], answer: list[Any], tag: str = "answer") -> list[float | None]:
     """max(0, 1 - word error rate): edits between the words of the answer and of the expected text, over the latter."""
     return [
-        max(0.0, 1.0 - Levenshtein.distance(written.split(), truth) / len(truth)) if truth else None
-        for written, truth in _rows(completions, map(str.split, answer), tag)
+        max(0.0, 1.0 - Levenshtein.distance(plain(written).split(), truth) / len(truth)) if truth else None
+        for written, truth in _rows(completions, map(str.split, truths(answer, text_of, "words")), tag)
     ]
 
 
 def tag_format(completions: list[str], tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """1 if the completion is exactly these tags in this order, each once, closed and not empty, nothing in between."""
+    """1 if the completion is exactly these tags in this order, each once, closed and not empty, nothing in between.
+
+    The first tag may be open already: chat templates of reasoning models write `<think>` into the prompt.
+    """
     body = r"\s*".join(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in tags)
     pattern = re.compile(rf"\s*{body}\s*", re.DOTALL)
 
     def score(completion: str) -> float:
+        if tags and f"<{tags[0]}>" not in completion:
+            completion = f"<{tags[0]}>{completion}"
         once = all(completion.count(f"<{tag}>") == completion.count(f"</{tag}>") == 1 for tag in tags)
         match = pattern.fullmatch(completion) if once else None
         return float(match is not None and all(part.strip() for part in match.groups()))
@@ -334,14 +321,15 @@ def diversity(completions: list[str], group: list[int], tag: str = "answer") -> 
     return [None if text is None else spread.get(number) for number, text in zip(group, plain, strict=True)]
 
 
-def rouge(completions: list[str], answer: list[str], tag: str = "answer") -> list[float | None]:
+@reads("text", text_of)
+def rouge(completions: list[str], answer: list[Any], tag: str = "answer") -> list[float | None]:
     """Mean of the F scores of ROUGE-1, -2 and -L between the answer and the expected text, for free answers.
 
     On words in lower case without punctuation, no stemming (GRPO-CARE and Conan take this mean).
     """
     scores: list[float | None] = []
-    for text, expected in _rows(completions, answer, tag):
-        written, truth = (re.findall(r"\w+", row.casefold()) for row in (text, expected))
+    for text, expected in _rows(completions, truths(answer, text_of, "rouge"), tag):
+        written, truth = (re.findall(r"\w+", row.casefold()) for row in (plain(text), expected))
         parts = [_f_score(LCSseq.similarity(written, truth), len(written), len(truth))]
         for size in (1, 2):
             ours, theirs = (Counter(zip(*(row[k:] for k in range(size)), strict=False)) for row in (written, truth))

@@ -8,9 +8,12 @@ import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from genrl_rewards.scorers.texts import mathematics
 from genrl_rewards.scorers.texts.completions import load_text, score_completions
+from genrl_rewards.scorers.texts.expected import number_of
 
 rule = mathematics.math
 
@@ -47,10 +50,64 @@ def needed() -> None:
         ("[1,3)", "[1, 3)", True),
         ("(1,3)", "[1, 3)", False),
         (r"\{2,1\}", r"\{1,2\}", True),
+        # without LaTeX it was read as prose, of which one number counted
+        ("5x+4", "5x+3", False),
+        ("3 + 5x", "5x+3", True),
+        ("3x+2y=6", "2x+3y=6", False),
+        ("1:4", "1:2", False),
+        ("2:4", "1:2", True),
+        ("2:4:6", "1:2:3", True),
+        ("3e8", "3", False),
+        ("3 × 10⁸", "3e8", True),
+        ("4", "4π", False),
+        (r"4\pi", "4π", True),
+        ("2", "2√3", False),
+        (r"2\sqrt{3}", "2√3", True),
+        ("+3", "3", True),
+        ("−5", "-5", True),
+        ("5", "−5", False),
+        ("x²", "x^2", True),
+        ("45°", "45", True),
+        ("2½", "2.5", True),
+        ("x ≤ 3", r"x \le 3", True),
+        ("x = 5", "x = 5 or x = -5", False),
+        ("1.5 million", "1500000", True),
+        (r"\frac{1}{3}", r"0.\overline{3}", True),
+        ("5m", "5 m", True),
+        ("the answer is 5x+4", "5x+3", False),
+        ("The answer is $72.", "so 60 + 12 = 72\n#### 72", True),
+        ("at least 5", "5", False),
+        ("5 or 6", "5", False),
+        (3, 3.0, True),
     ],
 )
 def test_what_is_equal(written: str, truth: object, right: bool) -> None:
     assert rule([f"<answer>{written}</answer>"], [truth]) == [float(right)]
+
+
+@pytest.mark.parametrize(
+    "truth", ["the red one", "5 or more", "at least 5", "y = 2x+1 if x > 0", "1 2", "0.333...", "yes", ["1", "2"]]
+)
+def test_an_expected_answer_that_is_not_read_whole_is_refused(truth: object) -> None:
+    with pytest.raises(ValueError, match=r"math: row 0: the expected answer"):
+        rule(["<answer>5</answer>"], [truth])
+
+
+NUMBERS = {"7": 7.0, "0.25": 0.25, "1,200": 1200.0, "1/4": 0.25, "½": 0.5, "3e2": 300.0}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([*NUMBERS]),
+    st.sampled_from(["", "-", "−", "–", "- ", "+"]),
+    st.sampled_from(["", " cm", " km/h", " m", " cm²", " apples"]),
+)
+def test_a_number_is_read_in_every_form_sign_and_unit(form: str, sign: str, unit: str) -> None:
+    value = NUMBERS[form] * (1 if sign in ("", "+") else -1)
+    text = f"{sign}{form}{unit}"
+    assert number_of(text) == value
+    assert rule([f"<answer>{text}</answer>"] * 2, [value, -value]) == [1.0, 0.0]
+    assert rule([f"<answer>{value}</answer>", f"<answer>{-value}</answer>"], [text] * 2) == [1.0, 0.0]
 
 
 def test_a_truth_that_cannot_be_read_gives_no_score_and_is_counted() -> None:
@@ -77,7 +134,7 @@ def test_a_process_that_is_forked_does_not_read_the_answers_of_its_parent() -> N
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read() -> None:
     huge = f"{'9' * 7}^{{{'9' * 9}}}"
-    assert mathematics.Comparer().ask(2.0, truth="3", written=huge) is None
+    assert mathematics.Comparer().ask(2.0, truth="$3$", written=f"${huge}$") is None
     assert rule([f"<answer>{huge}</answer>", "<answer>7</answer>"], ["3", "7"], timeout_s=2.0) == [0.0, 1.0]
 
 

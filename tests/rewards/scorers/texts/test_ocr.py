@@ -20,6 +20,7 @@ from rapidfuzz.distance import Levenshtein
 
 import genrl_rewards
 from genrl.playground import shapes as world
+from genrl_rewards.rows import survey
 from genrl_rewards.scorers.texts import ocr
 
 pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
@@ -105,6 +106,33 @@ def test_folds_lose_just_the_named_differences(fold: ocr.Fold, equal: list[str])
 def test_targets_equal_the_golden_ones(golden_text: dict[str, Any]) -> None:
     for case in golden_text["prompt_targets"]:
         assert ocr.quoted(case["prompt"]) == case["flow_grpo_target"], case
+
+
+def test_quotes_of_all_kinds_and_marks_of_inches() -> None:
+    targets = {
+        "a sign that says “OPEN”": "OPEN",
+        "ein Schild „Zu“ hier": "Zu",
+        "une affiche « Bonjour »": " Bonjour ",
+        "看板「営業中」": "営業中",
+        'a 12" record with the title "HELLO"': "HELLO",
+        'a sign "ROUTE 66" here': "ROUTE 66",
+        'a 12" by 5" plate with "HI"': "HI",
+        'a sign "7" and "8"': "7",
+        "no quotes": None,
+        'open "to the end': "to the end",
+        "it’s a dog’s": None,
+    }
+    assert {prompt: ocr.quoted(prompt) for prompt in targets} == targets
+
+
+def test_rows_are_read_before_a_run() -> None:
+    prompts = ['a sign "HI"', "no quotes", '"" and', 'a "HI']
+    named = [(f"p.txt:{k}", {"prompts": prompt}) for k, prompt in enumerate(prompts, 1)]
+    reader = object.__new__(ocr.Ocr)
+    reader.target = "quotes"
+    found = survey("ocr", reader, named)
+    assert found is not None and found.kinds == {"text": 1, "nothing": 2, "text of a quote that is not closed": 1}
+    assert "2 rows have no score: p.txt:2, p.txt:3" in found.lines()[1]
 
 
 def test_a_video_scores_the_mean_over_all_frames_as_in_the_golden_column(golden_text: dict[str, Any]) -> None:

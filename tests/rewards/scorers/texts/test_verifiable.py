@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import genrl_rewards
 from genrl_rewards.scorers.texts import verifiable as v
 from genrl_rewards.scorers.texts.completions import score_completions
+from genrl_rewards.scorers.texts.expected import number_in
 
 
 def tagged(*texts: str) -> list[str]:
@@ -29,7 +30,7 @@ def test_the_answer_is_the_last_complete_tag() -> None:
 def test_one_number() -> None:
     ones = {"3": 3.0, "-1,234.5 kg": -1234.5, "about 3/4": 0.75, "1e-3": 0.001, "$ .5": 0.5, "x = 7.": 7.0}
     none = ("3 or 4", "1/0", "none", "2024-05-06")
-    assert {text: v.number_in(text) for text in (*ones, *none)} == ones | dict.fromkeys(none)
+    assert {text: number_in(text) for text in (*ones, *none)} == ones | dict.fromkeys(none)
 
 
 @given(st.text(max_size=60))
@@ -62,7 +63,7 @@ def test_numbers_equal_in_digits_or_by_relative_error() -> None:
     assert v.numeric(tagged("3.14", "3.15", "two"), [3.1416] * 3) == [1.0, 0.0, 0.0]
     assert v.numeric(tagged("3.1416", "3.14"), [3.1416] * 2, decimals=None) == [1.0, 0.0]
     assert v.numeric(tagged("90", "250"), [100.0] * 2, relative=True) == pytest.approx([0.9, 0.0])
-    with pytest.raises(ValueError, match="the answer of row 1 is 'many', which is not one number"):
+    with pytest.raises(ValueError, match="row 1: the expected answer is 'many', which is not one number"):
         v.numeric(tagged("3", "3"), ["3", "many"])
 
 
@@ -108,6 +109,7 @@ def test_a_jigsaw_by_positions_and_by_neighbours() -> None:
 
 def test_the_format() -> None:
     kept = ["<think> a </think><answer> b </answer>", "\n<think>a</think>\n <answer>b</answer>\n"]
+    kept.append("a</think><answer>b</answer>")  # the template has opened the tag
     broken = [
         "<think>a</think> so <answer>b</answer>",
         "<think></think><answer>b</answer>",
@@ -115,8 +117,9 @@ def test_the_format() -> None:
         "<think>a<answer>b</answer></think>",
         "<answer>b</answer><think>a</think>",
         "<think>a</think><answer>b",
+        "a <answer>b</answer>",
     ]
-    assert v.tag_format([*kept, *broken]) == [1.0] * 2 + [0.0] * 6
+    assert v.tag_format([*kept, *broken]) == [1.0] * 3 + [0.0] * 7
 
 
 def test_the_majority_of_each_group() -> None:
@@ -151,6 +154,23 @@ def test_functions_of_trl_run_as_they_are() -> None:
     scores = score_completions(accuracy_reward, **row, columns=columns, conversational=True)
     assert scores.values[0] == 1.0 and math.isnan(scores.values[1])
     assert score_completions(length_reward, **row, completion_ids=[[1, 2], [3]]).values == [2, 1]
+
+
+def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> None:
+    def accuracy(completions, answer=None, **kwargs):
+        return [float(one[0]["content"] == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    def plain(completions, answer=()):
+        return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    async def slow(prompts, completions, answer=None, **kwargs):
+        return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    row = {"prompts": ["p", "p"], "completions": ["x", "y"], "columns": {"answer": ["x", "x"], "tag": ["counting"] * 2}}
+    assert score_completions(accuracy, **row, conversational=True).values == [1.0, 0.0]
+    assert score_completions(plain, **row).values == score_completions(slow, **row).values == [1.0, 0.0]
+    tagged_row = row | {"completions": tagged("x", "y")}
+    assert score_completions(v.exact, **tagged_row).values == [1.0, 0.0]
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -200,7 +220,7 @@ def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
     texts = ["<answer> 3.5 </answer>", "<answer> 9 </answer>", "<answer> good </answer>"]
     assert v.rating(texts, [3.2, 5, 5]) == pytest.approx([math.exp(-1), 1.0, 0.0])
     assert v.rating(texts[:1], [""]) == [None]
-    with pytest.raises(ValueError, match="the answer of row 0 is 'bad', which is not one number"):
+    with pytest.raises(ValueError, match="row 0: the expected answer is 'bad', which is not one number"):
         v.rating(texts[:1], ["bad"])
 
 

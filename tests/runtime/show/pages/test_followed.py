@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+import pytest
 
 from genrl.runtime.folder.run import read_metrics, truncate_metrics, write_atomic
 from genrl.runtime.show.pages.followed import Followed
@@ -71,3 +74,18 @@ def test_what_cannot_be_read_is_told_and_nothing_more_is_lost(tmp_path: Path) ->
     for _ in range(2):
         run.look()
         assert run.problem and run.planned == 10
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "x: " + "[" * 500, "n: 1\n" * 100_000, "a: 1\na: 2\n", "{"])
+def test_a_configuration_that_is_none_costs_nothing(tmp_path: Path, text: str) -> None:
+    """A page is shown beside what is wrong, within a second."""
+    (folder := make(tmp_path / "run")).joinpath("config.yaml").write_text(text)
+    run, began = Followed(folder), time.process_time()
+    run.look()
+    assert run.problem and run.settings == {} and time.process_time() - began < 1

@@ -1,0 +1,104 @@
+"""What the files that a configuration names held when a run began, so that a resume can say which are others now."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from genrl.config.yaml_source import plain
+from genrl.runtime.folder.edits import leaves
+
+WHOLE = 2**20
+"""Bytes up to which a file is hashed whole; of a larger one its size and `BLOCKS` blocks over its length are."""
+BLOCKS, BLOCK = 64, 2**14
+MOST_FILES = 2_000
+MODELS = ("model", "vlm", "policy")
+"""Sections whose files are what is trained: another one is another run."""
+_READ = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv")
+_READ += (".txt", ".model", ".jinja", ".yaml", ".py")
+"""Endings of the files of a folder that are looked at; not pictures, films and pages about it."""
+_PATHS = ("path", "train", "eval")
+"""Endings of keys whose values are folders."""
+
+
+def contents(config: str) -> dict[str, str]:
+    """`key: file` -> hash, of every file and folder that a value of this YAML text names, and `key: id` -> commit, of
+    what is in the hub's cache."""
+    found: dict[str, str] = {}
+    for key, value in leaves(plain(config)).items():
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name and key not in ("output", "trackers") and "\n" not in name:
+                found |= {f"{key}: {file}": digest for file, digest in _named(name, key.endswith(_PATHS))}
+    return found
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, str], edited: Mapping[str, object]) -> list[str]:
+    """The entries that are not what they were, but for those of keys that were edited, which is told elsewhere."""
+    keys = {entry.partition(": ")[0] for entry in before} - set(edited)
+    entries = [entry for entry in {**before, **now} if entry.partition(": ")[0] in keys]
+    return [entry for entry in entries if before.get(entry) != now.get(entry)]
+
+
+def is_model(entry: str) -> bool:
+    """Whether it is of what is trained, and no code, in which a mistake may have been mended."""
+    return entry.partition(".")[0] in MODELS and not entry.endswith(".py")
+
+
+def _named(name: str, is_path: bool) -> Iterator[tuple[str, str]]:
+    """(file, hash) of what a value names: a file, `file.py:Name`, a folder, or an id in the hub's cache. is_path: the
+    value is one; others are folders only where they are written like one, for a `shapes/` may be there by chance."""
+    try:
+        whole, code = Path(name).expanduser(), Path(name.partition(".py:")[0] + ".py").expanduser()
+        if whole.is_file():
+            yield name, fingerprint(whole)
+        elif ".py:" in name and code.is_file():
+            yield str(code), fingerprint(code)
+        elif whole.is_dir() and (is_path or os.sep in name):
+            for file in _files(whole):
+                yield f"{name}/{file.relative_to(whole).as_posix()}", fingerprint(file)
+        elif name.count("/") == 1:
+            yield from _cached(name.partition(":")[0])
+    except OSError:  # a name too long to be a file's, or one that may not be read
+        return
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    count = 0
+    for place, folders, names in os.walk(folder):
+        if "run.json" in names and Path(place) != folder:  # a run in it writes while this is read
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if name.endswith(_READ) and not name.startswith("."):
+                count += 1
+                if count > MOST_FILES:
+                    return
+                yield Path(place, name)
+
+
+def _cached(name: str) -> Iterator[tuple[str, str]]:
+    """The commit of a hub id that is loaded, from the cache; nothing where there is none."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for kind in ("models", "datasets"):
+        ref = Path(HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}", "refs", "main")
+        if ref.is_file():
+            yield name, ref.read_text(encoding="utf-8").strip()
+
+
+def fingerprint(file: Path) -> str:
+    """A hash of a file's size and content; of a large one, of blocks over its whole length, in milliseconds."""
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        if size <= WHOLE:
+            found.update(stream.read())
+        else:
+            for block in range(BLOCKS):
+                stream.seek(block * (size - BLOCK) // (BLOCKS - 1))
+                found.update(stream.read(BLOCK))
+    return found.hexdigest()[:32]

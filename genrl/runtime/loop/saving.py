@@ -1,0 +1,124 @@
+"""Saving a loop between two iterations and going back to it, and saving what is finished where an error ends a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import write_atomic
+from genrl.runtime.loop.guards import NonFiniteError, StoppedTogether, any_rank, non_finite
+from genrl.runtime.weights import state
+from genrl.runtime.weights.sharding import load_optimizer_state, local
+
+if TYPE_CHECKING:
+    from genrl.runtime.loop.loop import Loop
+
+logger = logging.getLogger(__name__)
+
+
+def save(loop: Loop) -> None:
+    """Write a checkpoint of this moment, unless there is one: all that decides the rest of the run. All processes.
+
+    Raises NonFiniteError, in all processes, where a trained weight is NaN or infinite: a resume would be stuck on it.
+    """
+    if loop.saved == loop.iteration and not loop.outdated:
+        return
+    process = loop.process
+    process.watchdog.beat("saving", loop.iteration)
+    process.check_folder()
+    weights = loop.weights.state()
+    _require_finite(loop, weights)
+    optimizer, packed = state.pack(loop.optimizer.state_dict())
+    kept, kept_trees = loop.kept.pack()
+    tensors = weights | {"optimizer": optimizer} | kept
+    if loop.is_main:
+        checkpoint.save(
+            process.run.checkpoints,
+            loop.iteration,
+            tensors=tensors,
+            state={
+                "optimizer_steps": loop.optimizer_steps,
+                "optimizer": packed,
+                "unfinished_row": loop.unfinished_row,
+                "memory": loop.memory,
+                "kept": kept_trees,
+            },
+            keep=loop.config.checkpoint.keep,
+            extra=partial(_write_beside, loop),
+            replace=loop.outdated,
+        )
+    else:
+        checkpoint.save_shares(tensors)
+        loop.trained.export(None)
+    loop.saved, loop.outdated = loop.iteration, False
+    process.accelerator.wait_for_everyone()
+    process.watchdog.beat("saving", loop.iteration)
+
+
+def _require_finite(loop: Loop, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+    named = {f"{stem}/{name}": local(tensor) for stem, one in weights.items() for name, tensor in one.items()}
+    bad = non_finite(named)
+    if any_rank(bool(bad), loop.process.accelerator):
+        which = f"{len(bad)} of {len(named)} tensors, e.g. {bad[0]}" if bad else "those of another process"
+        raise NonFiniteError(
+            f"trained weights are not finite after iteration {loop.iteration} ({which}), so they were not saved: the "
+            f"last update overflowed. `genrl resume {loop.process.run.folder}` goes on from the last checkpoint; if it "
+            "comes to the same end, start again with a lower optimizer.lr, or in bfloat16 or float32.",
+            None,
+        )
+
+
+def _write_beside(loop: Loop, folder: Path) -> None:
+    """What a checkpoint has beside its tensors: the model, and the configuration that this process trains by, by which
+    a resume is judged. The file in the run folder may have been edited since."""
+    if loop.process.config:
+        write_atomic(folder / "config.yaml", loop.process.config)
+    loop.trained.export(folder)
+
+
+def restore(loop: Loop, path: Path) -> None:
+    """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
+    loaded = checkpoint.load(path, in_shares=True, hashes=False)
+    loop.weights.restore(loaded.tensors)
+    load_optimizer_state(loop.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
+    loop.optimization.steps, loop.iteration = loaded.state["optimizer_steps"], loaded.step
+    loop.saved = loaded.step
+    loop.unfinished_row, loop.memory = loaded.state["unfinished_row"], loaded.state["memory"]
+    loop.kept.restore(loaded.tensors, loaded.state["kept"])
+    if loop.retries and "batch_size" in loop.memory:
+        loop.trained.resize(loop.memory["batch_size"])
+
+
+@contextmanager
+def saved_on_error(loop: Loop) -> Iterator[None]:
+    """Where an error ends the block, the iterations that are finished are saved first, as where a signal does.
+
+    Of several processes only where all end by it together: a save is written by all of them.
+    """
+    try:
+        yield
+    except Exception as error:
+        alone = loop.process.accelerator.num_processes == 1
+        tries = not isinstance(error, checkpoint.CheckpointError) and (alone or isinstance(error, StoppedTogether))
+        if tries and loop.iteration and loop.can_be_left:
+            _save_finished(loop)
+        raise
+
+
+def _save_finished(loop: Loop) -> None:
+    if loop.saved == loop.iteration and not loop.outdated:
+        return
+    try:
+        loop.undo()
+        loop.save()
+    except (RuntimeError, OSError, ValueError) as error:  # the one that ends the run is to be read
+        logger.warning("the finished iterations could not be saved: %s", error)
+        return
+    loop.process.progress.say(f"{loop.iteration} finished iterations are saved")
