@@ -222,8 +222,8 @@ class FlowSteps(Denoising):
         """Steps of `selection`: by each chunk's own generator, or the same ones for all."""
 
         def choose(rows: int, rng: torch.Generator | None) -> Tensor:
-            how = {"count": self.count, "skip_last": self.skip_last}
-            return chains.noisy_steps(self.selection, rows, self.steps, generator=rng, **how)
+            count, skip = self.count, self.skip_last
+            return chains.noisy_steps(self.selection, rows, self.steps, count=count, skip_last=skip, generator=rng)
 
         if self.selection == "random_per_env":
             return torch.cat([choose(1, rng) for rng in generators])
