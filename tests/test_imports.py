@@ -14,7 +14,8 @@ import pytest
 
 PROGRAM = """
 import importlib, pkgutil, sys
-from genrl.config.method import KINDS, built_in
+from genrl.config.kinds import KINDS
+from genrl.config.method import built_in
 heavy = {heavy!r}
 for name in {packages!r}:
     package = importlib.import_module(name)
