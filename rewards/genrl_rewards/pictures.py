@@ -76,7 +76,8 @@ def open_picture(source: Source, name: str | None = None) -> Image:
             _remark("animated", name, "has several frames; the first is taken")
         shown = _upright(picture)
         shown = _on_white(shown, name) if shown.has_transparency_data else _as_rgb(shown, name)
-    if from_file and all(low == high for low, high in shown.getextrema()):
+    extrema: Any = shown.getextrema()
+    if from_file and all(low == high for low, high in extrema):
         _remark("plain", name, f"is of one single colour, {shown.getpixel((0, 0))}")
     return shown
 
@@ -232,7 +233,7 @@ def _on_white(picture: Image, name: str) -> Image:
     if picture.mode in ("La", "PA"):
         picture = picture.convert("LA" if picture.mode == "La" else "RGBA")
     covered = picture.convert("RGBA")
-    if covered.getextrema()[3] == (255, 255):
+    if covered.getchannel("A").getextrema() == (255, 255):
         return covered.convert("RGB")
     _remark("transparent", name, "is transparent; such pictures are put on white")
     return Image.alpha_composite(Image.new("RGBA", covered.size, "white"), covered).convert("RGB")
