@@ -146,6 +146,7 @@ def _settings_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLA
     from genrl.config import load
     from genrl.diffusion.config.schema import Config
     from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
     path = Path(model)
     if file is None and not (path / "config.yaml").is_file():
@@ -169,5 +170,5 @@ def _settings_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLA
         text = f"{model} is neither a policy's folder nor the run of one{near(path)}"
         raise typer.BadParameter(text, param_hint="MODEL")
     changed = load(source, overrides)
-    assert not isinstance(changed, Config)
+    assert isinstance(changed, VLAConfig | VLMConfig)
     return changed

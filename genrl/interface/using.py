@@ -112,6 +112,8 @@ def evaluate(
 def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAConfig | VLMConfig | None:
     """The configuration to evaluate a policy or vision-language model by; None for a pipeline."""
     from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config.schema import VLMConfig
 
     file = Path(model) / "config.yaml" if isinstance(model, (str, Path)) else None
     if config is None and (file is None or not file.is_file()):
@@ -119,7 +121,7 @@ def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAC
     found = load_given(file if config is None else config, {}, "genrl.evaluate")[0]
     if config is not None and (isinstance(found, Config) or file is None):
         raise ValueError("config: says what a folder's vision-language model or policy is evaluated by; leave it out")
-    return None if isinstance(found, Config) else found
+    return found if isinstance(found, VLAConfig | VLMConfig) else None
 
 
 def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:

@@ -21,7 +21,7 @@ from genrl.mdp.noise import seeded
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
-from genrl.vla.config import schema as settings
+from genrl.vla.config import sections as settings
 from genrl.vla.config.files import is_recording
 from genrl.vla.config.names import SAMPLERS, WORLDS
 from genrl.vla.config.schema import VLAConfig

@@ -118,7 +118,7 @@ def test_all_problems_in_one_message(tmp_path: Path) -> None:
     assert len(found) == 9 and {(name, 1) for name in VALID} < found
     assert {("optimizer.lrr", 2), ("optimizer.weight_decay", 3), ("seeed", 4), ("iterations", 5)} < found
     assert ("sampling.grup_size", None) in found and "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
-    error = refused(write(tmp_path, text_of({"yaml": "sampling: {group_size: 1}\ntrackers: [wandb, wandb]"})))
+    error = refused(write(tmp_path, text_of({"yaml": "sampling: {group_size: 1, num_inference_steps: 1}"})))
     assert len(error.problems) == 2
 
 

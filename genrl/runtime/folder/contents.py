@@ -17,8 +17,10 @@ BLOCKS, BLOCK = 64, 2**14
 MOST_FILES = 2_000
 MODELS = ("model", "vlm", "policy")
 """Sections whose files are what is trained: another one is another run."""
-_READ = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv")
-_READ += (".txt", ".model", ".jinja", ".yaml", ".py")
+_READ = (
+    *(".safetensors", ".bin", ".gguf", ".pt", ".pth", ".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv"),
+    *(".txt", ".model", ".jinja", ".yaml", ".py"),
+)
 """Endings of the files of a folder that are looked at; not pictures, films and pages about it."""
 _PATHS = ("path", "train", "eval")
 """Endings of keys whose values are folders."""

@@ -54,7 +54,7 @@ def tolerant_streams() -> Iterator[None]:
     """Within the block standard output and error are `Tolerant`, where they are files, pipes or terminals."""
     before = sys.stdout, sys.stderr
     made = [Tolerant(one) if isinstance(one, io.TextIOWrapper) else one for one in before]
-    sys.stdout, sys.stderr = made  # type: ignore[assignment]
+    sys.stdout, sys.stderr = made
     try:
         yield
     finally:

@@ -111,14 +111,14 @@ def update(
     All processes make as many passes, as each of them ends with one word to the others.
     """
     mine, acting = chosen.chosen(batch.mine), Acting(run.policy, rollout.sampler)
-    trains = {"policy": "policy" in groups, "critic": "critic" in groups}
-    record = partial(recorded_decisions, rollout, total=batch.total, **trains)
+    policy, critic = "policy" in groups, "critic" in groups
+    record = partial(recorded_decisions, rollout, total=batch.total, policy=policy, critic=critic)
     passes = math.ceil(batch.most / (settings.microbatch or batch.most))
     parts = torch.arange(len(mine.row)).tensor_split(passes)
     records = ((len(part), partial(record, mine.chosen(part))) for part in parts)
     sums = gradients(run, settings, loss, acting, records, idle=partial(record, chosen.idle()))
     # all processes name the same figures, also one that had no decision
-    names = [*PER_RATIO, *["loss/value"] * trains["critic"], *["entropy"] * (settings.entropy_weight > 0), "number"]
+    names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
     summed = run.summed({name: sums.get(name, torch.zeros(())) for name in names})
     number = max(1.0, summed.pop("number"))
     means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}

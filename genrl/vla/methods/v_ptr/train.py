@@ -44,7 +44,8 @@ def new_policy(config: VLAConfig) -> Any:
 def videos(world: World, settings: Pretraining, size: int, *, seed: int) -> Tensor:
     """Somebody who plays, seen from above: uint8 [N, T, size, size, 3], and nothing else."""
     numbers = world.play(settings.videos, settings.length, seed=seed).observations
-    return torch.from_numpy(world.draw(numbers.reshape(-1, numbers.shape[2]), size)).unflatten(0, numbers.shape[:2])
+    pictures = torch.from_numpy(world.draw(numbers.reshape(-1, numbers.shape[2]), size))
+    return pictures.view(*numbers.shape[:2], *pictures.shape[1:])
 
 
 def pretrained(world: World, policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> dict[str, float]:

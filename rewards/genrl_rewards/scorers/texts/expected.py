@@ -12,6 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -241,6 +242,7 @@ def box_of(value: Any, sizes: Sequence[int] = (4, 2)) -> list[float]:
     if is_nothing(value):
         return []
     wanted = " or ".join({4: "4 numbers (left, top, right, bottom)", 2: "2"}[size] for size in sizes)
+    found: list[Any]
     refused = ValueError(f"the expected box is {value!r:.80}; a box has {wanted}")
     if isinstance(value, str):
         found = next((numbers for size in sizes if (numbers := coordinates_in(value, size))), [])
@@ -254,7 +256,7 @@ def box_of(value: Any, sizes: Sequence[int] = (4, 2)) -> list[float]:
         while len(found) == 1 and isinstance(found[0], list | tuple):
             found = list(found[0])
         if len(found) == 2 and all(isinstance(one, list | tuple) for one in found):  # two corners
-            found = [*found[0], *found[1]]
+            found = list(chain(*found))
     kinds = (int, float)
     if len(found) not in sizes or not all(isinstance(one, kinds) and not isinstance(one, bool) for one in found):
         raise refused

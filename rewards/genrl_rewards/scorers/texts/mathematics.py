@@ -78,8 +78,8 @@ def _several(options: Any) -> bool:
 
 
 def _read_either(**columns: Any) -> str:
-    rule = choice if _several(columns["options"]) else math
-    kind: str = rule.read_row(**columns)  # type: ignore[attr-defined]
+    rule: Any = choice if _several(columns["options"]) else math
+    kind: str = rule.read_row(**columns)
     return kind
 
 
