@@ -207,7 +207,7 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
         ({**GUARD, "log_prob_reduction": "sum"}, {}, "unknown key"),
         ({"kl": "x_prediction", "kl_weight": 0.1, "kernel": "ddim", "noise_level": 1.0}, {}, "of a velocity"),
         ({**DDPO, "history": {"size": 4}}, {}, "never reached"),
-        ({"history": {"size": 32}}, {}, "write algorithm: ddpo"),
+        ({"history": {"size": 32}}, {}, "belongs to another trainer.algorithm"),
         ({}, {"sampling": {"group_size": 1}}, "nothing to be compared with"),
         ({"aggregate": "gdpo", "advantage_scale": "global"}, {}, "use group"),
         ({"algorithm": "paco_grpo", "aggregate": "log_tame_released"}, {}, "use none"),
