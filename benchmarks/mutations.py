@@ -36,7 +36,7 @@ from typing import Any
 
 import pytest
 
-PACKAGES = ("genrl", "rewards")
+PACKAGES = ("genrl", "genrl_rewards")
 TURNED: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!="}
 TURNED |= {ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"}
 SIGNS: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*"}
@@ -111,8 +111,8 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
 def chosen(tree: Path, count: int, seed: int) -> list[Mutation]:
     """So many lines with one change each; the same for the same sources."""
     by_line: dict[tuple[str, int], list[Mutation]] = defaultdict(list)
-    for package in PACKAGES:
-        for file in sorted((tree / package).rglob("*.py")):
+    for folder in ("genrl", "rewards"):
+        for file in sorted((tree / folder).rglob("*.py")):
             for mutation in mutations(tree, file):
                 by_line[mutation.file, mutation.line].append(mutation)
     numbers = random.Random(seed)
@@ -274,8 +274,9 @@ def _run(tree: Path, tests: Sequence[str], first: Path, scratch: str, limit: flo
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     os.chdir(tree)
-    os.environ["PYTHONPATH"] = str(tree)
-    sys.path.insert(0, str(tree))
+    roots = [str(tree), str(tree / "rewards")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(roots)
+    sys.path[:0] = roots
     options = ["-x", "-p", "no:cacheprovider", f"--basetemp={scratch}/tests", "--rootdir", str(tree)]
     os._exit(int(pytest.main([*options, *tests], plugins=[_First(first)])))
 

@@ -125,7 +125,9 @@ class Tree:
     def _free_server(self) -> Server:
         with suppress(Empty):
             return self._idle.get_nowait()
-        environment = os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # its rewards too, not those of the checkout that is installed
+        path = os.pathsep.join([str(self._root), str(self._root / "rewards")])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         server = subprocess.Popen(
             [sys.executable, "-c", SERVER],
             cwd=self._root,
