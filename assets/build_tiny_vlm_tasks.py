@@ -2,11 +2,11 @@
 
     python assets/build_tiny_vlm_tasks.py     # assets/tiny-vlm-tasks, about six minutes of one core
 
-It is taught by the training questions of `genrl/playground/tasks`. Of the answers to the tasks that reinforcement is to teach
-(`WEAK`) two in five are another question's, so it learns what an answer looks like and weakly which one is right. The
-others are always right and teach it to see: colours in every cell, what a picture shows, how high a series is, what was
-done to a picture, colours of frames, and which shape one frame shows. That last one makes it the frozen answerer of the
-key-frame task, too.
+It is taught by the training questions of `genrl/playground/tasks`. Of the answers to the tasks that reinforcement is to
+teach (`WEAK`) two in five are another question's, so it learns what an answer looks like and weakly which one is right.
+The others are always right and teach it to see: colours in every cell, what a picture shows, how high a series is, what
+was done to a picture, colours of frames, and which shape one frame shows. That last one makes it the frozen answerer of
+the key-frame task, too.
 """
 
 from __future__ import annotations
