@@ -17,6 +17,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.loop import Loop
 from tests.diffusion import runs
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
@@ -89,9 +90,9 @@ STOPS: dict[str, list[Place]] = {
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
     """Let the process send itself the signal there."""
-    advance, backward, left = DiffusionRun.advance_together, DiffusionRun.backward, [place[2]]
+    advance, backward, left = DiffusionRun.advance_together, Loop.backward, [place[2]]
 
-    def reached(run: DiffusionRun) -> None:
+    def reached(run: DiffusionRun | Loop) -> None:
         if left and (run.process.progress.name, run.iteration) == place[:2]:
             if left[0] == 0:
                 left.clear()
@@ -104,12 +105,12 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
             reached(run)
         advance(run, images)
 
-    def passed(run: DiffusionRun, *arguments: Any, **counts: Any) -> None:
-        reached(run)
-        backward(run, *arguments, **counts)
+    def passed(loop: Loop, *arguments: Any, **counts: Any) -> None:
+        reached(loop)
+        backward(loop, *arguments, **counts)
 
     monkeypatch.setattr(DiffusionRun, "advance_together", advanced)
-    monkeypatch.setattr(DiffusionRun, "backward", passed)
+    monkeypatch.setattr(Loop, "backward", passed)
 
 
 @pytest.mark.parametrize("where", STOPS)

@@ -79,7 +79,7 @@ def clevr() -> Sample:
 def chartqa() -> Sample:
     truths, answers = (
         ["14", "Yes", "23.5%", "0"],
-        [("14.5 million", "15"), ("yes", "no"), ("23.5 %", "30%"), ("0", "1")],
+        [("$14.5", "15"), ("yes", "no"), ("23.5 %", "30%"), ("0", "1")],
     )
     rows = [{"image": picture(), "query": "How high ?", "label": [truth], "human_or_machine": 0} for truth in truths]
     kinds = Features(
