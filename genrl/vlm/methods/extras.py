@@ -160,7 +160,7 @@ def computed(
     if "components" in reads:
         found["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
         weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
-        found["component_weights"] = weights.repeat(answers.size, 1)
+        found["component_weights"] = weights.repeat(len(found["components"]), 1)
     return found
 
 

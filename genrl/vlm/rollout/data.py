@@ -88,7 +88,7 @@ class Questions:
         return [pool[place] for place in chosen.tolist()]
 
     def columns(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Names and columns of all rows of data, without their pictures; none of a generated task."""
+        """Names and columns of all rows of data that can be read, without their pictures; none of a generated task."""
         task, rows = self.config.task, self.rows
         if rows is None:
             return
@@ -98,7 +98,10 @@ class Questions:
                 yield f"{self.source}:{number + 1}", dict(columns)
             return
         for number in range(len(rows)):
-            row = self._row(number, {"image": _unopened, "video": _unopened})
+            try:
+                row = self._row(number, {"image": _unopened, "video": _unopened})
+            except Exception:  # noqa: BLE001 counted as that row's failure, with its name, when it is asked
+                continue
             yield row.name, row.columns
 
     def _difficulty(self, number: int) -> float:

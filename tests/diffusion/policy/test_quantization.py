@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_refused_before_anything_is_loaded(folder: Path, model: Path, monkeypatc
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"model.quantize: nf4 .*asks for a GPU.*write int8 or fp8"):
             load_pipeline(Model(path=str(model), quantize="nf4"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("genrl.config.sections.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"model.quantize: int8 .* not installed: pip install torchao"):
         load_pipeline(Model(path=str(model), quantize="int8"))
 

@@ -109,7 +109,8 @@ def test_spoilt_pictures_keep_their_size() -> None:
 
 
 def test_a_run_on_files_counts_their_places_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for training, and once for evaluation, however often its questions are opened."""
+    """Once for training, and once for evaluation, however often its questions are opened; and once in the pass that
+    reads all expected answers at the start."""
     task = {"name": None, "prompt": "question", "image": "picture"}
     task |= {split: written(tmp_path, 4, split) for split in ("train", "eval")}
     counted: list[tuple[str, int]] = []
@@ -123,4 +124,4 @@ def test_a_run_on_files_counts_their_places_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(reading.Questions, "_row", row_of)
     changes = {"task": task, "evaluation": {"every": 1, "questions": 4, "blind": False}}
     train(vlm_runs.config(tmp_path, iterations=2, **changes))
-    assert sorted(counted) == sorted((split, k) for split in ("train", "eval") for k in range(4))
+    assert sorted(counted) == sorted((split, k) for split in ("train", "train", "eval") for k in range(4))
