@@ -238,7 +238,7 @@ def test_nothing_of_the_environment_is_written(
         monkeypatch.setenv(name, value)
     run = train(runs.config(folder, model, trackers=["tensorboard"], iterations=1))
     info = json.loads((run / "run.json").read_text())
-    assert set(info) == {"command", "seed", "processes", "started", "git_commit", "versions", "resumed"}
+    assert set(info) == {"command", "seed", "processes", "started", "git_commit", "versions", "resumed", "contents"}
     printed = "".join(capfd.readouterr()).encode()
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert len(files) > 10

@@ -59,7 +59,7 @@ def read_steps(path: Path, *, success_key: str | None, cost_key: str | None) -> 
 
     Raises ValueError for what is missing, of another shape or not finite, by file, key and row.
     """
-    import h5py  # missing only where the configuration was not checked against the disk (`vla_files`)
+    import h5py  # missing only where the configuration was not checked against the disk (`file_problems`)
 
     if path.is_dir():
         kind = json.loads((path / "data" / METADATA).read_text()).get("data_format", "hdf5")

@@ -64,7 +64,9 @@ def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) ->
         both = torch.tensor([[0, 2], [1, 0]])
         settings = SimpleNamespace(kernel=kernel.name)
         with torch.no_grad():
-            replayed = replayed_step(settings, policy, Recorded(batch, pair_of(kernel, i, candidates, chains, both)))
+            replayed = replayed_step(
+                settings, policy, Recorded(batch, pair_of(batch, kernel, i, candidates, chains, both))
+            )
         for row, (chain, j) in enumerate([(0, 0), (0, 2), (1, 1), (1, 0)]):
             noise = keyed_noise(candidates.state.shape[1:], *batch.keys[chain], "candidate", j, "step", i)
             made = sample(replayed.mean[row : row + 1], replayed.std[row : row + 1], noise[None])

@@ -10,7 +10,7 @@ import torch
 
 from genrl.config import ConfigError
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.vlm.config.files import vlm_files
+from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, layers_of, noise_of
 from genrl.vlm.methods.rlfr.train import opened, shaped
@@ -113,5 +113,5 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp
 
 
 def test_a_column_of_the_demonstrations_that_is_not_there_is_named(tmp_path: Path) -> None:
-    found = [text for _, text in vlm_files(config(tmp_path, {"demonstrations": "{solution}"}), [])]
+    found = [text for _, text in file_problems(config(tmp_path, {"demonstrations": "{solution}"}), [])]
     assert any("trainer.flow.demonstrations asks for the column solution" in text for text in found)
