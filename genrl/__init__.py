@@ -30,7 +30,8 @@ except PackageNotFoundError:  # a source tree that was never installed
 _FUNCTIONS = {
     **dict.fromkeys(("Result", "train", "resume"), "genrl.interface.training"),
     **dict.fromkeys(("evaluate", "export", "sample", "score"), "genrl.interface.using"),
-    **dict.fromkeys(("Evaluation", "LoRA", "Optimizer", "Sampling"), "genrl.config"),
+    **dict.fromkeys(("LoRA", "Optimizer"), "genrl.config"),
+    **dict.fromkeys(("Evaluation", "Sampling"), "genrl.diffusion.config.sections"),
 }
 
 hush()

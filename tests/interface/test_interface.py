@@ -389,3 +389,8 @@ def test_the_examples_of_the_docstrings_run(tmp_path: Path, root: Path, monkeypa
             known |= examples.globs
             run, failed = run + result.attempted, failed + result.failed
     assert run >= 9 and not failed
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    """Names are looked up when they are first used, so a wrong place shows nowhere else."""
+    assert all(getattr(genrl, name) is not None for name in dir(genrl))
