@@ -133,7 +133,7 @@ def test_a_run_that_acts_on_actors_learns_as_one_that_acts_here(cluster: Any, tm
     by rounding alone."""
     runs = []
     for workers in ("ray", 0):
-        changes = {"iterations": 2, "evaluation": {"every": 2}, "environment": {"workers": workers}}
+        changes = {"iterations": 2, "evaluation": {"every": 2}, "environment": {"workers": workers, "timeout_s": 300}}
         settings = vla_runs.config(tmp_path, sampler="diffusion", output=str(tmp_path / str(workers)), **changes)
         runs.append(train(settings))
     there, here = (vla_runs.rows(run)[1:] for run in runs)
@@ -148,7 +148,7 @@ def test_a_run_that_acts_on_actors_learns_as_one_that_acts_here(cluster: Any, tm
 @pytest.mark.slow
 def test_a_run_goes_on_as_if_nothing_had_been(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many actors as before, which act ahead of time: bit for bit."""
-    changes = {"iterations": 3, "environment": {"workers": "ray", "staleness": 1}}
+    changes = {"iterations": 3, "environment": {"workers": "ray", "staleness": 1, "timeout_s": 300}}
     runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], **changes)
     assert vla_runs.differences(*runs) == []
 
