@@ -82,7 +82,7 @@ class TestCheck:
     def test_a_folder_in_use_is_noted_and_not_overwritten(self, folder: Path) -> None:
         assert "is in use; continue it by `genrl resume runs/small`" in words(run("check", "small.yaml"))
         refusal = words(run("train", "small.yaml", code=2))  # with the whole path
-        assert "continue it by `genrl resume" in refusal and "runs/small`" in refusal
+        assert "go on with it by `genrl resume" in refusal and "runs/small`" in refusal
 
     @pytest.mark.parametrize(
         ("override", "says"),
