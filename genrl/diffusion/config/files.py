@@ -22,12 +22,12 @@ from genrl.diffusion.config.context_rules import context_problems
 from genrl.diffusion.config.estimate import HeaderError, read_components, read_header, side_step
 from genrl.diffusion.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
 from genrl.diffusion.config.pipeline_classes import (
-    CONSISTENCY,
-    NOT_DDIM,
     is_flow_scheduler,
     loop_problems,
     problems,
+    replaced_schedule,
     scheduler_problems,
+    scheduler_refusal,
     strength_problem,
     vae_problems,
 )
@@ -67,7 +67,7 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     if config.engine is not None and importlib.util.find_spec("ray") is None:
         yield ("engine", "kind"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
     if is_given(config.model.path):
-        yield from _given_pipeline(config)
+        yield from _given_pipeline(config, notes)
         return
     key: KeyPath = ("model", "config" if config.model.config else "path")
     named = config.model.config or config.model.path
@@ -96,10 +96,10 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     if folder is not None:
         yield from _pipeline(config, lambda file: read_json(folder / file))
         yield from _layers(config, folder)
-        yield from _scheduler(config, _scheduler_settings(config, folder))
+        yield from _scheduler(config, _scheduler_settings(config, folder), notes)
 
 
-def _given_pipeline(config: Config) -> Iterator[FileFinding]:
+def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     """A loaded pipeline of a script: what it cannot be asked for any more."""
     try:
         pipe = given(config.model.path)
@@ -129,14 +129,18 @@ def _given_pipeline(config: Config) -> Iterator[FileFinding]:
         text = f"the {adapted[0]} has a LoRA on it already: call pipe.unload_lora_weights() first, and go on with it by"
         yield ("model", "lora"), f"{text} lora={{'from': FOLDER}}, or merge it by pipe.fuse_lora() before"
     yield from _pipeline(config, read)
-    yield from _scheduler(config, read("scheduler/scheduler_config.json") | model.scheduler)
+    yield from _scheduler(config, read("scheduler/scheduler_config.json") | model.scheduler, notes)
 
 
 def _settings_in_memory(pipe: Any, file: str) -> dict[str, Any]:
     """What a file of settings would hold if the pipeline were saved; empty where it would write none."""
     component, _, _ = file.rpartition("/")
     found = getattr(pipe.components.get(component) if component else pipe, "config", None)
-    return dict(found) if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    # A part that was made in Python, not loaded, has no class in its settings.
+    part = pipe.components.get(component) if component else pipe
+    return {"_class_name": type(part).__name__, **found}
 
 
 def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
@@ -219,13 +223,15 @@ def _no_plain_lora(source: Path) -> str | None:
     return next((f"also has {name}: a LoKr or a DoRA" for name in found), None)
 
 
-def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[FileFinding]:
+def _scheduler(config: Config, scheduler: Mapping[str, Any], notes: list[str]) -> Iterator[FileFinding]:
     if not scheduler:
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
-    if name in CONSISTENCY:
-        yield ("model", "path"), f"its scheduler is a {name}: {NOT_DDIM}"
+    if "_class_name" in scheduler and (refusal := scheduler_refusal(str(name), scheduler)):
+        yield ("model", "path"), refusal
         return
+    if remark := replaced_schedule(str(name), scheduler):
+        notes.append(f"model.path: {remark}")
     kernel = trainer.transition
     is_flow = is_flow_scheduler(scheduler)
     for key, text in scheduler_problems(str(name), config.model.scheduler, is_flow=is_flow):
