@@ -333,7 +333,7 @@ def test_schema_describes_every_key_and_validates() -> None:
         assert own["additionalProperties"] is False
     assert json.loads(json.dumps(schema)) == schema
     common = [key for key in all_keys() if not key.startswith("trainer")]
-    assert len(common) <= 130  # a few keys decide a run, beside those of its method; more are more to read
+    assert len(common) <= 131  # a few keys decide a run, beside those of its method; more are more to read
 
 
 class TestFiles:
@@ -343,6 +343,9 @@ class TestFiles:
         (tmp_path / "model" / "scheduler").mkdir(parents=True)
         index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
         write(tmp_path / "model", json.dumps(index), "model_index.json")
+        (tmp_path / "model" / "transformer").mkdir()
+        write(tmp_path / "model" / "transformer", '{"num_layers": 1}', "config.json")
+        save_file({"weight": np.ones(2)}, tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
         self.scheduler(tmp_path, '{"_class_name": "FlowMatchEulerDiscreteScheduler"}')
         write(tmp_path, "".join(f"prompt {k}\n" for k in range(20)), "train.txt")
         write(tmp_path, "held out\n", "eval.txt")
@@ -408,7 +411,9 @@ class TestFiles:
         ddim = "model: {path: ./model}\ntrainer: {algorithm: flow_grpo, kernel: ddim}"
         assert self.notes(files, ddim) == []
         self.scheduler(files, '{"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction"}')
-        assert self.notes(files, nft) == []
+        assert "set use_flow_sigmas to true" in self.problem(files, nft)
+        flow = "model: {path: ./model, scheduler: {use_flow_sigmas: true}}\ntrainer: {algorithm: diffusion_nft}"
+        assert self.notes(files, flow) == []
 
     def test_remarks(self, files: Path) -> None:
         write(files, "prompt 3\nheld out\n", "eval.txt")

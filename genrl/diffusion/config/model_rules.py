@@ -25,6 +25,8 @@ def model_rules(config: Config) -> Iterator[Finding]:
     spacing = model.scheduler.get("timestep_spacing", SPACINGS[0])
     if spacing not in SPACINGS:
         yield ("model.scheduler.timestep_spacing",), f"found {spacing!r}; it can be {', '.join(SPACINGS)}"
+    if model.without and model.config is not None:
+        yield ("model.without", "model.config"), "a file is completed by its base; leave it out of the base's folder"
     if model.lora is not None:
         yield from _adapters(model.lora)
         yield from _text_encoders(config, model.lora)
