@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 
 import genrl_rewards
 from genrl.config import ConfigError, check_files, dump, json_schema, load, load_located
@@ -466,3 +468,15 @@ def test_broken_model_index(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model_index.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert read_json(path) == {}
+
+
+@pytest.mark.parametrize("key", ["alpha: 64", "alpha: 128", "rank: 32", "type: lora", "targets: [to_q]"])
+def test_what_a_lora_to_go_on_with_has_itself_is_not_written_beside_it(tmp_path: Path, key: str) -> None:
+    """The default's value, too: it would be ignored. What a run writes down is read again."""
+    path = write(tmp_path, text_of({"yaml": "model: {lora: {from: org/lora}}"}))
+    config = load(path)
+    (tmp_path / "b.yaml").write_text(dump(config))
+    assert load(tmp_path / "b.yaml") == config
+    path = write(tmp_path, text_of({"yaml": f"model: {{lora: {{from: org/lora, {key}}}}}"}))
+    with pytest.raises(ConfigError, match="the adapter that is loaded has its own; leave it out"):
+        load(path)
