@@ -473,10 +473,10 @@ def test_broken_model_index(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["alpha: 64", "alpha: 128", "rank: 32", "type: lora", "targets: [to_q]"])
 def test_what_a_lora_to_go_on_with_has_itself_is_not_written_beside_it(tmp_path: Path, key: str) -> None:
     """The default's value, too: it would be ignored. What a run writes down is read again."""
-    path = write(tmp_path, text_of({"yaml": "model: {lora: {from: org/lora}}"}))
+    path = write(tmp_path, text_of({"yaml": "model: {path: org/m, lora: {from: org/lora}}"}))
     config = load(path)
     (tmp_path / "b.yaml").write_text(dump(config))
     assert load(tmp_path / "b.yaml") == config
-    path = write(tmp_path, text_of({"yaml": f"model: {{lora: {{from: org/lora, {key}}}}}"}))
+    path = write(tmp_path, text_of({"yaml": f"model: {{path: org/m, lora: {{from: org/lora, {key}}}}}"}))
     with pytest.raises(ConfigError, match="the adapter that is loaded has its own; leave it out"):
         load(path)

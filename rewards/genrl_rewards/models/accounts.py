@@ -104,7 +104,7 @@ def _judge(model: Any, report: dict[str, Any], wrong: list[str], unused: list[st
     kind = type(model).__name__
     missing = sorted(map(str, report.get("missing_keys", ())))
     if missing:
-        wrong.append(f"its files lack {len(missing)} weights of {kind} ({first(missing)}); nothing else can fill them")
+        wrong.append(f"it lacks {len(missing)} weights of {kind} ({first(missing)}), which nothing else can fill")
     shaped = sorted(str(one[0] if isinstance(one, tuple) else one) for one in report.get("mismatched_keys", ()))
     if shaped:
         wrong.append(f"{len(shaped)} weights of {kind} have another shape in its files ({first(shaped)})")

@@ -146,7 +146,7 @@ def edited(file: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("missing", "lack 1 weights"),
+        ("missing", "lacks 1 weights"),
         ("shape", r"shape|MISMATCH"),
         ("layer", "layers that the config.json"),
     ],
