@@ -284,7 +284,7 @@ class VLARun:
         joined = Judged([], [], [], [], [])
         for part in gather_object([mine]):
             joined = joined.joined(part)
-        return joined
+        return joined.of(config.environment.success_key)
 
     def export(self, folder: Path | None) -> None:
         """Checkpoints hold the trained weights alone."""
