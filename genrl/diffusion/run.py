@@ -81,8 +81,6 @@ class DiffusionRun:
     """Samples of the running iteration."""
     replays: bool = False
     """Whether it was seen in this process that training replays what sampling did."""
-    passes: int = 1
-    """Micro-batches that this process trains on in the running iteration: each is as much of its progress."""
     rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
     """Where prompts are rewritten: their new texts. Evaluation renders both."""
     _train_started: float = 0.0
@@ -262,8 +260,7 @@ class DiffusionRun:
 
     def start_training(self, passes: int) -> None:
         """The learning half of the iteration begins; this process will go backward so many times."""
-        self.passes = passes
-        self.loop.phase("training", self.config.sampling.images_per_iteration)
+        self.loop.phase("training", self.config.sampling.images_per_iteration, passes)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: what was sampled and how long it took, and the loop's own end."""

@@ -25,6 +25,7 @@ from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.weights.sharding import unsharded
@@ -47,7 +48,8 @@ from genrl.vla.update.settings import Update
 FPS = 4
 """Of films, which have a frame for every decision."""
 ON_POLICY = 1e-6
-"""How far a ratio may be from 1 where nothing was trained yet."""
+"""How far a log-probability may be from that of sampling where nothing was trained yet, as a part of the largest: no
+more than rounding, as the same batch is computed again."""
 
 
 @dataclass
@@ -205,11 +207,6 @@ class VLARun:
         own = torch.cat([every, advantages.double().flatten()])
         valid = torch.arange(len(own)) < len(every)
         return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
-
-    def summed(self, values: dict[str, Tensor]) -> dict[str, float]:
-        """Sums of this process, [] each, over all processes; the names are the same in all."""
-        table = torch.stack([value.double() for value in values.values()])
-        return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
 
     def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
@@ -386,11 +383,8 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
     context = context_of(policy, rows.observation, rows.context)
     again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
     off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
-    if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
-        raise RuntimeError(
-            f"the policy assigns its own chunks other log-probabilities than when it sampled them, {off:.2g} off, "
-            "before any update. Look for dropout, statistics that change, or another device or precision."
-        )
+    allowed = ON_POLICY * max(1.0, float(rows.log_prob.abs().max()))
+    require_on_policy(off, allowed, "the log-probability of a sampled chunk", causes=CAUSES)
     return off
 
 

@@ -1,14 +1,14 @@
 """The one loop of all runs: iterations, phases, stopping, undoing, evaluations, checkpoints.
 
 A `Loop` is one process of one run. It knows what is trained as one object (`Trained`) and no algorithm: a method takes
-`loop.iterations()`, gives micro-batches to `loop.backward` and `loop.step`, and ends each iteration by `loop.finish`.
+`loop.iterations()`, makes its updates by `updating.descend`, and ends each iteration by `loop.finish`.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather_object, set_seed
-from torch import Tensor
 
-from genrl.config.method import Method
 from genrl.config.optimizers import Optimizer
 from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.mdp.noise import derive_seed
@@ -27,7 +25,6 @@ from genrl.runtime.loop import idle, monitor, saving
 from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
 from genrl.runtime.loop.process import Process, peak_memory_mb
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.undo import Undo
 from genrl.runtime.weights.kept import Kept, Stateful
 from genrl.runtime.weights.optimization import Optimization, Schedule
@@ -208,10 +205,10 @@ class Loop:
         self.global_settings.put_back()
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
 
-    def phase(self, name: str, total: int = 0) -> None:
-        """A phase begins, with so much to do."""
+    def phase(self, name: str, total: int = 0, parts: int = 0) -> None:
+        """A phase begins, with so much to do, in so many equal parts where it has some."""
         self.global_settings.put_back()
-        self.process.progress.phase(name, total)
+        self.process.progress.phase(name, total, parts)
         self.process.watchdog.beat(name, self.iteration)
 
     def advance(self, count: float) -> None:
@@ -258,25 +255,6 @@ class Loop:
         started = time.perf_counter()
         yield
         self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - started
-
-    def backward(
-        self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float = 1.0
-    ) -> None:
-        """Add one micro-batch's share of the update (`Optimization.backward`)."""
-        if self.process.accelerator.num_processes == 1:
-            self.check_stop()
-        self.optimization.backward(settings, results, recorded, divisor)
-        if self.after_backward is not None:
-            self.after_backward()
-
-    def step(self, groups: Sequence[str] | None = None) -> dict[str, float]:
-        """One optimiser step of these parameter groups; returns their gradients' norms (`Optimization.step`)."""
-        self.check_stop()
-        return self.optimization.step(groups)
-
-    def step_other(self, optimizer: torch.optim.Optimizer) -> float:
-        """One step of an optimiser beside the model's (`Optimization.step_other`); returns the gradient's norm."""
-        return self.optimization.step_other(optimizer)
 
     def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
         """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved, and where

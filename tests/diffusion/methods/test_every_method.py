@@ -15,10 +15,10 @@ from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import inverse
-from genrl.diffusion.updating import Meter
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
 from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_editing import editing

@@ -25,6 +25,7 @@ from genrl.runtime.weights.weights import Weights
 
 RATES = {"policy": 0.1, "critic": 0.5}
 METHOD = Method(algorithm="test")
+RECORDED = Recorded(None, {"advantage": torch.ones(2)})
 
 
 @dataclass
@@ -102,7 +103,7 @@ def backward(one: Loop, *, policy: float = 0.0, critic: float = 0.0) -> None:
     """A loss with these gradients, the same for every number of a group."""
     two = model(one)
     loss = policy * two.policy.sum() + critic * two.critic.sum()
-    one.backward(METHOD, {"loss": loss}, Recorded(None, {"advantage": torch.ones(2)}))
+    one.optimization.backward(METHOD, {"loss": loss}, RECORDED)
 
 
 def values(one: Loop) -> dict[str, Tensor]:
