@@ -182,7 +182,7 @@ def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path)
     with vla_runs.opened(vla_runs.config(tmp_path, sampler="flow_noise")) as run:
         run.policy.out = nn.Sequential(nn.Dropout(0.1), run.policy.out)
         run.policy.train()
-        with pytest.raises(RuntimeError, match="other log-probabilities than when it sampled them.*Look for dropout"):
+        with pytest.raises(RuntimeError, match="the log-probability of a sampled chunk is off by .*Look for dropout"):
             run.collect(run.settings)
         run.policy.eval()
         rollout = run.collect(run.settings)
