@@ -22,6 +22,7 @@ from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
+from genrl.runtime.loop.running import Run as Running
 from genrl.runtime.loop.saving import saved_on_error
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
@@ -35,9 +36,7 @@ logger = logging.getLogger(__name__)
 class Kind(NamedTuple):
     """What differs between runs of pipelines, token models and robot policies.
 
-    An opened run has `loop`, `settings`, `begin(found)`, called after the checkpoint `found` was restored, and
-    `conclude()`, called by the main process at the end, and `hand_over()`, what it trained, last of all; the rest of it
-    is its methods' business.
+    What it opens is a `running.Run`.
     """
 
     unit: str
@@ -46,7 +45,7 @@ class Kind(NamedTuple):
     """(configuration, number of processes): ValueError where they do not fit together."""
     prepare: Callable[[Any, Accelerator], Any]
     """What is loaded, and may raise ValueError, before anything is written."""
-    open: Callable[[Any, Process, Any, ExitStack], Any]
+    open: Callable[[Any, Process, Any, ExitStack], Running[Any]]
     """(configuration, process, what was prepared, stack that closes it) -> the run."""
     reopen: Callable[[Any, str, int], Any]
     """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
@@ -134,9 +133,9 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
-def _train(run: Any, memory_hint: str) -> None:
+def _train(run: Running[Any], memory_hint: str) -> None:
     """The run's method, and in a run in stages the next ones'."""
-    loop: Loop = run.loop
+    loop = run.loop
     while True:
         first = loop.iteration
         try:

@@ -88,6 +88,12 @@ class Process:
         """Which one of its group this process is."""
         return self.rank % self.context
 
+    def share(self, number: int) -> range:
+        """This process's part of 0 to number - 1; the parts differ by one at most, the larger ones come first."""
+        size, more = divmod(number, int(self.accelerator.num_processes))
+        first = self.rank * size + min(self.rank, more)
+        return range(first, first + size + (self.rank < more))
+
 
 def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
     """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays.

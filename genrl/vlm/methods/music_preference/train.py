@@ -22,7 +22,6 @@ from genrl.objectives.forward.adversarial import preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.runtime.show.intervals import wilson
-from genrl.vlm.common import share_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
 from genrl.vlm.policies.sampling import left_padded
@@ -135,7 +134,7 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
     whole: VLMConfig = run.loop.config
     settings = cast(MusicPreference, whole.trainer)
     questions = Questions(whole, "eval")
-    mine, at_once = share_of(run.process, len(questions)), settings.rows_per_pass
+    mine, at_once = run.process.share(len(questions)), settings.rows_per_pass
     run.loop.phase("evaluating", len(mine))
     mine_right = 0.0
     for start in range(0, len(mine), at_once):  # none, where there are fewer pairs than processes
