@@ -210,7 +210,7 @@ def test_a_process_begins_with_what_a_pass_can_have(tmp_path: Path, updates: int
     config = vlm_runs.config(tmp_path, generation={"prompts_per_iteration": 8, "group_size": 4}, trainer=trainer)
     process = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4))
     run: Any = AnswersRun.__new__(AnswersRun)  # of which no more than these is looked at
-    run.config, run.process, run.preset = config, process, None
+    run.present, run.process, run.preset = config, process, None
     assert run.micro_batch_sizes() == sizes
 
 
