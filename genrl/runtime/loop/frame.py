@@ -20,10 +20,10 @@ from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
+from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
 from genrl.runtime.loop.running import Run as Running
-from genrl.runtime.loop.saving import saved_on_error
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
@@ -131,6 +131,34 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
         if found is not None:
             how = f"Go on from {found.name}: genrl resume {run.folder} --nproc {processes}"
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
+
+
+@contextmanager
+def saved_on_error(loop: Loop) -> Iterator[None]:
+    """Where an error ends the block, the iterations that are finished are saved first, as where a signal does.
+
+    Of several processes only where all end by it together: a save is written by all of them.
+    """
+    try:
+        yield
+    except Exception as error:
+        alone = loop.process.accelerator.num_processes == 1
+        tries = not isinstance(error, checkpoint.CheckpointError) and (alone or isinstance(error, StoppedTogether))
+        if tries and loop.iteration and loop.can_be_left:
+            _save_finished(loop)
+        raise
+
+
+def _save_finished(loop: Loop) -> None:
+    if loop.saved == loop.iteration and not loop.outdated:
+        return
+    try:
+        loop.undo()
+        loop.save()
+    except (RuntimeError, OSError, ValueError) as error:  # the one that ends the run is to be read
+        logger.warning("the finished iterations could not be saved: %s", error)
+        return
+    loop.process.progress.say(f"{loop.iteration} finished iterations are saved")
 
 
 def _train(run: Running[Any], memory_hint: str) -> None:

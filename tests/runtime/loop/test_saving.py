@@ -13,9 +13,9 @@ from genrl.config.sections import Checkpoint
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import idle
+from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError
 from genrl.runtime.loop.loop import Loop
-from genrl.runtime.loop.saving import saved_on_error
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences
 from tests.runtime.loop.loops import Evaluation, Settings, backward, loop, values
