@@ -113,7 +113,7 @@ class DiffusionRun(Run[Config]):
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
         super().begin(found)
-        settle(self)
+        settle(self, self.prompts)
         if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
         if self.config.kernels.compile:

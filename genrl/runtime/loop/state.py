@@ -10,61 +10,20 @@ from typing import Any, Protocol
 
 import torch
 
-from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.loop.process import Process
 from genrl.runtime.weights.kept import Kept, Stateful
 from genrl.runtime.weights.optimization import Optimization, Schedule
 from genrl.runtime.weights.weights import AVERAGE, Weights
 
 
-class Evaluation(Protocol):
-    """What the section `evaluation` of every configuration has."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def monitor(self) -> Monitor | None: ...
-
-
-class Settings(Protocol):
-    """What every configuration has."""
-
-    @property
-    def iterations(self) -> int: ...
-    @property
-    def idle_iterations(self) -> int | None: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def optimizer(self) -> Optimizer: ...
-    @property
-    def ema(self) -> EMA | None: ...
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-    @property
-    def evaluation(self) -> Evaluation: ...
-
-
 class Trained(Protocol):
-    """What is trained: a pipeline, a token model, a robot policy."""
+    """What of a run the loop calls: `running.Run` has these, and says what they do."""
 
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """Metrics of the model after so many iterations, the same in all processes; writes its pictures. Empty where
-        there is nothing to evaluate on."""
-
-    def export(self, folder: Path | None) -> None:
-        """Write it in its users' format into the folder of a checkpoint, where such a copy is kept. folder: None in
-        processes that write nothing, and only make those passes with the main one that all make together."""
-
-    def micro_batch_sizes(self) -> list[int]:
-        """The present size of micro-batches and the smaller ones that can be taken; one where it cannot shrink."""
-
-    def resize(self, size: int) -> None:
-        """From here on micro-batches have this size."""
-
-    def forget(self) -> None:
-        """Let go of the samples of the running iteration, which is undone."""
+    def evaluate(self, iteration: int) -> dict[str, float]: ...
+    def export(self, folder: Path | None) -> None: ...
+    def micro_batch_sizes(self) -> list[int]: ...
+    def resize(self, size: int) -> None: ...
+    def forget(self) -> None: ...
 
 
 @dataclass
@@ -94,11 +53,11 @@ class State:
     saved: int | None = None  # the iteration of the newest checkpoint
 
     def __post_init__(self) -> None:
-        settings: Settings = self.config
+        average = self.config.ema
         self.optimization = Optimization(
-            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, settings.ema
+            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, average
         )
-        if settings.ema is not None and AVERAGE not in self.weights.snapshots:
+        if average is not None and AVERAGE not in self.weights.snapshots:
             self.weights.snapshot(AVERAGE)
 
     @property
