@@ -91,7 +91,7 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
             levels = policy.train_steps
             if given.steps > levels:
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
-            trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
+            trained = given.steps if config.trainer.imitates == "always" else given.ft_denoising_steps
             return Diffusion(levels, given.steps, trained, given.floor)
         case settings.Tokens() as given:
             return Tokens(given.temperature)
@@ -101,7 +101,7 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
 
 def noise_head_of(config: VLAConfig) -> NoiseHead:
     """Flow-Noise's head is on the expert, ReinFlow's beside it."""
-    return "none" if config.trainer.whole_chain else config.sampler.noise_head
+    return "none" if config.trainer.imitates == "always" else config.sampler.noise_head
 
 
 def critic_values(config: VLAConfig, policy: Policy) -> int:

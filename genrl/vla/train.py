@@ -68,7 +68,8 @@ def check_processes(config: VLAConfig, num_processes: int) -> None:
         raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
     if config.trains_shards:
         check_torch()
-    config.trainer.refuse_processes(num_processes)
+    if config.trainer.one_process and num_processes > 1:
+        raise ValueError(f"trainer.algorithm: {config.trainer.algorithm} runs in one process, not in {num_processes}")
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
         raise ValueError(
@@ -191,7 +192,7 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """
-    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
+    if not isinstance(config.sampler, Diffusion) or config.trainer.imitates == "always":
         return None
     done = config.sampler.steps, config.sampler.ft_denoising_steps
     found = load_first_steps(policy_folder(model), *done, device=default_device())
@@ -204,14 +205,14 @@ def fine_tunes_last(config: VLAConfig) -> bool:
     """Whether a run trains the last denoising steps only, and another policy does the first ones (DPPO)."""
     sampler = config.sampler
     trains = isinstance(sampler, Diffusion) and sampler.ft_denoising_steps < sampler.steps
-    return trains and not config.trainer.whole_chain
+    return trains and config.trainer.imitates != "always"
 
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
     before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
     to be trained now."""
-    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
+    if not isinstance(config.sampler, Diffusion) or config.trainer.imitates == "always":
         return None
     begun = None
     if config.policy.path is not None:
