@@ -1,7 +1,7 @@
 """Recipes and the embedded models of the first examples, as data of the package; all else is in pyproject.toml.
 
-They are copied when a wheel is built, so that `configs` and `assets` stay at the top of the repository. A recipe travels
-if all that it names does: the other embedded models are 30 MB, and who wants them has a clone.
+They are copied when a wheel is built, so that `configs` and `assets` stay at the top of the repository. A recipe
+travels if all that it names does: the other embedded models are 30 MB, and who wants them has a clone.
 """
 
 import re

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import genrl_rewards
 from genrl.config.yaml_source import plain
 
 _COMMENT = re.compile(r"(^|\s)#.*")
 _ASSET = re.compile(r"assets/[\w./-]*\w")
+_CODE = re.compile(r"(?:configs|rewards/genrl_rewards)/[\w/]+\.py")
 _INCLUDE = re.compile(r"^include: *(\S+)", re.MULTILINE)
 
 
@@ -96,6 +98,14 @@ def write(recipe: Recipe, folder: Path) -> list[Path]:
     return list(plan)
 
 
+def missing(recipe: Recipe, folder: Path) -> list[str]:
+    """Files of prompts or questions that a written recipe names and its folder lacks: data of one's own."""
+    sections = [recipe.values[key] for key in ("prompts", "task") if isinstance(recipe.values.get(key), dict)]
+    named = [str(section.get(key) or "") for section in sections for key in ("train", "eval")]
+    files = [name.removeprefix("assets/") for name in named if name.endswith((".txt", ".jsonl"))]
+    return [name for name in files if not (folder / name).exists() and not (folder / "assets" / name).exists()]
+
+
 def _plan(recipe: Recipe, folder: Path) -> Iterator[tuple[Path, str | Path]]:
     """(what is written, its text or what it is a copy of), the recipe itself first."""
     known = {item.file.relative_to(root() / "configs").with_suffix("").as_posix(): item for item in recipes()}
@@ -104,8 +114,9 @@ def _plan(recipe: Recipe, folder: Path) -> Iterator[tuple[Path, str | Path]]:
     text = _COMMENT.sub("", recipe.text)
     if base := _INCLUDE.search(text):
         yield from _plan(files[(recipe.file.parent / base[1]).resolve()], folder)
-    for path in dict.fromkeys(re.findall(r"configs/[\w/]+\.py", text)):
-        yield folder / Path(path).name, root() / path
+    for path in dict.fromkeys(_CODE.findall(text)):
+        package, _, inside = path.partition("/genrl_rewards/")
+        yield folder / Path(path).name, Path(genrl_rewards.__file__).parent / inside if inside else root() / package
     for path in dict.fromkeys(_ASSET.findall(text)):
         if path.startswith("assets/prompts/"):
             yield folder / path.removeprefix("assets/"), root() / path
@@ -124,5 +135,5 @@ def _moved(recipe: Recipe, known: Mapping[str, Recipe], files: Mapping[Path, Rec
     paths = "|".join(sorted(known, key=len, reverse=True))  # the longest, where one begins with another
     text = re.sub(rf"configs/({paths})\.yaml\b", lambda match: known[match[1]].written, text)
     text = re.sub(rf"runs/({paths})\b", lambda match: f"runs/{known[match[1]].written.removesuffix('.yaml')}", text)
-    text = re.sub(r"configs/[\w/]*?(\w+\.py)", r"\1", text)
+    text = _CODE.sub(lambda match: match[0].rpartition("/")[2], text)
     return text.replace("assets/prompts/", "prompts/")

@@ -41,24 +41,26 @@ def init(
 
     Example: `genrl init sd35_medium_flow_grpo`, then `genrl check sd35_medium_flow_grpo.yaml`
     """
-    from genrl.cli.tables import console, safe
-    from genrl.recipes import find, write
+    from genrl.cli.tables import printable
+    from genrl.recipes import find, missing, write
 
     if name is None:
         _list()
         return
     try:
-        written = write(find(name), to)
+        recipe = find(name)
+        written = write(recipe, to)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from None
-    console.print(f"written: {safe(', '.join(map(str, written)))}", soft_wrap=True)
-    console.print(
-        f"next: genrl check {safe(str(written[0]))}, then genrl train {safe(str(written[0]))}", soft_wrap=True
-    )
+    lacking, file = missing(recipe, to), written[0]
+    lines = [f"written: {', '.join(map(str, written))}"]
+    lines += [f"data of your own: {', '.join(lacking)}; the file says which columns"] if lacking else []
+    lines += [f"next: genrl check {file}, then genrl train {file}"]
+    typer.echo(printable("\n".join(lines)))
 
 
 def _list() -> None:
-    """Print published models by task, each with what it is for; the others, which are for trying out, by name alone."""
+    """Print the recipes of published models by task; the others, which are for trying out, by name alone."""
     from rich.table import Table
 
     from genrl.cli.tables import console, safe
