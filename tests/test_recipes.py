@@ -12,9 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from genrl import recipes
-from genrl.config import load
+from genrl.config import ConfigError, check_files, load, load_located
 
 PUBLISHED = ("sd35_medium_flow_grpo", "flux1_kontext_flow_grpo", "qwen2_5_vl_7b_fsdp")
 
@@ -74,6 +75,20 @@ def test_paths_are_looked_up_beside_the_file_too(tmp_path: Path, monkeypatch: py
     assert config.prompts.eval == "prompts/animals_eval.txt"
 
 
+def test_an_error_says_where_a_file_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    file = recipes.write(recipes.find("sd15_ddpo"), folder)[0]
+    (folder / "prompts/animals_eval.txt").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        check_files(*load_located("mine/sd15_ddpo.yaml"))
+    said = str(refused.value)
+    assert "prompts/animals_eval.txt: no such file" in said and f"(looked in {tmp_path} and in {folder})" in said
+    with pytest.raises(ConfigError) as refused:
+        check_files(*load_located(file, ["rewards=[{name: own.py:reward}]", "prompts.eval=prompts/animals_train.txt"]))
+    assert f"'own.py' does not exist (looked from {tmp_path})" in str(refused.value), "an override means one folder"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, unpacked. Built of a copy, so that no build folder is left in the clone."""
@@ -105,9 +120,11 @@ def test_a_wheel_holds_what_its_commands_name(wheel: Path, tmp_path: Path) -> No
         for own in re.findall(r"prompts/\w+\.jsonl(?=.*; the file says)", genrl("init", name)):
             (tmp_path / own).parent.mkdir(exist_ok=True)
             (tmp_path / own).write_text(json.dumps({"prompt": f"make it {own}", "source_image": "a.png"}) + "\n")
+            Image.new("RGB", (64, 64), "red").save((tmp_path / own).with_name("a.png"))
         assert "valid" in genrl("check", f"{name}.yaml")
     genrl("init", "vlm/quickstart")
     assert "valid" in genrl("check", "vlm_quickstart.yaml")
-    genrl("demo", "iterations=1", "evaluation.num_prompts=4", "sampling.prompts_per_iteration=1", "output=runs/demo")
+    small = ["sampling.group_size=4", "sampling.batch_size=8", "sampling.num_inference_steps=2", "evaluation.every=0"]
+    genrl("demo", "iterations=1", *small, "output=runs/demo")
     assert (tmp_path / "runs/demo/lora").is_dir()
     assert str(wheel) in (tmp_path / "runs/demo/config.yaml").read_text(), "the embedded model is the wheel's"

@@ -6,6 +6,7 @@ written from the folder that it lies in.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from genrl.config.errors import Origin, Origins
 from genrl.config.yaml_source import KeyPath
 
+_ABSENT = re.compile(r"no such (file|folder)|not a prompt file|there is no (file|folder)|does not exist")
+_LOOKED = re.compile(r" \(looked from [^)]*\)")  # of code that knows the current folder alone
 _LONGEST = 400
 """Characters of a path: longer texts are templates and questions."""
 
@@ -26,10 +29,12 @@ def folders(origin: Origin) -> list[Path]:
     return [Path(), file.parent, *above]
 
 
-def looked_in(origin: Origin) -> str:
-    """The end of a message on what is not there: where it was looked for."""
+def with_places(text: str, origin: Origin) -> str:
+    """A message; of one that says that a file or folder is not there, with where it was looked for."""
     places = dict.fromkeys(str(folder.resolve()) for folder in folders(origin))
-    return f" (looked from {' and from '.join(places)})"
+    if len(places) < 2 or not _ABSENT.search(text):
+        return text
+    return f"{_LOOKED.sub('', text)} (looked in {' and in '.join(places)})"
 
 
 def locate(tree: dict[str, Any], origins: Origins) -> None:
