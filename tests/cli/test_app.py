@@ -14,9 +14,21 @@ import pytest
 from genrl import __version__, recipes
 from tests.cli.commands import ROOT, SMALL, run
 
-COMMANDS = "demo init train resume sample collect eval compare check plan export report watch replay doctor rewards score "
-    "serve".split()
-COMMANDS.append("config schema")
+COMMANDS = [
+    "demo",
+    "init",
+    "train",
+    "resume",
+    "sample",
+    "collect",
+    "eval",
+    "compare",
+    "check",
+    "plan",
+    "export",
+    "report",
+]
+COMMANDS += ["watch", "replay", "doctor", "rewards", "score", "serve", "config schema"]
 
 
 class TestHelp:
