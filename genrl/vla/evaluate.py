@@ -65,7 +65,8 @@ def evaluate(
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
     An episode that a simulator lost is counted as lost, neither as a success nor as a failure. clips: so many of them
-    are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with the episodes of a round.
+    are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with
+    the episodes of a round.
     """
     numbers = evaluation_episodes(seed, first + episodes)
     found = Judged([], [], [], [], [])

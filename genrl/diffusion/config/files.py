@@ -36,6 +36,7 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model, Reward
 from genrl_rewards.built_in import BUILT_IN
 from genrl_rewards.contract import FROM_SAMPLER, nearest
+from genrl_rewards.extras import install
 from genrl_rewards.given import given, is_given
 from genrl_rewards.scorers.judges.expected import COLUMN, pairs
 
@@ -66,7 +67,7 @@ def model_folder(config: Config) -> Path | None:
 def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     yield from ((tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
-        yield ("engine", "kind"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
+        yield ("engine", "kind"), f"the package ray is not installed: {install('ray')}"
     if is_given(config.model.path):
         yield from _given_pipeline(config, notes)
         return

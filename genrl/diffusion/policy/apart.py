@@ -11,7 +11,7 @@ import torch
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-6
 """Of the largest number; two calls of the same shapes differ by nothing but the other sample's picture."""
 ALONE = "write sampling.batch_size: 1, so that each sample is a call of its own"
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import PIL
 import torch
 
+from genrl_rewards.extras import install
 from genrl_rewards.models import pixels
 from genrl_rewards.models.checkpoints import pretrained, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.pictures import pil_list
@@ -41,9 +42,7 @@ def load_clip(
     if not model.startswith(OPEN_CLIP):
         return ClipScorer(model, processor or model, device, reward, dtype)
     if importlib.util.find_spec("open_clip") is None:
-        raise ValueError(
-            f"{reward}: {model!r} needs open_clip, which is not installed: pip install 'genrl-diffusion[clip]'"
-        )
+        raise ValueError(f"{reward}: {model!r} needs open_clip, which is not installed: {install('clip')}")
     if processor is not None:
         raise ValueError(f"{reward}: {model!r} has its own tokenizer and preparation: leave processor out")
     from genrl_rewards.models.open_clip_model import OpenClipScorer
