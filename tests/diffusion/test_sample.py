@@ -174,7 +174,8 @@ def test_pictures_that_are_not_finite_are_counted_and_end_the_command(folder: Pa
     with pytest.raises(RuntimeError, match=r"^1 of 2 pictures hold .* finite.*AutoencoderKL, float32"):
         sample(pipe, PROMPTS[:1] * 2, folder / "nan", arguments=ARGUMENTS)
     assert (folder / "nan" / "00001.png").is_file() and (folder / "nan" / "grid.png").is_file()
-    scorers = plain({"compressibility": genrl_rewards.load("incompressibility")})
+    (folder / "bright.py").write_text("def bright(images):\n    return images.flatten(1).mean(1)\n")
+    scorers = plain({"bright": genrl_rewards.load(f"{folder}/bright.py:bright")})
     found = evaluate_pipeline(pipe, [Prompt("a"), Prompt("b")], scorers, arguments=ARGUMENTS, batch_size=1)
     assert found.scored.broken == 1
     pipe.vae.decode = lambda *args, **kwargs: (decode(*args, **{**kwargs, "return_dict": False})[0] * float("nan"),)
