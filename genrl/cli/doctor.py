@@ -151,8 +151,8 @@ def _torch() -> Finding:
 
 
 def _kernels() -> Finding:
-    """What `kernels.backend: auto` and each name of kernels.attention would run here, in half precision, and whether
-    `kernels.compile` can."""
+    """What the `auto` of `vlm.prefix_attention` would run here, which names of `kernels.attention` can, in half
+    precision, and whether `kernels.fused` and `kernels.compile` can."""
     import torch
 
     from genrl.kernels import machine
@@ -160,8 +160,9 @@ def _kernels() -> Finding:
 
     device = default_device()
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    no_triton = machine.triton_problem(like.device)
     return {
-        **machine.summary(),
+        "prefix_attention": "triton" if no_triton is None else f"sdpa (no Triton: {no_triton})",
         "joint_attention": ", ".join(machine.usable(like)),
         "compile": machine.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
     }
