@@ -231,6 +231,7 @@ def schema(
     """
     import json
 
-    from genrl.config import json_schema, load
+    from genrl.config import load
+    from genrl.config.json_schemas import json_schema
 
-    typer.echo(json.dumps(json_schema(map(load, files or ())), indent=1))
+    typer.echo(json.dumps(json_schema(type(load(file).trainer) for file in files or ()), indent=1))

@@ -9,7 +9,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +27,7 @@ OPTIONAL = {
     "xformers": "kernels.attention: xformers",
     "flash-attn": "kernels.attention: flash2",
     "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
-    "triton": "fused kernels",
+    "triton": "kernels.compile, kernels.fused, vlm.prefix_attention",
     "math-verify": "reward math",
     "ftfy": "prompts of Wan and other video pipelines",
     "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",
@@ -109,6 +108,8 @@ def advice(report: Report) -> list[str]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import genrl_rewards
-from genrl.config import ConfigError, check_files, dump, json_schema, load, load_located
+from genrl.config import ConfigError, check_files, dump, load, load_located
 from genrl.config.folders import read_json
-from genrl.config.json_schemas import all_keys
+from genrl.config.json_schemas import all_keys, json_schema
 from genrl.config.kinds import KINDS, schema_class
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.page import markdown
