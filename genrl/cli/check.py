@@ -152,7 +152,8 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
-    if config.optimizer.args or ":" in config.optimizer.name:  # only its own code tells whether it takes them
+    own = config.optimizer.model_fields_set & {"args", "betas"}
+    if own or ":" in config.optimizer.name:  # only its own code tells whether it takes them
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)

@@ -139,7 +139,7 @@ def _loop(pipeline: ast.ClassDef) -> Loop:
     stepped, in_part = set[str](), set[bool]()
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-            whose = _written(node.func.value)
+            whose = ast.unparse(node.func.value)  # which may be one of a list
             stepped |= {whose} if "scheduler" in whose else set()
             sample = node.args[2] if whose == OWN and len(node.args) > 2 else None
             later = isinstance(sample, ast.Subscript) and any(
