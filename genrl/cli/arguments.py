@@ -57,6 +57,20 @@ def key_values(texts: Sequence[str] | None, example: str, param_hint: str | None
     return values
 
 
+def call_arguments(
+    num_inference_steps: int | None,
+    guidance_scale: float | None,
+    height: int | None,
+    width: int | None,
+    further: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Arguments of the pipeline call; what was not given is left to the pipeline. further: `key=value` texts."""
+    from genrl.diffusion import chosen
+
+    given = chosen.call_arguments(num_inference_steps, guidance_scale, height, width)
+    return given | key_values(further, "num_frames=33")
+
+
 def refuse(given: Mapping[str, object], what: str) -> None:
     """Raise BadParameter naming those options that were given although they mean nothing for `what`."""
     if names := [name for name, value in given.items() if value]:

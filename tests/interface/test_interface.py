@@ -317,7 +317,7 @@ def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
     of_run = genrl.evaluate(trained, PROMPTS, warm)
     assert of_run != found
     assert genrl.evaluate(trained, PROMPTS, warm, lora=trained / "lora") == of_run
-    with pytest.raises(ValueError, match="say prompts"):
+    with pytest.raises(ValueError, match="give prompts"):
         genrl.evaluate(trained)
     written = genrl.sample(trained, PROMPTS, out=tmp_path / "pictures")
     assert len(written) == 3 and json.loads((tmp_path / "pictures" / "prompts.json").read_text())[0]["seed"] == 0
