@@ -19,9 +19,10 @@ from genrl.cli.arguments import (
     Steps,
     Width,
     call_arguments,
+    is_policy,
+    is_vision_language,
     refuse,
 )  # fmt: skip
-from genrl.cli.folders import is_policy, is_vision_language
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genrl.cli.arguments import RunFolder, refuse
-from genrl.cli.folders import check_new, run_config
+from genrl.cli.arguments import RunFolder, check_new, refuse, run_config
 
 if TYPE_CHECKING:
     from genrl.runtime.loop.replay import Replay
