@@ -98,12 +98,6 @@ def run_config(run: Path) -> Path:
     raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
 
 
-def check_new(out: Path) -> None:
-    """Raise BadParameter where the folder to write has something in it."""
-    if out.exists() and any(out.iterdir()):
-        raise typer.BadParameter(f"{out} is not empty: give a new folder", param_hint="--out")
-
-
 def is_policy(folder: Path) -> bool:
     """Whether a folder holds a policy in LeRobot's layout, or an OpenVLA."""
     from genrl.vla.config.openvla import is_openvla

@@ -199,9 +199,3 @@ def _walk(node: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
 def keys_in(schema: Schema) -> dict[str, Schema]:
     """Every key below a schema by its dotted path (list items as 0), with its schema."""
     return dict(_walk(schema, ""))
-
-
-@cache
-def all_keys(kind: Kind = "diffusion") -> Mapping[str, Schema]:
-    """Every key of every section of a kind of run, of all built-in methods."""
-    return keys_in(_resolved(kind))

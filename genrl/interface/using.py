@@ -341,12 +341,12 @@ def export(
 
         hub.check_repo(push)
     elif private:
-        raise ValueError("private: is of a repository; give push as well")
+        raise ValueError("private (--private): is of a repository; give push as well")
     config: RunConfig = load(Path(run) / "config.yaml")
     if not isinstance(config, Config) and form != "diffusers":
-        raise ValueError("form: is of a pipeline's LoRA; leave it out")
+        raise ValueError("form (--format): is of a pipeline's LoRA; leave it out")
     if isinstance(config, VLAConfig) and full:
-        raise ValueError("full: a policy is always written whole; leave it out")
+        raise ValueError("full (--full): a policy is always written whole; leave it out")
     with whole_folder(Path(out)) as place:
         match config:
             case Config():

@@ -142,7 +142,7 @@ def test_an_export_is_pushed_where_it_is_asked_for(
     with hub_server.reached(monkeypatch, tmp_path / "cache") as server:
         with pytest.raises(ValueError, match="'stars': this is no name of a repository"):
             genrl.export(trained, tmp_path / "out", push="stars")
-        with pytest.raises(ValueError, match="private: is of a repository; give push"):
+        with pytest.raises(ValueError, match="is of a repository; give push"):
             genrl.export(trained, tmp_path / "out", private=True)
         assert not (tmp_path / "out").exists()
         out = genrl.export(trained, tmp_path / "out", push="lab/stars", private=True)
