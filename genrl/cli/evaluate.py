@@ -145,7 +145,7 @@ def _evaluate_pipeline(name: str, options: Options) -> None:
     for metric, value in sorted(found.metrics.items()):
         table.add_row(safe(metric), f"{value:.4f}")
     console.print(table)
-    record = {"model": found.chosen.model.path, "lora": found.chosen.adapter, "prompts": found.source}
+    record: dict[str, Any] = {"model": found.chosen.model.path, "lora": found.chosen.adapter, "prompts": found.source}
     record |= {"num_prompts": found.prompts, "seed": found.seed, "arguments": found.chosen.arguments}
     write_scores(options.out, record, found.metrics)
 

@@ -211,7 +211,7 @@ def resume(
         "trainer.algorithm": type(method) if isinstance(method, Method) else method,
     }.items():
         if thing is not None and is_given(leaves.get(key)):
-            lent.objects[leaves[key]] = thing
+            lent.objects[str(leaves[key])] = thing
     if missing := missing_objects(leaves, lent):
         raise ValueError(f"{run} was trained with objects that are to be handed over again: {'; '.join(missing)}")
     with lending(lent.objects):

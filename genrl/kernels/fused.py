@@ -93,7 +93,7 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Any], grads: tup
             given[k] = tensor
         return function(*given)
 
-    found, pull = torch.func.vjp(of_tensors, *(inputs[k] for k in places))
+    found, pull, *_ = torch.func.vjp(of_tensors, *(inputs[k] for k in places))
     back: tuple[Tensor, ...] = pull(grads if isinstance(found, tuple) else grads[0])
     return back
 
