@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
 from genrl.config.kinds import Kind, schema_class
 from genrl.config.kinds import kind_of as kind_of_data
+from genrl.config.places import locate
 from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 from genrl_rewards.given import PREFIX
@@ -40,8 +41,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
     in the file names one base file, relative to it: sections are merged (those of another algorithm or kind replaced),
     lists and values replaced. Where the file names no `output`, it is the file's path below its folder `configs`,
-    below `runs` and without ending: `configs/vlm/grpo.yaml` trains into `runs/vlm/grpo`. ConfigError lists everything
-    that is wrong.
+    below `runs` and without ending: `configs/vlm/grpo.yaml` trains into `runs/vlm/grpo`. What a file names by a path is
+    looked up from the current folder, and else from the file's (`places`). ConfigError lists everything that is wrong.
     """
     return load_located(path, overrides)[0]
 
@@ -54,6 +55,7 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCo
     if problems:
         raise ConfigError(problems)
     tree.value.setdefault("output", str(_default_output(path)))
+    locate(tree.value, tree.origins)
     return _validated(tree)
 
 
@@ -65,6 +67,7 @@ def load_given(
     if isinstance(base, str | Path):
         tree = _with_base(_read(Path(base)), Path(base))
         tree.value.setdefault("output", str(_default_output(Path(base))))
+        locate(tree.value, tree.origins)
     else:
         tree = _of_objects(base or {}, caller)
     _merge(tree, deepcopy(dict(sections)), _of_objects(sections, caller), ())
@@ -124,7 +127,7 @@ def _read(path: Path) -> _Tree:
         raise ConfigError([Problem(Origin(str(path), line), "", text) for line, text in error.problems]) from None
     if not isinstance(source.value, dict):
         found = "the file is empty" if source.value is None else "found no `key: value` at the top level"
-        raise ConfigError([Problem(Origin(str(path), 1), "", f"{found}; see configs/quickstart.yaml")])
+        raise ConfigError([Problem(Origin(str(path), 1), "", f"{found}; `genrl init quickstart` writes one")])
     return _Tree(source.value, {key: Origin(str(path), line) for key, line in source.lines.items()})
 
 
