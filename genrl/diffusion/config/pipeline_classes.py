@@ -103,7 +103,8 @@ def _parsed(text: str) -> ast.ClassDef:
 @cache
 def _defaults(scheduler: str) -> dict[str, object]:
     """Constants that settings of a scheduler of this class have unless they are set."""
-    members = _class(scheduler).body if scheduler in _files() else []
+    text = _text_of(scheduler)
+    members = [] if text is None else _parsed(text).body
     made = next((one for one in members if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     if made is None:
         return {}
