@@ -23,7 +23,7 @@ from genrl.runtime.weights.optimization import Schedule
 from genrl.runtime.weights.optimizers import make_optimizer
 from genrl.runtime.weights.sharding import in_step
 from genrl.runtime.weights.weights import Weights
-from genrl.vlm.config.schema import Stage, VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.engines.vllm import Sampler, use_vllm
 from genrl.vlm.methods.estimate import Estimate, estimate
@@ -227,17 +227,7 @@ class VLMRun:
 
     def resize(self, size: int) -> None:
         """From here on a pass has so many rows."""
-
-        def smaller(part: VLMConfig | Stage) -> Any:
-            trainer = None if part.trainer is None else part.trainer.model_copy(update={"micro_batch": size})
-            return part.model_copy(update={"trainer": trainer})
-
-        def resized(config: VLMConfig) -> VLMConfig:
-            stages = tuple(smaller(stage) for stage in config.stages)
-            changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
-            return changed
-
-        self.loop.config, self.config = resized(self.loop.config), resized(self.config)
+        self.loop.config, self.config = (one.with_micro_batch(size) for one in (self.loop.config, self.config))
 
     def forget(self) -> None:
         """Samples of an iteration that is undone are no part of this; the weights are those of its beginning."""

@@ -85,7 +85,7 @@ class AnswersRun(VLMRun):
             return
         self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train", counted=True)
-        if whole.stages and whole.stages[number].optimizer is not None:
+        if whole.stages and whole.stages[number].optimizer:
             first = sum(stage.iterations for stage in whole.stages[:number])
             self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)
         elif number:  # not the schedule of the stage before, which a run that is resumed here would not know

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
 from genrl.config.plugins import Group, find
@@ -13,7 +12,7 @@ from genrl.config.sections import NO_INT4
 from genrl.vlm.config.names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
-    from genrl.vlm.config.schema import Stage, VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
 
 
 def problems(config: VLMConfig) -> Iterator[Finding]:
@@ -141,18 +140,6 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
         yield ("distributed.context",), text
 
 
-def _method_of_stage(at: str, stage: Stage, part: VLMConfig) -> Iterator[Finding]:
-    """A stage with a method of its own."""
-    if stage.preset is not None:
-        yield (f"{at}.preset", f"{at}.trainer"), "write it in the stage's trainer"
-    if part.trainer.acts or part.trainer.with_heads:
-        text = "has modules or an environment of its own; start a run from this one's model"
-        yield (f"{at}.trainer.algorithm",), f"{part.trainer.name} {text}"
-        return
-    for keys, text in part.trainer.problems(part):
-        yield tuple(f"{at}.{key}" if key.startswith("trainer") else key for key in keys), text
-
-
 def _shards(config: VLMConfig) -> Iterator[Finding]:
     key, trainer = "distributed.fsdp", config.trainer
     if not config.distributed.fsdp:
@@ -162,12 +149,12 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
     if config.vlm.prefix_attention is not None:
         text = "a model in shards computes a prompt once for each answer; write null, or fsdp: false"
         yield ("vlm.prefix_attention", key), text
-    if any(method.fit_batch for method in (trainer, *(part.trainer for part in config.parts))):
+    if trainer.fit_batch:
         text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
         yield ("trainer.fit_batch", key), text
     if trainer.with_heads:
         yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
-    if config.trains_shards and any(part.trainer.average is not None for part in config.parts):
+    if config.trains_shards and trainer.average is not None:
         text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
         yield (key, "vlm.lora"), text
     if config.synthesis is not None:
@@ -200,20 +187,6 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         total = sum(stage.iterations for stage in config.stages)
         if total != config.iterations:
             yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
-        field = type(config.trainer).model_fields.get("preset")
-        presets = [] if field is None else list(get_args(field.annotation))
-        for number, (stage, part) in enumerate(zip(config.stages, config.parts, strict=True)):
-            for keys, text in _questions(part):
-                if stage.task is not None and keys[0].startswith("task"):  # else it is the run's own, and said there
-                    yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
-            if stage.preset is not None and stage.preset not in presets:
-                close = get_close_matches(stage.preset, presets, n=1, cutoff=0)
-                text = f"no preset {stage.preset!r}; did you mean {close[0]}?" if close else "the method has no presets"
-                yield (f"stages.{number}.preset",), text
-            elif stage.preset is not None:
-                yield from (((f"stages.{number}.preset", *keys), text) for keys, text in part.trainer.problems(part))
-            if stage.trainer is not None:
-                yield from _method_of_stage(f"stages.{number}", stage, part)
     for name in ("stages", "augmentation", "synthesis"):
         if getattr(config, name) and (config.environment is not None or config.vlm.makes):
             yield (name,), "is for questions that are answered by text; leave it out"
@@ -243,11 +216,11 @@ def _economy(config: VLMConfig) -> Iterator[Finding]:
             yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
     if economy.selection is not None:
         at = "economy.selection"
-        if not all(part.trainer.samples for part in config.parts):
+        if not config.trainer.samples:
             yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
         if config.stages:
             yield (at, "stages"), "what is known of a question is of one stage; leave it out"
         if config.task.curriculum is not None:
             yield (at, "task.curriculum"), "both say which questions come first; leave out one"
-    if economy.keep is not None and not all(part.trainer.takes_part_of_groups for part in config.parts):
+    if economy.keep is not None and not config.trainer.takes_part_of_groups:
         yield ("economy.keep", "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"

@@ -65,7 +65,7 @@ def test_questions_that_are_never_or_always_right_are_left_out(tmp_path: Path) -
 
 
 def test_each_stage_has_its_questions_and_method(tmp_path: Path) -> None:
-    stages = [{"iterations": 1, "task": {"name": "colour"}, "preset": "grpo_care"}, {"iterations": 2}]
+    stages = [{"iterations": 1, "task": {"name": "colour"}, "trainer": {"preset": "grpo_care"}}, {"iterations": 2}]
     config = vlm_runs.config(tmp_path, stages=stages, iterations=3, task={"name": "count"})
     assert [part.trainer.preset for part in config.parts] == ["grpo_care", "grpo"]
     with vlm_runs.opened(config) as run:
