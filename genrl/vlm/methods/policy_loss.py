@@ -57,9 +57,8 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
     metrics: dict[str, Tensor] = {"entropy": sampled_entropy(log_prob.detach(), batch.mask)}
 
     def aggregated(terms: Tensor) -> Tensor:
-        signs = batch.advantage if preset.aggregation == "balanced" else None
         totals = {"rows": batch.rows, "tokens": batch.tokens, "length": preset.length}
-        return aggregate(terms, batch.mask, preset.aggregation, advantage=signs, **totals)
+        return aggregate(terms, batch.mask, preset.aggregation, **totals)
 
     parts: dict[str, Tensor] = {}
     if preset.surrogate is not None:

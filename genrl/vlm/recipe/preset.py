@@ -12,7 +12,7 @@ from genrl.vlm.recipe.regularisers import Regulariser
 from genrl.vlm.recipe.surrogates import GroupLoss, Surrogate
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
 
-Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"]
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm"]
 """`token_aggregation.aggregate` has the formulas."""
 
 
@@ -56,8 +56,6 @@ class Preset:
             raise Contradiction("surrogate", "a preset needs a surrogate or a group_loss, and not both")
         if self.group_loss is not None and self.weights:
             raise Contradiction("weights", "a group loss compares whole completions: token weights do not apply to it")
-        if self.group_loss is not None and self.aggregation == "balanced":
-            raise Contradiction("aggregation", "a group loss compares whole completions: 'balanced' does not apply")
         if self.advantage.by_token and self.of_rows:
             raise Contradiction(
                 "surrogate",
@@ -74,9 +72,7 @@ class Preset:
         """What needs one advantage per completion, the same for its tokens; "" where nothing does."""
         if self.group_loss is not None:
             return self.group_loss.name
-        if self.surrogate is not None and self.surrogate.of_rows:
-            return self.surrogate.name
-        return "balanced" if self.aggregation == "balanced" else ""
+        return self.surrogate.name if self.surrogate is not None and self.surrogate.of_rows else ""
 
     @property
     def choices(self) -> Iterator[Choice]:

@@ -37,9 +37,7 @@ from genrl.vlm.recipe.surrogates import (
     Cispo,
     Classification,
     Clip,
-    DistributionMatching,
     DynamicClip,
-    ElasticClip,
     GeometricMean,
     KlCov,
     LinearBound,
@@ -144,8 +142,6 @@ PRESETS: dict[str, Preset] = {
         source="arXiv 2509.02333 and code",
         notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28",
     ),
-    "etr": Preset(_Z, ElasticClip(), "seq_mean", source="abstract", notes="experimental: form and constants inferred"),
-    "balanced": Preset(_Z, Clip(), "balanced", source="abstract", notes="signs pooled over a micro-batch: inferred"),
     "forking_tokens": Preset(
         _Z, _DAPO_CLIP, "token_mean_global", weights=(TopEntropy(share=0.2),), source="arXiv 2506.01939"
     ),
@@ -291,9 +287,6 @@ PRESETS: dict[str, Preset] = {
         "and beta inferred",
     ),
     "real": Preset(_Z, None, "seq_mean", group_loss=Classification(), source="REAL; group rule of ms-swift"),
-    "dmpo": Preset(
-        _Z, None, "seq_mean", group_loss=DistributionMatching(), source="abstract", notes="experimental: inferred"
-    ),
     "dpo": Preset(
         _Z,
         None,

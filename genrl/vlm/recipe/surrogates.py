@@ -53,30 +53,6 @@ class Clip(Rule):
         )
 
 
-class ElasticClip(Rule):
-    """`clip` with widths that grow with the advantage and the group's spread: ETR, experimental."""
-
-    near = True
-    name: Literal["elastic_clip"] = "elastic_clip"
-    low: NonNegative = 0.2
-    """Narrowest width below 1."""
-    high: NonNegative = 0.2
-    """Narrowest width above 1."""
-
-    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
-        from genrl.objectives.tokens.token_surrogates import elastic_width
-
-        rewards = batch.scores(self.name)
-        assert batch.advantage is not None, "it is estimated before"
-        return {"clip_width": elastic_width(batch.advantage, rewards, batch.group, alpha=0.5, gamma=0.5)}  # inferred
-
-    def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import clip_surrogate
-
-        width = batch.read("clip_width", self.name).to(batch.terms[0].dtype)[:, None]
-        return clip_surrogate(*batch.terms, low=self.low * width, high=self.high * width)
-
-
 class SequenceClip(Rule):
     """PPO's clip of one ratio per row, the geometric mean of its tokens': GSPO, LUSPO."""
 
@@ -259,7 +235,6 @@ class LinearBound(Rule):
 
 Surrogate = (
     Clip
-    | ElasticClip
     | SequenceClip
     | SequenceTokenClip
     | DynamicClip
@@ -313,20 +288,6 @@ class Classification(WholeGroups):
         return classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum() / batch.number_of_groups
 
 
-class DistributionMatching(WholeGroups):
-    """The model's distribution over a group's answers brought to that of their rewards: DMPO, experimental
-    (`group_losses.distribution_matching_loss`)."""
-
-    name: Literal["distribution_matching"] = "distribution_matching"
-
-    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        from genrl.objectives.tokens.group_losses import distribution_matching_loss
-        from genrl.objectives.tokens.tokens import masked, row_mean
-
-        score = row_mean(masked(batch.terms[0], batch.mask), batch.mask)
-        return distribution_matching_loss(score, batch.scores(self.name), batch.group).sum() / batch.number_of_groups
-
-
 class Preference(WholeGroups):
     """DPO on the best and the worst answer of each group (`preference.dpo_loss`). A group without spread has no pair,
     and counts in the mean."""
@@ -350,4 +311,4 @@ class Preference(WholeGroups):
         )
 
 
-GroupLoss = Regression | Classification | DistributionMatching | Preference
+GroupLoss = Regression | Classification | Preference

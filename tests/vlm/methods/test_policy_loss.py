@@ -215,10 +215,6 @@ def test_golden_others(golden) -> None:
         params = json.loads(str(case["params"]))
         surrogate = SequenceTokenClip(low=params["lo"], high=params["hi"])
         agrees(replace(given_advantage(PRESETS["gspo_token"]), surrogate=surrogate), golden_batch(case), case)
-    for case in golden_cases(golden("vlm_balanced_agg")):
-        agrees(
-            replace(given_advantage(PRESETS["balanced"]), surrogate=Clip(low=0.2, high=0.28)), golden_batch(case), case
-        )
     for case in golden_cases(golden("vlm_dcpo_clip")):
         surrogate = DynamicClip(low=float(case["eps_low"]), high=float(case["eps_high"]))
         agrees(replace(given_advantage(PRESETS["dcpo"]), surrogate=surrogate), golden_batch(case), case, "_otm")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
+from genrl.vlm.recipe.advantages import GroupAdvantage, WhitenedReturns
 from genrl.vlm.recipe.preset import ExtraForward, Preset, extra_forwards
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.surrogates import Clip, Regression, SequenceClip
@@ -46,12 +46,7 @@ def test_extra_forwards_are_those_that_the_choices_read() -> None:
         ({}, "a surrogate or a group_loss"),
         ({"surrogate": Clip(), "group_loss": Regression()}, "a surrogate or a group_loss"),
         ({"group_loss": Regression(), "weights": (TopEntropy(),)}, "do not apply"),
-        ({"group_loss": Regression(), "aggregation": "balanced"}, "does not apply"),
         ({"advantage": WhitenedReturns(), "surrogate": SequenceClip()}, "sequence_token_clip"),
-        (
-            {"advantage": CriticAdvantage(level="token"), "surrogate": Clip(), "aggregation": "balanced"},
-            "differs by token",
-        ),
         (
             {"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(threshold=0.1),)},
             "off-policy mask",

@@ -95,7 +95,7 @@ class RLFR(Answers):
         if preset.of_rows:
             field = "surrogate" if preset.group_loss is None else "group_loss"
             text = f"the flow pays tokens, and {preset.of_rows} takes one advantage per answer; nearest: preset: grpo"
-            yield (self.key("aggregation" if preset.of_rows == "balanced" else field),), text
+            yield (self.key(field),), text
         if config.vlm.makes:
             text = f"the flow is over hidden states of a language model that answers; this one makes {config.vlm.makes}"
             yield ("trainer.algorithm", "vlm.output"), f"{text}; nearest: algorithm: answers"
