@@ -343,9 +343,8 @@ class VLMConfig(RunConfig):
                 part = type(self).model_validate(written)
             except ValidationError as error:
                 cause = error.errors()[0].get("ctx", {}).get("error")
-                impossible = isinstance(cause, ImpossibleConfig)
-                found = [((one.path,), one.text) for one in ([] if impossible else explain(error, written, {}))]
-                for keys, text in cause.problems if impossible else found:
+                found = [((one.path,), one.text) for one in explain(error, written, {})]
+                for keys, text in cause.problems if isinstance(cause, ImpossibleConfig) else found:
                     changed = [key for key in ("task", "trainer", "optimizer") if getattr(stage, key)]
                     yield tuple(f"{at}.{key}" if key.split(".")[0] in changed else key for key in keys), text
                 continue

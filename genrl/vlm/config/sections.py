@@ -231,15 +231,15 @@ class VLMEvaluation(EvaluationBase):
 
 
 class Augmentation(Section):
-    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation)."""
+    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation). d is the mean
+    reward of the last iterations less the question's own. Behind a hard question (d > 0) stands the first min(1, d) of
+    the words of the model's own best reasoning, found with the right answer in the question."""
 
-    window: Count = 10
-    """Iterations whose mean reward a question's own is compared with: the difference is d."""
+    window: ClassVar[int] = 10
+    """Iterations whose mean reward is compared with."""
+
     noise: Positive = 64.0
     """Easy question (d < 0): Gaussian noise on its pictures of noise * |d| levels of 255."""
-    hint: Positive = 1.0
-    """Hard question (d > 0): the first min(1, hint * d) of the words of the model's own best reasoning, found with the
-    right answer in the question, is put after the question."""
     truth: Text = "{question} (The answer is {answer}.)"
     """How a hard question is asked with its answer, from the column `answer`."""
 
@@ -256,8 +256,6 @@ class Synthesis(Section):
     and get reward 0."""
     questions: Count = 1
     """Questions of an iteration that are described, group_size times each."""
-    delay: Count = 1
-    """After so many iterations the pictures replace those of as many questions, and the descriptions are trained on."""
     num_inference_steps: Count = 20
     """Denoising steps."""
     guidance_scale: NonNegative = 4.0

@@ -1,10 +1,11 @@
 """What the functions of a recipe have in common: a name, constants, and the tensors that they read.
 
-They compute themselves from a batch, by functions of `genrl.objectives` that they import when they are called: `genrl
-check` reads a recipe without torch."""
+They compute themselves from a batch, by functions of `genrl.objectives`, which are imported when the first one is
+called: `genrl check` reads a recipe without torch."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from genrl.vlm.rollout.token_batch import TokenBatch
 
 Factor = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]  # in [0, 1]
+
+
+class lazily:  # noqa: N801 used like a function
+    """A module that is imported when something is first read of it."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.module), name)
 
 
 class Choice(Section):

@@ -296,7 +296,7 @@ PRESETS: dict[str, Preset] = {
         notes="the best and the worst of each group are the pair; the reference is the model before training",
     ),
     "hi_grpo": Preset(
-        Hierarchical(share=0.5),
+        Hierarchical(),
         _DAPO_CLIP,
         "token_mean_global",
         weights=(StepMeans(),),
@@ -322,7 +322,7 @@ PRESETS: dict[str, Preset] = {
     "poad": _POAD,
     "token_ppo": replace(
         _POAD,
-        advantage=CriticAdvantage(level="token", gamma=0.95, lam=0.95, every_token=True),
+        advantage=CriticAdvantage(level="every_token", gamma=0.95, lam=0.95),
         notes="POAD's control (NTPO in the paper): gamma at every token, so that long answers are discounted more",
     ),
     # --- agents that learn from an expert's walks

@@ -87,7 +87,7 @@ def augmented(
         worth = totals(config, found.scores).nan_to_num(nan=-math.inf).view(-1, size)
         for place, k in enumerate(hard):
             best = found.texts[place * size + int(worth[place].argmax())]
-            words = hint(best, settings.hint * float(gap[k]))
+            words = hint(best, float(gap[k]))
             rows[k] = with_text(rows[k], f"{asked[k]} {words}".strip())
     for k, d in enumerate(gap.tolist()):
         if d < 0:

@@ -154,7 +154,7 @@ def test_golden_trl_losses(golden, name: str) -> None:
         beta = params.get("beta", 0.0)
         low, high = params.get("eps_low", 0.2), params.get("eps_high", 0.2)
         surrogate = {
-            "cispo": Cispo(highest=high),
+            "cispo": Cispo(high=high),
             "sapo": Sapo(),
             "vespo": Vespo(),
             "gspo": SequenceClip(low=low, high=high),

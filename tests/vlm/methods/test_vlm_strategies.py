@@ -14,6 +14,7 @@ from PIL import Image
 
 from genrl.diffusion import data_server as drawing
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import Augmentation
 from genrl.vlm.rollout import augment, synthesis
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.data_server import DataServer
@@ -109,8 +110,9 @@ class TestAugmentation:
                 changed.rows[k] is found.rows[k] and changed.texts[4 * k : 4 * k + 4] == found.texts[4 * k : 4 * k + 4]
             )
 
-    def test_a_run_compares_with_recent_iterations(self, tmp_path: Path) -> None:
-        settings = {"window": 2, "truth": "{question} list {answer}"}
+    def test_a_run_compares_with_recent_iterations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Augmentation, "window", 2)
+        settings = {"truth": "{question} list {answer}"}
         with vlm_runs.opened(vlm_runs.config(tmp_path, augmentation=settings)) as run:
             means = []
             for iteration in range(3):

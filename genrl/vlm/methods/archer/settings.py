@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class UtteranceCritic(Section):
     """Its two pairs of Q and V: networks on the language model's last states, which they do not train."""
 
+    follow: ClassVar[float] = 0.1
+    """Share by which their slow copies come nearer in each step."""
+
     hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (768, 768)
     """Widths of their hidden layers (its code: 768 and 768)."""
     lr: Positive = 1e-3
@@ -28,8 +31,6 @@ class UtteranceCritic(Section):
     """Steps of an iteration."""
     warmup: Whole = 2
     """Iterations at the start that train nothing else."""
-    follow: Share = 0.1
-    """Share by which their slow copies come nearer in each step."""
 
 
 class ArCHer(VLMMethod):
