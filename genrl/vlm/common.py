@@ -26,7 +26,7 @@ from genrl.runtime.weights.weights import Weights
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.engines.vllm import Sampler, use_vllm
-from genrl.vlm.methods.estimate import Estimate, estimate
+from genrl.vlm.methods.policy_loss import Estimate, estimate
 from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.folder import load_trained, open_policy, save_model
 from genrl.vlm.policies.policy import Policy

@@ -22,17 +22,14 @@ from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.extras import Average, computed
-from genrl.vlm.policies.shards import gathered
-from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.policies.shards import checkpoint_weights, gathered
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.rollout.ahead import Server
-from genrl.vlm.rollout.augment import augmented, gaps
-from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.passes import leave_out
+from genrl.vlm.rollout.augment import augmented, gaps, leave_out
+from genrl.vlm.rollout.data import Questions, held_out_loss
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
 from genrl.vlm.rollout.synthesis import Synthesis
-from genrl.vlm.rollout.targets import held_out_loss
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 
 

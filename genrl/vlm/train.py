@@ -15,17 +15,16 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.replay import Reopened
 from genrl.vlm.common import Headed, open_reference, trained_weights
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.episodes import opening as episodes
+from genrl.vlm.episodes import run as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.ahead import Server
-from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
-from genrl.vlm.rollout.targets import tell
 from genrl.vlm.run import AnswersRun
 from genrl_rewards.rows import survey
 

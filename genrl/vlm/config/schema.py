@@ -22,10 +22,10 @@ from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import Count, Flag, Section
 from genrl.config.sections import labels_of
 from genrl.config.unions import AnyOf
-from genrl.vlm.config.environment import Environment
 from genrl.vlm.config.sections import (
     VLM,
     Augmentation,
+    Environment,
     Generation,
     Synthesis,
     Task,

@@ -14,17 +14,16 @@ from typing import Any, cast
 import gymnasium
 
 from genrl.config.plugins import import_file
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Environment
-from genrl.vlm.environments.discrete import Discrete, Misuse
-from genrl.vlm.environments.texts import Texts, takes_texts
+from genrl.vlm.environments.discrete import Discrete, Misuse, Texts, takes_texts
 
 OWN = {
     "grid": "genrl.playground.grid:Grid",
-    "crop": "genrl.vlm.environments.crop:Crop",
-    "search": "genrl.vlm.environments.search:Search",
-    "trajectories": "genrl.vlm.environments.trajectories:Trajectories",
-    "watch": "genrl.vlm.environments.watch:Watch",
+    "crop": "genrl.playground.crop:Crop",
+    "search": "genrl.playground.crop:Search",
+    "trajectories": "genrl.playground.trajectories:Trajectories",
+    "watch": "genrl.playground.watch:Watch",
     "miniwob": "genrl.vlm.environments.miniwob:MiniWoB",
 } | {f"cards-{game}": "genrl.playground.cards:Cards" for game in ("numberline", "ezpoints", "points24", "blackjack")}
 """Where those of our own are; what stands behind a dash is their first argument."""

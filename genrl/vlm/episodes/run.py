@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.runtime.loop.process import Process
 from genrl.runtime.show.pictures import save_samples
-from genrl.vlm.common import Estimated, VLMRun, share_of
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.common import Estimated, VLMRun, open_reference, share_of
+from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import Environment
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, answering
+from genrl.vlm.environments.hosts import open_host
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
-from genrl.vlm.episodes.rows import Rows, replay, rows_of
-from genrl.vlm.episodes.turns import spread, turns_of
-from genrl.vlm.methods.episodes.settings import Episodes
+from genrl.vlm.episodes.rows import Rows, replay, rows_of, spread, turns_of
+from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
@@ -274,3 +281,60 @@ class EpisodesRun(VLMRun):
         groups = -(-generation.prompts_per_iteration // self.settings.updates)
         slots = min(len(self.slots), groups * generation.group_size)
         return slots * (1 if self.critic is None else self.environment.steps)
+
+
+def settings_of(config: VLMConfig) -> Environment:
+    """The section `environment`, which is there."""
+    assert config.environment is not None
+    return config.environment
+
+
+def check_environment(config: VLMConfig, policy: Policy) -> None:
+    """ValueError for an environment that cannot be opened, or whose first prompt does not fit into the model."""
+    settings = settings_of(config)
+    host = open_host(settings)
+    try:
+        table = Table(settings, host)
+        table.begin({0: 0}, "train")
+        policy.check_room([policy.encode(table.prompt(0))], config.generation.max_new_tokens)
+    finally:
+        host.close()
+
+
+def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
+    """The model, seen to fit its environment, before anything is written."""
+    policy = open_policy(config, accelerator.device)
+    check_environment(config, policy)
+    return policy
+
+
+def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
+    """The value function, where the method has one."""
+    method = cast(Episodes, config.trainer)
+    if not method.with_critic:
+        return None
+    width = policy.model.config.get_text_config().hidden_size
+    module, _, name = method.critic_class.partition(":")
+    made: Any = getattr(import_module(module), name)
+    critic: ValueHead = made(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+    return critic
+
+
+def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
+    """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
+    method, settings = cast(Episodes, config.trainer), settings_of(config)
+    reference = open_reference(config, process, policy)
+    groups = {"policy": (policy.parameters, config.optimizer.lr)}
+    critic = critic_of(config, policy)
+    if critic is not None:
+        groups["critic"] = [p for p in critic.parameters() if p.requires_grad], (method.critic or Critic()).lr
+    tables = []
+    for _ in range(2):  # of training, whose episodes go on, and of evaluation
+        host = open_host(settings)
+        stack.callback(host.close)
+        tables.append(Table(settings, host))
+    recipe = method.recipe(config)
+    train, held_out = tables
+    run = EpisodesRun(process, config, recipe, policy, reference, settings, critic, train, held_out)
+    run.open_loop(groups, {}, retries=config.trainer.fit_batch)
+    return run

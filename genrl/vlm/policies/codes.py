@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import ShapeCodec
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.policies.loading import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.policies.loading import Adapted, Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor

@@ -19,8 +19,7 @@ from genrl.config.optimizers import LARGEST_COPY
 from genrl.config.sections import BITS
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
-from genrl.vlm.policies.adapters import ATTENTION
-from genrl.vlm.policies.loading import checked
+from genrl.vlm.policies.loading import ATTENTION, checked
 from genrl.vlm.policies.log_probs import LOGITS
 
 QUESTION = 1024

@@ -22,12 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
-from genrl.vlm.policies.liger import use_liger
-from genrl.vlm.policies.loading import checked, loaded
+from genrl.vlm.policies.loading import Adapted, Lora, checked, loaded, lora_of, use_liger, with_lora
 from genrl.vlm.policies.log_probs import completion_log_probs
-from genrl.vlm.policies.packing import check_packing, packed_states
-from genrl.vlm.policies.prefix_sharing import prefix_shared, present
+from genrl.vlm.policies.packing import check_packing, packed_states, prefix_shared, present
 from genrl.vlm.policies.processor import (
     PER_TOKEN,
     Pixels,

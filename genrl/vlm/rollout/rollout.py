@@ -27,7 +27,7 @@ from genrl.vlm.policies.pictures import blank
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt, Unreadable, named_error
 from genrl.vlm.policies.sampling import Sampled
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward, Scores
 from genrl_rewards.failures import Failure
 from genrl_rewards.scorers.texts.completions import load_text, score_completions

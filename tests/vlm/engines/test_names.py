@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from genrl.vlm.engines.names import nested
+from genrl.vlm.engines.vllm import nested
 
 ENGINE = [
     "vision_tower.vision_model.embeddings.patch.weight",

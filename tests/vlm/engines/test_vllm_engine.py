@@ -12,15 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from genrl.config import ConfigError, check_files
-from genrl.vlm.engines.contract import Drawn, Reply
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.server import Server
+from genrl.vlm.engines.server import Drawn, Reply, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler
 from genrl.vlm.methods.answers import train as answers
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.policies.shards import checkpoint_weights
 from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.weights import checkpoint_weights, stream_of
+from genrl.vlm.policies.shards import checkpoint_weights, stream_of
 from genrl.vlm.train import check_processes, train
 from tests.run_folders import rows, start_ranks, wait
 from tests.vlm import fake_vllm, vlm_ranks, vlm_runs

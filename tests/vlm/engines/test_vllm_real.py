@@ -19,11 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genrl.vlm.engines.contract import Engine
 from genrl.vlm.engines.generation import Completions, Sampling, generate
-from genrl.vlm.engines.server import Server
+from genrl.vlm.engines.server import Engine, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train

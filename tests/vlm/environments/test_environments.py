@@ -12,7 +12,7 @@ from PIL import Image
 
 from genrl.playground import grid
 from genrl.playground.cards import GAMES
-from genrl.vlm.config.environment import Environment
+from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.contract import Environment as Contract
 from genrl.vlm.environments.discrete import Misuse, named
 from genrl.vlm.environments.opening import open_environment

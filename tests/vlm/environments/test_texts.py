@@ -14,10 +14,9 @@ import pytest
 from gymnasium import spaces
 from PIL import Image
 
-from genrl.vlm.config.environment import Environment
-from genrl.vlm.environments.discrete import Misuse
+from genrl.vlm.config.sections import Environment
+from genrl.vlm.environments.discrete import Misuse, Texts
 from genrl.vlm.environments.opening import open_environment
-from genrl.vlm.environments.texts import Texts
 
 ENVIRONMENT = '''
 import gymnasium

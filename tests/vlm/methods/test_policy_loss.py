@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from genrl.objectives.tokens import token_weights
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, TrajectoryDependency
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS

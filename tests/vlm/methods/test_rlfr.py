@@ -12,11 +12,10 @@ from genrl.config import ConfigError
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, layers_of, noise_of
 from genrl.vlm.methods.rlfr.settings import Flow
-from genrl.vlm.methods.rlfr.train import opened, shaped
+from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
+from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import totals
-from genrl.vlm.rollout.targets import tell
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs

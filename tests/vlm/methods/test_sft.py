@@ -12,9 +12,8 @@ from genrl.config import ConfigError
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
-from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.targets import target_of, tell
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.rollout.data import Questions, target_of, tell
+from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs

@@ -17,9 +17,9 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Augmentation
 from genrl.vlm.rollout import augment, synthesis
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.data_server import DataServer
 from genrl.vlm.rollout.rollout import Answers
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.rollout.synthesis import DataServer
+from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows
 from tests.vlm import vlm_runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.policy import Policy
 from tests.vlm import tiny_checkpoints
 

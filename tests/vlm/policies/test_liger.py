@@ -12,7 +12,7 @@ import torch
 
 from genrl.config import ConfigError, check_files
 from genrl.config.loading import load_located
-from genrl.vlm.policies.liger import use_liger
+from genrl.vlm.policies.loading import use_liger
 from genrl.vlm.policies.policy import Policy
 from tests.vlm import tiny_checkpoints, vlm_runs
 

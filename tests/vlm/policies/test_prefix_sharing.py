@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import Lora
+from genrl.vlm.policies.packing import prefix_shared
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.prefix_sharing import prefix_shared
 from genrl.vlm.policies.processor import Prompt
 from tests.vlm import tiny_checkpoints
 

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt

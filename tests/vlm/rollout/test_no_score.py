@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import BatchNormalise, CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.surrogates import KlCov

@@ -15,8 +15,7 @@ from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.tokens import token_advantages
 from genrl.objectives.tokens.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens.tokens import token_count
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import (
     BatchNormalise,
     ClampAdvantage,

@@ -10,7 +10,7 @@ import pytest
 from genrl.playground.tasks import emoji
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
-from genrl.vlm.tasks.rows import Split
+from genrl.vlm.tasks import Split
 
 
 def asked(name: str, split: Split, number: int) -> emoji.Asked:

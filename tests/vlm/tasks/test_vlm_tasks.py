@@ -16,7 +16,7 @@ from genrl.playground.tasks import clips, jigsaw, quality, scenes, series, sums
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
 
 

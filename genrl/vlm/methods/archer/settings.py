@@ -10,8 +10,8 @@ from pydantic import Field
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Share, Whole
+from genrl.vlm.config.metrics import ACTED
 from genrl.vlm.config.schema import Row, VLMMethod
-from genrl.vlm.episodes.metrics import ACTED
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -38,7 +38,7 @@ class ArCHer(VLMMethod):
 
     acts: ClassVar[bool] = True
     title: ClassVar[str] = "ArCHer"
-    critic_class: ClassVar[str] = "genrl.vlm.episodes.utterance_critic:UtteranceCritic"
+    critic_class: ClassVar[str] = "genrl.vlm.methods.archer.train:UtteranceCritic"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         **ACTED,
         "loss/q": MetricDoc(

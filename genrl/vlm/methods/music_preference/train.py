@@ -29,7 +29,7 @@ from genrl.vlm.policies.sampling import left_padded
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
-from genrl.vlm.tasks.rows import Row, Split
+from genrl.vlm.tasks import Row, Split
 from genrl_rewards.models.musicgen import fewest, read_wav
 
 PIECES = ("preferred", "other")

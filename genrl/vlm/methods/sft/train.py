@@ -22,8 +22,8 @@ from genrl.vlm.methods.sft.settings import VLMSFT
 from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass
+from genrl.vlm.rollout.data import Told, tell
 from genrl.vlm.rollout.recorded import Asked
-from genrl.vlm.rollout.targets import Told, tell
 from genrl.vlm.run import AnswersRun
 
 
