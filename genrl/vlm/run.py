@@ -19,7 +19,7 @@ from genrl.config.method import module_of
 from genrl.runtime.loop import economy
 from genrl.vlm.common import Estimated, VLMRun, share_of
 from genrl.vlm.config.schema import VLMConfig, columns_of
-from genrl.vlm.engines.generation import answering
+from genrl.vlm.engines.generation import answering, uses_engine
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.policies.shards import checkpoint_weights, gathered
@@ -178,6 +178,15 @@ class AnswersRun(VLMRun):
         keys = (self.config.seed, key, iteration, first)
         return draw(self.policy, self.config, self.opened, rows, keys, advance=self.loop.advance_or_leave)
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether log-probabilities before the update are computed by a pass of their own. Where one update is all that
+        the present weights' answers get, they are its own, without gradient: every ratio is 1. The first iteration has
+        the pass in any case, for the checks that sampler and trainer see the same."""
+        settings, engine = self.config.trainer, uses_engine(self.policy)
+        once = isinstance(settings, RecipeMethod) and settings.updates == settings.epochs == 1
+        return not once or engine or self.bounds or self.versions is not None or self.loop.iteration == 0
+
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
         config, loop = self.config, self.loop
@@ -188,10 +197,11 @@ class AnswersRun(VLMRun):
         parts = [part for update in updates for part in update.parts]
         if self.versions is not None and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
             raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
+        reads = self.reads | ({"old"} if self.needs_old else set())
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting():
             mine: dict[str, Any] = computed(
-                self.policy, self.reference, self.average, answers, parts, self.reads, config, loop.iteration
+                self.policy, self.reference, self.average, answers, parts, reads, config, loop.iteration
             )
         loop.check_stop()
         mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}

@@ -61,6 +61,9 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
         raise ValueError("a batch has no advantages before estimate(preset, batch) of the whole rollout batch")
     batch = batch.weighted(product(batch.weight, *(choice.factor_now(batch) for choice in preset.weights)))
     metrics: dict[str, Tensor] = {"entropy": sampled_entropy(log_prob.detach(), batch.mask)}
+    if batch.old_log_prob is None and batch.sampler_log_prob is not None:  # else `estimate` measures it
+        gap = log_ratio(log_prob.detach(), batch.sampler_log_prob, batch.mask).abs()
+        metrics["sampler/gap_mean"] = token_mean(gap, batch.mask)
 
     def aggregated(terms: Tensor) -> Tensor:
         totals = {"rows": batch.rows, "tokens": batch.tokens, "length": preset.length}

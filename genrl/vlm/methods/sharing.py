@@ -86,7 +86,7 @@ def batch_of_all(mine: Mapping[str, Tensor], size: int) -> TokenBatch:
         mask=mask,
         group=torch.arange(len(mask)) // size,
         rewards=whole.pop("rewards", None),
-        old_log_prob=whole.pop("old"),
+        old_log_prob=whole.pop("old", None),
         sampler_log_prob=whole.pop("sampler", None),
         ref_log_prob=whole.pop("ref", None),
         extra=whole,

@@ -351,7 +351,7 @@ class ConsistencyBonus(Term):
 class KlInReward(Term):
     """`-beta (l_old - l_ref)`: per token for whitened_returns, else summed over the row."""
 
-    tensors = ("ref",)
+    tensors = ("ref", "old")
     name: Literal["kl_in_reward"] = "kl_in_reward"
     beta: NonNegative
     """Weight (RLOO in TRL: .05, REINFORCE++ in OpenRLHF: .01)."""
@@ -415,7 +415,7 @@ class TrajectoryDependency(Change):
     """Times a factor, .9 or more, that grows with how much an answer depends on its picture, [masked_image]: VPPO
     (`token_advantages.trajectory_weight`)."""
 
-    tensors = ("masked_image",)
+    tensors = ("masked_image", "old")
     name: Literal["trajectory_dependency"] = "trajectory_dependency"
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:

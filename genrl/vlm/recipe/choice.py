@@ -34,7 +34,8 @@ class Choice(Section):
     """A function of a method, by name, and its constants. The mathematics is in `genrl.objectives`."""
 
     tensors: ClassVar[tuple[str, ...]] = ()
-    """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`."""
+    """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`.
+    "old": log-probabilities before the update outside of the ratio."""
 
     name: str
 

@@ -150,6 +150,7 @@ class KlCov(Rule):
     """The plain ratio, and a penalty of moving the tokens whose log-probability and advantage vary together: KL-Cov
     (`token_covariance`)."""
 
+    tensors = ("old",)
     name: Literal["kl_cov"] = "kl_cov"
     share: Share = 2e-3
     """Share of the tokens that have the penalty (7B: 2e-3, 32B: 2e-4)."""

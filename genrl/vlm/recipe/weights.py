@@ -48,7 +48,7 @@ class TopDependency(Weight):
     """1 for the tokens of a row that depend most on the picture, by [masked_image]: VPPO (`token_weights.top_of_row` of
     `visual_dependency`)."""
 
-    tensors = ("masked_image",)
+    tensors = ("masked_image", "old")
     name: Literal["top_dependency"] = "top_dependency"
     share: Share = 0.4
     """Share of a row's tokens that are trained."""
@@ -77,7 +77,7 @@ class ClipCov(Weight):
     """0 for a few tokens, drawn at random ([draw]), whose covariance of log-probability and advantage is large, 1 for
     the others: Clip-Cov (`token_covariance`)."""
 
-    tensors = ("draw",)
+    tensors = ("draw", "old")
     name: Literal["clip_cov"] = "clip_cov"
     share: Share = 2e-4
     """Share of the tokens that are left out."""
@@ -99,6 +99,7 @@ class EngineMismatch(Weight):
     """`exp(l_old - l_sampler)`, for the engine that sampled (`token_weights.mismatch_weights`). TRL: sequence, mask, 3;
     truncated importance sampling: token, truncate, 2; IcePop: token, mask, from .5 to 5."""
 
+    tensors = ("old",)
     name: Literal["engine_mismatch"] = "engine_mismatch"
     level: Literal["token", "sequence", "sequence_geo"] = "sequence"
     """Of each token, of the row, or of the row with its length taken out."""
