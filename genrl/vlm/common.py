@@ -85,7 +85,7 @@ def open_reference(config: VLMConfig, process: Process, policy: Policy) -> Polic
     """The model before training where a loss reads it; None where nothing does, or it is the policy without its LoRA.
     Both are in shards from here on, where the run has these."""
     reference = None
-    if any(part.trainer.reference for part in config.parts) and policy.peft is None:
+    if any("ref" in part.trainer.reads for part in config.parts) and policy.peft is None:
         reference = open_policy(config, process.accelerator.device)
         reference.model.requires_grad_(False)
     hold(config, policy, *([] if reference is None else [reference]))

@@ -72,7 +72,7 @@ class AnswersRun(VLMRun):
     @property
     def bounds(self) -> bool:
         """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
-        return self.config.trainer.bounds
+        return "bound" in self.config.trainer.reads
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""

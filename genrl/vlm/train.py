@@ -20,6 +20,7 @@ from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.advantages import ConsistencyBonus
 from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.rollout.recorded import Asked
@@ -95,8 +96,8 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
 def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
     """Reference, optimiser, log, rewards, questions."""
     opened, reference = open_rewards(config), open_reference(config, process, policy)
-    averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
-    average = Average(policy.model, *averages[0]) if averages else None
+    followed = any("ema" in part.trainer.reads for part in config.parts)
+    average = Average(policy.model, *ConsistencyBonus.average) if followed else None
     questions = Questions(config, "train", counted=True)
     recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
     run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)

@@ -154,7 +154,7 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
         yield ("trainer.fit_batch", key), text
     if trainer.with_heads:
         yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
-    if config.trains_shards and trainer.average is not None:
+    if config.trains_shards and "ema" in trainer.reads:
         text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
         yield (key, "vlm.lora"), text
     if config.synthesis is not None:

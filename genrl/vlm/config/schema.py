@@ -72,30 +72,17 @@ class VLMMethod(Method):
         return self.algorithm
 
     @property
-    def reference(self) -> bool:
-        """Whether it reads the model as it was before training. Without LoRA that is a second copy in memory."""
-        return False
-
-    @property
-    def average(self) -> tuple[float, int] | None:
-        """A moving average of the weights that it reads: the share that an update keeps, and optimiser steps between
-        updates."""
-        return None
+    def reads(self) -> frozenset[str]:
+        """What it reads beside rewards and log-probabilities (`recipe.choice.Choice.tensors`), which is made for it: ref,
+        of the model before training, without LoRA a second copy in memory; ema, of a moving average of the weights;
+        greedy, the reward of the most probable answer to each question, which is sampled in addition; bound: samples of
+        a bound stand for the log-probabilities of tokens (masked diffusion models)."""
+        return frozenset()
 
     @property
     def task_column(self) -> str | None:
         """The column that names a question's task, where it compares the answers of a task with each other."""
         return None
-
-    @property
-    def greedy(self) -> bool:
-        """Whether it reads the reward of the most probable answer to each question, which is sampled in addition."""
-        return False
-
-    @property
-    def bounds(self) -> bool:
-        """Whether samples of a bound stand for the log-probabilities of tokens (masked diffusion models)."""
-        return False
 
     @property
     def group_filter(self) -> Literal["none", "spread", "not_all_right"]:

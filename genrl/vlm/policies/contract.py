@@ -28,7 +28,7 @@ class SequencePolicy(Protocol):
 
     model: a transformers model, whose trained weights are `parameters`; tokenizer and processor: what is saved beside
     it, processor None where it has none. peft: the PEFT model of a LoRA, or None. device: where it runs.
-    samples: estimates of a bound that stand for an answer's log-probability (`VLMMethod.bounds`), else None.
+    samples: estimates of a bound that stand for an answer's log-probability (`VLMMethod.reads`), else None.
     """
 
     sees: ClassVar[bool]

@@ -47,7 +47,7 @@ class MaskedPolicy:
         return cls(
             path,
             length=generation.max_new_tokens,
-            samples=generation.elbo_samples if config.trainer.bounds else None,
+            samples=generation.elbo_samples if "bound" in config.trainer.reads else None,
             steps=generation.denoising_steps,
             dtype=dtype_of(config),
             device=device,

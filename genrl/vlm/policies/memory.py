@@ -98,7 +98,7 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
     resting.append((f"optimiser state ({config.optimizer.name})", round(own * state)))
     if config.vlm.lora is not None or (shares == 1 and trained <= LARGEST_COPY):
         resting.append(("copy to undo an iteration", round(own * (4 + state))))
-    if config.vlm.lora is None and config.trainer.reference:
+    if config.vlm.lora is None and "ref" in config.trainer.reads:
         resting.append(("reference", weights // shares))
     updating = [
         ("gradients", own * (held if config.rounds_weights and shares == 1 else 4)),

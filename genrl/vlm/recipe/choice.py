@@ -35,7 +35,7 @@ class Choice(Section):
 
     tensors: ClassVar[tuple[str, ...]] = ()
     """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`.
-    "old": log-probabilities before the update outside of the ratio."""
+    "old": log-probabilities before the update outside of the ratio; "bound": log-probabilities that are estimates."""
 
     name: str
 

@@ -84,30 +84,3 @@ class Preset:
     def reads(self) -> frozenset[str]:
         """What they read beside rewards and log-probabilities: names of `Choice.tensors`."""
         return frozenset(name for choice in self.choices for name in choice.reads)
-
-
-@dataclass(frozen=True)
-class ExtraForward:
-    """One more evaluation of the same tokens, without gradient, that the trainer is asked for.
-
-    extra: its name in `TokenBatch.extra` ("ref": the field `ref_log_prob`). image: what the model is shown.
-    model: whose weights. when: once per "rollout" batch, or at each "update".
-    """
-
-    extra: str
-    image: Literal["same", "masked", "degraded"] = "same"
-    model: Literal["policy", "old", "ref", "ema"] = "old"
-    when: Literal["rollout", "update"] = "rollout"
-
-
-FORWARDS = (
-    ExtraForward("ref", model="ref"),
-    ExtraForward("masked_image", image="masked"),
-    ExtraForward("degraded", image="degraded", model="policy", when="update"),
-    ExtraForward("ema", model="ema"),
-)
-
-
-def extra_forwards(preset: Preset) -> tuple[ExtraForward, ...]:
-    """The further forwards that the preset's choices read, each once."""
-    return tuple(forward for forward in FORWARDS if forward.extra in preset.reads)

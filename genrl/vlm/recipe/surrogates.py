@@ -213,6 +213,7 @@ class LinearBound(Rule):
     log-probabilities of tokens: BGPO (`masked_diffusion.linear_bound_loss`)."""
 
     of_rows = True
+    tensors = ("bound",)
     name: Literal["linear_bound"] = "linear_bound"
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:

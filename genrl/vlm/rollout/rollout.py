@@ -270,7 +270,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
             some[k] = replace(some[k], columns={**columns, **some[k].columns})
         named = [(*keys, row.name) for row in some]
         made = sample(policy, config, prompts, size, settings.temperature, named)
-        greedy = sample(policy, config, prompts, 1, 0.0, named) if config.trainer.greedy else None
+        greedy = sample(policy, config, prompts, 1, 0.0, named) if "greedy" in config.trainer.reads else None
         yield Part(some, prompts, made, greedy, unread)
 
 

@@ -7,7 +7,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from genrl.vlm.recipe.advantages import GroupAdvantage, WhitenedReturns
-from genrl.vlm.recipe.preset import ExtraForward, Preset, extra_forwards
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.surrogates import Clip, Regression, SequenceClip
 from genrl.vlm.recipe.weights import OffPolicyMask, TopEntropy
@@ -25,19 +25,6 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
     data = {"advantage": {"name": "leave_one_out"}, "surrogate": {"name": "sequence_token_clip", "low": 0.2}}
     preset = TypeAdapter(Preset).validate_python(data)
     assert preset.advantage.name == "leave_one_out" and preset.surrogate.name == "sequence_token_clip"
-
-
-def test_extra_forwards_are_those_that_the_choices_read() -> None:
-    reference = ExtraForward("ref", model="ref")
-    wanted: dict[str, tuple[ExtraForward, ...]] = {
-        "dapo": (),
-        "grpo": (reference,),
-        "rloo": (reference,),
-        "vppo": (ExtraForward("masked_image", image="masked"),),  # two choices, one forward
-        "q_hawkeye": (reference, ExtraForward("degraded", image="degraded", model="policy", when="update")),
-        "grpo_care": (ExtraForward("ema", model="ema"),),
-    }
-    assert {name: extra_forwards(PRESETS[name]) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
