@@ -73,7 +73,7 @@ class VLMMethod(Method):
 
     @property
     def reads(self) -> frozenset[str]:
-        """What it reads beside rewards and log-probabilities (`recipe.choice.Choice.tensors`), which is made for it: ref,
+        """What it reads beside rewards and log-probabilities (`recipe.choice.Choice.tensors`) and is made for it: ref,
         of the model before training, without LoRA a second copy in memory; ema, of a moving average of the weights;
         greedy, the reward of the most probable answer to each question, which is sampled in addition; bound: samples of
         a bound stand for the log-probabilities of tokens (masked diffusion models)."""
