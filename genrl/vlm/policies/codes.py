@@ -27,8 +27,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils.hub import cached_file
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.config.sections import ShapeCodec
-from genrl.vlm.policies.loading import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.config.sections import ShapeCodec, VLMLoRA
+from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
@@ -103,7 +103,7 @@ class CodePolicy(Adapted):
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it. Raises ValueError where it makes something else than the run asks."""
         codec = None if config.vlm.codec is None else shape_codec(config.vlm.codec)
-        made = cls(path, codec=codec, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        made = cls(path, codec=codec, lora=config.vlm.lora, dtype=dtype_of(config), device=device, seed=config.seed)
         if made.codec.kind != config.vlm.output:
             raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {made.codec.kind}")
         return made
@@ -113,7 +113,7 @@ class CodePolicy(Adapted):
         path: str,
         *,
         codec: Codec | None = None,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,

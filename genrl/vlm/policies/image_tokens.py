@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.loading import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
@@ -43,7 +44,7 @@ class ImagePolicy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        guidance, lora, dtype = config.generation.guidance_scale, lora_of(config), dtype_of(config)
+        guidance, lora, dtype = config.generation.guidance_scale, config.vlm.lora, dtype_of(config)
         return cls(path, guidance=guidance, lora=lora, dtype=dtype, device=device, seed=config.seed)
 
     def __init__(
@@ -51,7 +52,7 @@ class ImagePolicy(Adapted):
         path: str,
         *,
         guidance: float | None = None,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from genrl.runtime.weights.low_rank import adapted
 from genrl.runtime.weights.quantization import computed_one_way, quantization_config
-from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.processor import load_processor
 from genrl_rewards.models.checkpoints import pretrained
 
@@ -105,29 +104,14 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
 
 
-@dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters on linear layers of the language model, found by the last part of their names."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ATTENTION
-
-
-def lora_of(config: VLMConfig) -> Lora | None:
-    """The adapters that a run trains."""
-    settings = config.vlm.lora
-    return None if settings is None else Lora(settings.rank, settings.alpha, settings.targets or ATTENTION)
-
-
-def with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
+def with_lora(model: Any, lora: VLMLoRA, seed: int) -> PeftModel:
     """Adapters inside `model`, on the layers of its language model alone, in float32."""
-    language = model.get_decoder()
+    language, targets = model.get_decoder(), lora.targets or ATTENTION
     linear = {n for n, m in language.named_modules() if isinstance(m, torch.nn.Linear)}
-    chosen = {name for name in linear if name.rsplit(".", 1)[-1] in lora.targets}
+    chosen = {name for name in linear if name.rsplit(".", 1)[-1] in targets}
     if not chosen:
         held = sorted({name.rsplit(".", 1)[-1] for name in linear})
-        raise ValueError(f"no linear layer of the language model is named {list(lora.targets)}. There are {held}")
+        raise ValueError(f"no linear layer of the language model is named {list(targets)}. There are {held}")
     prefix = next(name for name, module in model.named_modules() if module is language)
     config = LoraConfig(
         r=lora.rank,

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.loading import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
@@ -51,7 +52,7 @@ class MusicPolicy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        generation, lora, dtype = config.generation, lora_of(config), dtype_of(config)
+        generation, lora, dtype = config.generation, config.vlm.lora, dtype_of(config)
         steps, guidance = generation.max_new_tokens, generation.guidance_scale
         return cls(path, steps, guidance=guidance, lora=lora, dtype=dtype, device=device, seed=config.seed)
 
@@ -61,7 +62,7 @@ class MusicPolicy(Adapted):
         steps: int | None,
         *,
         guidance: float | None = None,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,

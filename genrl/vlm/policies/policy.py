@@ -22,7 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.loading import Adapted, Lora, checked, loaded, lora_of, use_liger, with_lora
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.loading import Adapted, checked, loaded, use_liger, with_lora
 from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.packing import check_packing, packed_states, prefix_shared, present
 from genrl.vlm.policies.processor import (
@@ -96,7 +97,7 @@ class Policy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        lora, kind = lora_of(config), config.vlm.quantize
+        lora, kind = config.vlm.lora, config.vlm.quantize
         made = cls(path, lora=lora, dtype=dtype_of(config), device=device, quantize=kind, seed=config.seed)
         if config.vlm.kernels == "liger":
             use_liger(made.model)
@@ -116,7 +117,7 @@ class Policy(Adapted):
         self,
         path: str,
         *,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         quantize: str | None = None,

@@ -121,7 +121,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("vlm: {path: x, output: masked_text, lora: {}}", "vlm.lora", "leave it out"),
     (
         "vlm: {path: x, output: audio, gradient_checkpointing: true}",
-        *("vlm.gradient_checkpointing, vlm.output", "write false"),
+        *("vlm.gradient_checkpointing, vlm.output", "leave it out"),
     ),
     (
         "vlm: {path: x, prefix_attention: sdpa, gradient_checkpointing: true}",
@@ -152,10 +152,10 @@ REFUSED: list[tuple[str, str, str]] = [
     ("stages: [{iterations: 200, optimizer: {name: lion}}]", "stages.0.optimizer.name", "lr, schedule, warmup_steps"),
     ("augmentation: {truth: '{question} {anser}'}", "augmentation.truth", "and no others"),
     ("task: {name: shapes, passes: 1}", "task.passes", "allowed"),
-    ("vlm: {path: x, output: audio}, distributed: {fsdp: true}", "distributed.fsdp, vlm.output", "built in"),
+    ("vlm: {path: x, output: audio}, distributed: {fsdp: true}", "distributed.fsdp, vlm.output", "answer with text"),
     (
         "vlm: {path: x, prefix_attention: sdpa}, distributed: {fsdp: true}",
-        *("vlm.prefix_attention, distributed.fsdp", "once for each answer"),
+        *("vlm.prefix_attention, distributed.fsdp", "share no prompts"),
     ),
     (
         "trainer: {fit_batch: true}, distributed: {fsdp: true}",

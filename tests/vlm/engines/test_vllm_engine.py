@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from genrl.config import ConfigError, check_files
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Drawn, Reply, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler
 from genrl.vlm.methods.answers import train as answers
-from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.shards import checkpoint_weights
@@ -55,7 +55,7 @@ ONCE = ("qwen2_5_vl", "gemma3", "kimi_k25")  # names as they are; tied weights; 
 def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     """Names as saved, and of adapters the sum, as merging makes it; all other values are those on disk."""
     folder = tiny_checkpoints.save(family, tmp_path / family)
-    saved, policy = load_file(folder / "model.safetensors"), Policy(str(folder), lora=Lora(rank=2))
+    saved, policy = load_file(folder / "model.safetensors"), Policy(str(folder), lora=VLMLoRA(rank=2))
     for parameter in policy.parameters:
         parameter.data.fill_(0.1)
     found = checkpoint_weights(policy)

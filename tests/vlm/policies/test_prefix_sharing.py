@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.vlm.policies.loading import Lora
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.packing import prefix_shared
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
@@ -19,7 +19,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "llava")
 @pytest.mark.parametrize("backend", ["sdpa", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_the_repeated_cache(tmp_path: Path, family: str, backend: str) -> None:
-    policy = Policy(str(tiny_checkpoints.save(family, tmp_path)), lora=Lora(rank=2))
+    policy = Policy(str(tiny_checkpoints.save(family, tmp_path)), lora=VLMLoRA(rank=2))
     torch.manual_seed(0)
     for parameter in policy.parameters:
         torch.nn.init.normal_(parameter, std=0.05)

@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
-from genrl.vlm.policies.loading import Lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt
@@ -101,10 +101,10 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
     assert policy.model.generation_config.repetition_penalty == 1.5  # the makers' is put back
 
 
-@pytest.mark.parametrize("lora", [Lora(rank=2), None], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [VLMLoRA(rank=2), None], ids=["lora", "full"])
 @pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
 def test_blocks_that_are_computed_again_change_no_bit(
-    folder: Callable[[str], Path], family: str, lora: Lora | None
+    folder: Callable[[str], Path], family: str, lora: VLMLoRA | None
 ) -> None:
     """Log-probabilities with and without gradients, and the gradient itself; the graph keeps fewer numbers."""
     found: list[tuple[Tensor, list[Tensor], int]] = []
@@ -211,7 +211,7 @@ def test_stop_tokens_end_an_answer_and_stand_in_its_mask(load: Callable[[str], P
 
 def test_placeholders_are_never_sampled_however_likely(folder: Callable[[str], Path]) -> None:
     for family in ("qwen2_5_vl", "smolvlm"):
-        policy = Policy(str(folder(family)), lora=Lora(rank=2))
+        policy = Policy(str(folder(family)), lora=VLMLoRA(rank=2))
         head = policy.model.get_output_embeddings()
         head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)).index_fill(0, policy.forbidden, 50.0))
         prompts = [policy.encode(prompt) for prompt in questions()[:1]]
@@ -300,7 +300,7 @@ def test_the_reference_is_the_model_before_training(
 
 
 def test_bfloat16_weights_give_near_float32_log_probabilities(folder: Callable[[str], Path]) -> None:
-    policy = Policy(str(folder("qwen3_vl")), lora=Lora(rank=2), dtype=torch.bfloat16)
+    policy = Policy(str(folder("qwen3_vl")), lora=VLMLoRA(rank=2), dtype=torch.bfloat16)
     prompts = [policy.encode(prompt) for prompt in questions()]
     written = sample(policy, prompts)
     scored = policy.log_probs(prompts, written.tokens, written.mask, group=written.group)
@@ -360,7 +360,7 @@ def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], t
     with pytest.raises(ValueError, match="'llama' model, which .* take a vision-language model"):
         Policy(str(text))
     with pytest.raises(ValueError, match=r"named \['nothing'\]. There are \['down_proj', 'gate_proj', 'k_proj'"):
-        Policy(str(folder("llava")), lora=Lora(targets=("nothing",)))
+        Policy(str(folder("llava")), lora=VLMLoRA(targets=("nothing",)))
 
 
 @pytest.mark.parametrize(
