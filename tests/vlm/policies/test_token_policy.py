@@ -9,13 +9,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
@@ -23,6 +21,19 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.vlm import tiny_checkpoints
 from tests.vlm.tiers import fast_first
+import pytest
+from genrl.vlm.policies.processor import without_opened
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+import pytest
+import torch
+from genrl.config import ConfigError, check_files
+from genrl.config.loading import load_located
+from genrl.vlm.policies.loading import use_liger
+from genrl.vlm.policies.policy import Policy
+from tests.vlm import tiny_checkpoints, vlm_runs
 
 ROUNDING = 2e-5
 """Per token, float32. Largest of 1,000 tokens of each family against the model's own forward: 1.0e-5."""
@@ -377,3 +388,56 @@ def test_families_that_cannot_be_trained_say_why(config: dict[str, object], reas
     (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint was executed')")
     with pytest.raises(ValueError, match=reason):
         Policy(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "left"),
+    [
+        ("<|assistant|>\n<think>\n", "<think>\nso</think> 3", "so</think> 3"),
+        ("<|assistant|>\n<think>\n", "so</think> 3", "so</think> 3"),
+        ("<|assistant|>\n", "<think>so</think> 3", "<think>so</think> 3"),
+        ("<|assistant|>\n<reasoning>", " <reasoning>so", "so"),
+    ],
+)
+def test_an_answer_does_not_repeat_the_tag(asked: str, text: str, left: str) -> None:
+    assert without_opened(asked, text) == left
+
+
+NAMES = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the stand-in was asked for; a GPU seems to be there."""
+    calls: list[dict[str, Any]] = []
+    made: Any = [ModuleType(name) for name in NAMES]
+    made[-1].MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen2_5_vl": None}
+    made[-1]._apply_liger_kernel_to_instance = lambda **given: calls.append(given)
+    for name, module in zip(NAMES, made, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return calls
+
+
+def test_the_model_of_a_run_gets_them_once_and_without_their_loss(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    model = tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model")
+    config = vlm_runs.config(tmp_path, vlm={"path": str(model), "kernels": "liger", "lora": {"rank": 2}})
+    policy = Policy.open(config, "cpu", str(model))
+    assert len(asked) == 1 and asked[0].pop("model") is policy.model
+    assert asked[0] == {"fused_linear_cross_entropy": False}
+    assert policy.model.config.model_type == "qwen2_5_vl"
+
+
+def test_other_types_and_no_gpu_or_package_are_refused(
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="Liger has no kernels for 'idefics3'"):
+        use_liger(SimpleNamespace(config=SimpleNamespace(model_type="idefics3")))
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="need a GPU, and there is none here"):
+        use_liger(SimpleNamespace(config=SimpleNamespace(model_type="qwen2_5_vl")))
+    monkeypatch.setattr("genrl.vlm.config.files.find_spec", lambda name: None)
+    vlm_runs.config(tmp_path, vlm={"kernels": "liger"})
+    with pytest.raises(ConfigError, match=r"vlm.kernels.*pip install liger-kernel"):
+        check_files(*load_located(tmp_path / "tiny.yaml"))
