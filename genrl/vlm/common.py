@@ -226,7 +226,7 @@ class VLMRun:
         return halvings(config.trainer.rows_per_pass or self.rows_at_most(), size)
 
     def resize(self, size: int) -> None:
-        """From here on a pass has so many rows."""
+        """Give passes so many rows from here on."""
         self.loop.config, self.config = (one.with_micro_batch(size) for one in (self.loop.config, self.config))
 
     def forget(self) -> None:

@@ -80,7 +80,7 @@ def shows_pictures(questions: Questions) -> bool:
 
 
 def in_the_dark(rows: Sequence[Row]) -> list[Row]:
-    """The same questions about black pictures of the same size."""
+    """Questions about black pictures of the same size."""
     return [replace(row, prompt=with_pictures(row.prompt, black, np.random.default_rng(0))) for row in rows]
 
 

@@ -55,7 +55,7 @@ class AnswersRun(VLMRun):
 
     @property
     def settings(self) -> Any:
-        """Of the method of the stage that the next iteration belongs to."""
+        """Settings of the method of the stage that the next iteration belongs to."""
         whole: VLMConfig = self.loop.config
         return whole.at(self.loop.iteration)[1].trainer
 

@@ -140,7 +140,7 @@ class VLMMethod(Method):
 
     @classmethod
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its section as it is written, with what is left out because another key implies it."""
+        """Return the method's section as it is written, with what is left out because another key implies it."""
         return written
 
 
@@ -150,7 +150,7 @@ def columns_of(target: str) -> list[str]:
 
 
 def default_method() -> VLMMethod:
-    """That of a run which names none."""
+    """The method of a run that names none."""
     return cast(VLMMethod, class_of(QUESTIONS, "vlm")(algorithm=QUESTIONS))
 
 
@@ -276,7 +276,7 @@ class VLMConfig(RunConfig):
         return _merged(self.model_dump(exclude={"stages"}), stage.model_dump(exclude={"iterations"}))
 
     def with_micro_batch(self, rows: int) -> VLMConfig:
-        """The same run, which passes the model so many rows."""
+        """The run with passes of so many rows."""
 
         def smaller(part: VLMConfig) -> VLMConfig:
             return part.model_copy(update={"trainer": part.trainer.model_copy(update={"micro_batch": rows})})

@@ -58,7 +58,7 @@ class Engine(Protocol):
         """Take these weights, and drop everything cached under others."""
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """In the order of the questions."""
+        """Answers in the order of the questions."""
 
     def rest(self) -> None:
         """Nothing is asked for a while."""

@@ -143,7 +143,7 @@ class Sampler:
 
     @property
     def weights(self) -> Stream:
-        """Those that draw."""
+        """The weights that draw."""
         return stream_of(self.policy)
 
     def stepped(self) -> None:
@@ -172,7 +172,7 @@ class Sampler:
     def generate(
         self, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
     ) -> Completions:
-        """As `generation.generate`; a sample is a function of its key only as far as the engine's rounding is.
+        """Sample as `generation.generate` does; only as far as its rounding is an answer a function of its key.
 
         Raises RuntimeError where the engine read other ids than the trainer has, drew with other weights, or returned
         another number of answers or one without an end.
@@ -235,7 +235,7 @@ class Given(Sampler):
     given: Mapping[str, Tensor]
 
     def give(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """With these from now on, as a checkpoint has them."""
+        """Draw with these weights from now on, as a checkpoint has them."""
         self.given, self.version = weights, version
 
     @property

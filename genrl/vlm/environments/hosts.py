@@ -68,7 +68,7 @@ class Host(Protocol):
 
 
 def open_host(settings: Settings) -> Host:
-    """As `environment.processes` says."""
+    """The host that `environment.processes` asks for."""
     return Processes(settings) if settings.processes else Local(settings)
 
 

@@ -133,7 +133,7 @@ def _made(name: str, options: dict[str, Any]) -> Any:
 
 
 def _render_modes(name: str) -> list[str] | None:
-    """Of the environment's class, before it is made; None where it cannot be told."""
+    """Render modes of the environment's class, before it is made; None where they cannot be told."""
     entry = gymnasium.spec(name).entry_point
     try:
         found = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry

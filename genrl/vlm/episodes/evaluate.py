@@ -108,7 +108,7 @@ def strip(pictures: Sequence[Image.Image], height: int = 96) -> Image.Image:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of numbers, at least one."""
+    """Mean of numbers, at least one."""
     return sum(values) / len(values)
 
 

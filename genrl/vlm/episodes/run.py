@@ -78,7 +78,7 @@ class EpisodesRun(VLMRun):
 
     @property
     def settings(self) -> Episodes:
-        """Of the method."""
+        """Settings of the method."""
         return cast(Episodes, self.config.trainer)
 
     @property
@@ -88,7 +88,7 @@ class EpisodesRun(VLMRun):
 
     @property
     def slots(self) -> list[int]:
-        """Those of this process."""
+        """Slots of this process."""
         generation, processes = self.config.generation, self.loop.process.accelerator.num_processes
         if self.critic is not None:
             share = self.environment.parallel // processes

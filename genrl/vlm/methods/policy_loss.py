@@ -85,7 +85,7 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
 
 
 def product(*factors: Tensor | None) -> Tensor | None:
-    """That of the factors that are there, in order; None without any."""
+    """Product of the factors that are there, in order; None without any."""
     whole: Tensor | None = None
     for factor in factors:
         if factor is not None:
@@ -204,7 +204,7 @@ def _sampler_metrics(preset: Preset, batch: TokenBatch) -> dict[str, float]:
 
 
 def sampler_figures(metrics: Mapping[str, float], *, differs: bool) -> dict[str, float]:
-    """Those of `estimate`'s metrics that compare sampler and trainer, as they are logged. differs: what sampled is not
+    """Metrics of `estimate` that compare sampler and trainer, as they are logged. differs: what sampled is not
     the model as it is trained, so answers are weighted."""
     kinds = ("sampler_", "importance_") if differs else ("sampler_",)
     return {name.replace("_", "/", 1): value for name, value in metrics.items() if name.startswith(kinds)}

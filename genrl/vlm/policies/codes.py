@@ -64,7 +64,7 @@ class Codec(NamedTuple):
 
 
 def read_codec(path: str) -> Codec:
-    """Of a model's folder or hub id. Raises ValueError where there is none."""
+    """Codec of a model's folder or hub id. Raises ValueError where there is none."""
     file = Path(path) / CODEC
     if not Path(path).is_dir():
         found = cached_file(path, CODEC, _raise_exceptions_for_missing_entries=False)
@@ -230,7 +230,7 @@ class CodePolicy(Adapted):
         entropy: bool = False,
         chunk: int = 1024,
     ) -> TokenScores:
-        """Of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked.
+        """Scores of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked.
 
         Logits exist for `chunk` tokens at a time, in the backward pass too.
         """

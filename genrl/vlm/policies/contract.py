@@ -72,8 +72,8 @@ class SequencePolicy(Protocol):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """Of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked, equal
-        bit for bit to those of a moment before where no weight was changed."""
+        """Scores of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked,
+        equal bit for bit to those of a moment before where no weight was changed."""
 
 
 @runtime_checkable

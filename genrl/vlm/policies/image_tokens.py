@@ -146,7 +146,7 @@ class ImagePolicy(Adapted):
         entropy: bool = False,
         chunk: int = 1024,
     ) -> TokenScores:
-        """Of pictures `tokens` int64 [B, T], row b for prompts[group[b]]: log_prob [B, T] float32, and entropies.
+        """Scores of pictures `tokens` int64 [B, T], row b for prompts[group[b]]: log_prob float32 and entropies [B, T].
 
         One pass over caption and codes, and with guidance a second one beside it. Logits exist for `chunk` codes at a
         time, in the backward pass too.

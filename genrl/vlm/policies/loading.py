@@ -33,7 +33,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(path: str, dtype: torch.dtype, quantize: str | None = None) -> Loaded:
-    """Those of a hub id or folder. quantize: int8, fp8 or nf4, for linear layers but the output's.
+    """Model and processor of a hub id or folder. quantize: int8, fp8 or nf4, for linear layers but the output's.
 
     Raises ValueError where it is no checkpoint that `Policy` can train.
     """
@@ -80,7 +80,7 @@ def checked(config: Any, path: str) -> Any:
 
 
 def use_liger(model: Any) -> None:
-    """From here on `model` computes with them. The log-probabilities stay ours: Liger's loss is not used.
+    """Let `model` compute with Liger's kernels from here on. The log-probabilities stay ours: Liger's loss is not used.
 
     Raises ValueError without a GPU or the package, and for a model type that Liger would leave as it is.
     """

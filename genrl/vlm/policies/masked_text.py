@@ -140,7 +140,7 @@ class MaskedPolicy:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """Of completions `tokens` int64 [B, L] to prompts[group[b]]: log_prob [B, L], or estimates [B, M].
+        """Scores of completions `tokens` int64 [B, L] to prompts[group[b]]: log_prob [B, L], or estimates [B, M].
 
         Each column is a pass of its own, which the backward pass computes again: memory does not grow with their
         number. entropy: of the left-to-right distributions; the bound has none.

@@ -51,7 +51,7 @@ class Sizes:
 
 
 def sizes(path: str, config: VLMConfig) -> Sizes:
-    """Of the model whose config.json is in a folder, or of a hub id's in the cache. Raises as `loading.checked`."""
+    """Sizes of the model whose config.json is in a folder, or a hub id's in the cache. Raises as `loading.checked`."""
     found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     text = checked(found, path).get_text_config()
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def _bytes(config: VLMConfig) -> int:
 
 
 def _weights(config: VLMConfig, size: Sizes) -> int:
-    """Of the model as a pass reads it."""
+    """Bytes of the model as a pass reads it."""
     held, kind = _bytes(config), config.vlm.quantize
     if kind is None:
         return held * size.numbers
@@ -143,8 +143,8 @@ def _weights(config: VLMConfig, size: Sizes) -> int:
 
 
 def _gathered(config: VLMConfig, size: Sizes) -> int:
-    """Of a model in shards in an update: what is in no layer, and two layers; of all weights their gradients too, which
-    are summed in float32."""
+    """Bytes of a model in shards in an update: what is in no layer, and two layers; of all weights their gradients too,
+    which are summed in float32."""
     held = _bytes(config)
     if config.vlm.lora is not None:
         return held * (size.outside + 2 * size.layer)

@@ -128,7 +128,7 @@ class MusicPolicy(Adapted):
         return torch.cat([states, torch.zeros_like(states)]), torch.cat([mask, torch.zeros_like(mask)])
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Of answers int64 [B, T], by book and frame: int64 [B, K, F]."""
+        """Codes of answers int64 [B, T], by book and frame: int64 [B, K, F]."""
         found = torch.empty_like(tokens)
         found[:, self._order] = tokens
         return found.view(len(tokens), -1, self.frames)
@@ -162,7 +162,7 @@ class MusicPolicy(Adapted):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """Of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, and entropies.
+        """Scores of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, and entropies.
 
         One pass over the codes, and with guidance a second one beside it. Logits exist for one book at a time, in the
         backward pass too.

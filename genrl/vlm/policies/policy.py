@@ -45,7 +45,7 @@ GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 
 def dtype_of(config: VLMConfig) -> torch.dtype:
-    """Of the weights of a run."""
+    """Precision of the weights of a run."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.vlm.dtype]
 
 
@@ -169,7 +169,7 @@ class Policy(Adapted):
         return self.model.base_model if self.sharded is None else self.sharded
 
     def checkpoint_blocks(self) -> None:
-        """From here on a backward pass computes the activations of every block again. Raises ValueError for a model
+        """Let backward passes compute the activations of every block again. Raises ValueError for a model
         that transformers cannot do this to."""
         layers: list[torch.nn.Module] = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
@@ -266,7 +266,7 @@ class Policy(Adapted):
         entropy: bool = False,
         share_prefix: bool = True,
     ) -> Replay:
-        """Of completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
+        """Score completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
 
         With `packing` there is no padding, and every row has a copy of its prompt. Otherwise
         share_prefix: each prompt and its images are computed once for all its rows, which attend to its keys and

@@ -50,5 +50,5 @@ class Choice(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Its name means what it does."""
+        """Let a name mean what its class does."""
         cls.model_fields["name"].description = " ".join((cls.__doc__ or "").split())

@@ -86,7 +86,7 @@ class RecipeMethod(VLMMethod):
 
     @classmethod
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the constants that its functions have from the preset."""
+        """Complete what is written by the constants that its functions have in the preset."""
         own = PRESETS.get(written.get("preset", cls.model_fields["preset"].default))
         if own is None:
             return written
@@ -153,7 +153,7 @@ class RecipeMethod(VLMMethod):
             yield "further forward", name, FORWARDS[name]
 
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
-        """Of functions that do not go together, or not with the other sections."""
+        """Functions that do not go together, or not with the other sections."""
         try:
             preset = self.composed
         except Contradiction as error:
@@ -175,7 +175,7 @@ class RecipeMethod(VLMMethod):
         yield from self._of_outputs(config, preset)
 
     def key(self, field: str) -> str:
-        """Where a function was chosen: its own key, or the preset."""
+        """Key by which a function was chosen: its own, or the preset."""
         return "trainer.preset" if getattr(self, field, None) is None else f"trainer.{field}"
 
     def _of_groups(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:

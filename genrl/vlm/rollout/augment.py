@@ -68,7 +68,7 @@ def question_of(row: Row) -> str:
 
 
 def with_text(row: Row, text: str) -> Row:
-    """The same question with this in place of its last piece of text."""
+    """A question with this in place of its last piece of text."""
     parts = list(row.prompt.parts)
     parts[max(k for k, part in enumerate(parts) if isinstance(part, str))] = text
     return replace(row, prompt=replace(row.prompt, parts=tuple(parts)))

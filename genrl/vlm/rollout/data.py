@@ -128,7 +128,7 @@ class Questions:
         return self._row(number, {"image": self._picture, "video": self._clip})
 
     def row(self, number: int) -> Row:
-        """The same, of a row that cannot be made a question with what is `broken`, and the columns that it has."""
+        """A question of a row that cannot be made one, with what is `broken`, and the columns that it has."""
         try:
             return self[number]
         except Exception as error:  # noqa: BLE001 a data set, a decoder or a user's format may raise anything
@@ -249,7 +249,7 @@ class Told(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """That a model reads to score the answers, without padding: the last token of an answer is read by nobody."""
+        """Positions that a model reads to score the answers, without padding: nobody reads an answer's last token."""
         return sum(prompt.length for prompt in self.prompts) + int(self.mask.sum()) - len(self.prompts)
 
 

@@ -229,7 +229,7 @@ class Synthesis:
         }
 
     def _diversity(self, answers: Answers) -> list[float]:
-        """Of each group: normalised entropy of its answers; 0 where none can be read."""
+        """Normalised entropy of each group's answers; 0 where none can be read."""
         values = diversity(answers.texts, answers.group.tolist())
         groups = [values[k : k + answers.size] for k in range(0, len(values), answers.size)]
         return [next((value for value in group if value is not None), 0.0) for group in groups]

@@ -120,7 +120,7 @@ def _filled(
 
 
 def spread(number: int, wanted: int) -> list[int]:
-    """Of `number` frames the numbers of `wanted`, evenly from the first to the last; all where there are no more."""
+    """Numbers of `wanted` of `number` frames, evenly from the first to the last; all where there are no more."""
     if number <= wanted:
         return list(range(number))
     return [round(k * (number - 1) / max(1, wanted - 1)) for k in range(wanted)]

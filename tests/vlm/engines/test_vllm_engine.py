@@ -6,14 +6,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from genrl.config import ConfigError, check_files
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Drawn, Reply, Server
-from genrl.vlm.engines.vllm import InProcess, Sampler
+from genrl.vlm.engines.vllm import InProcess, Sampler, nested
 from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
@@ -27,7 +29,6 @@ from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
 from tests.vlm.tiers import fast_first
-from genrl.vlm.engines.vllm import nested
 
 VLLM = {"engine": "vllm"}
 

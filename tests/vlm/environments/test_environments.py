@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-import gymnasium
-import numpy as np
-import pytest
-from PIL import Image
-from genrl.playground import grid
-from genrl.playground.cards import GAMES
-from genrl.vlm.config.sections import Environment
-from genrl.vlm.environments.contract import Environment as Contract
-from genrl.vlm.environments.discrete import Misuse, named
-from genrl.vlm.environments.opening import open_environment
 import importlib.util
 import sys
 import types
 from pathlib import Path
 from typing import Any
+
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from PIL import Image
+
+from genrl.playground import grid
+from genrl.playground.cards import GAMES
 from genrl.vlm.config.sections import Environment
-from genrl.vlm.environments.discrete import Misuse, Texts
+from genrl.vlm.environments.contract import Environment as Contract
+from genrl.vlm.environments.discrete import Misuse, Texts, named
 from genrl.vlm.environments.opening import open_environment
+
 
 def opened(**options: Any) -> Contract:
     return open_environment(Environment(**options))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import yaml
+from pydantic import TypeAdapter
 from torch import Tensor
+
 from genrl.objectives.tokens import token_weights
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
-from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, TrajectoryDependency
+from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, TrajectoryDependency, WhitenedReturns
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.regularisers import EntropyBand, Kl, Perception, ValueLoss
@@ -19,6 +23,7 @@ from genrl.vlm.recipe.surrogates import (
     Clip,
     DynamicClip,
     LogClamp,
+    Regression,
     Reinforce,
     Sapo,
     SequenceClip,
@@ -29,14 +34,6 @@ from genrl.vlm.recipe.surrogates import (
 from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
 from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
-import pytest
-import yaml
-from pydantic import TypeAdapter
-from genrl.vlm.recipe.advantages import GroupAdvantage, WhitenedReturns
-from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.surrogates import Clip, Regression, SequenceClip
-from genrl.vlm.recipe.weights import OffPolicyMask, TopEntropy
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
 

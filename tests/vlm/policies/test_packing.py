@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 import pytest
 import torch
 from PIL import Image
-from genrl.vlm.policies.packing import check_packing
+
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.packing import check_packing, prefix_shared
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.vlm import tiny_checkpoints
 from tests.vlm.tiers import fast_first
-from pathlib import Path
-import pytest
-import torch
-from genrl.vlm.config.sections import VLMLoRA
-from genrl.vlm.policies.packing import prefix_shared
-from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.processor import Prompt
-from tests.vlm import tiny_checkpoints
+
 
 def pictured(width: int, height: int, text: str) -> Prompt:
     generator = torch.Generator().manual_seed(width)

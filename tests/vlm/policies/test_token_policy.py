@@ -7,33 +7,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from genrl.vlm.config.sections import VLMLoRA
-from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
-from genrl.vlm.policies.log_probs import IMPOSSIBLE
-from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.processor import Prompt
-from tests.vlm import tiny_checkpoints
-from tests.vlm.tiers import fast_first
-import pytest
-from genrl.vlm.policies.processor import without_opened
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
-import pytest
-import torch
+
 from genrl.config import ConfigError, check_files
 from genrl.config.loading import load_located
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
 from genrl.vlm.policies.loading import use_liger
-from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.log_probs import IMPOSSIBLE
+from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import Prompt, without_opened
 from tests.vlm import tiny_checkpoints, vlm_runs
+from tests.vlm.tiers import fast_first
 
 ROUNDING = 2e-5
 """Per token, float32. Largest of 1,000 tokens of each family against the model's own forward: 1.0e-5."""

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import product
+from pathlib import Path
+from string import ascii_uppercase
+
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import clips, jigsaw, quality, scenes, series, sums
+from genrl.playground.tasks import clips, emoji, jigsaw, quality, scenes, series, sums
+from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
-from genrl.vlm.tasks import Row
-from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
-from collections import Counter, defaultdict
-import numpy as np
-import pytest
-from genrl.playground.tasks import emoji
-from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
-from genrl.vlm import tasks
-from genrl.vlm.tasks import Split
-from pathlib import Path
-from string import ascii_uppercase
-import datasets
-import pytest
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
+from genrl.vlm.tasks import Row, Split
 from genrl.vlm.tasks.formats import inversion, negated
+from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
 from tests.vlm import vlm_runs
+
 
 def pictures(row: Row) -> list[np.ndarray]:
     return [np.array(part) for part in row.prompt.parts if isinstance(part, Image.Image)]

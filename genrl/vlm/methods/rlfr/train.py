@@ -54,7 +54,7 @@ class Latents(NamedTuple):
 def latents(
     policy: Policy, prompts: Sequence[Encoded], tokens: Tensor, mask: Tensor, shares: Sequence[float]
 ) -> Latents:
-    """Of the tokens of answers [B, T], one to each prompt, row by row without those that the mask leaves out."""
+    """States at the tokens of answers [B, T], one to each prompt, row by row without those that the mask leaves out."""
     kept = mask.bool().to(policy.device)
     read = torch.where(mask.bool(), tokens.cpu(), policy.pad_id)  # padding, which no answer sees, may be an image's
     found = policy.body(**policy.inputs(prompts, read), use_cache=False, output_hidden_states=True).hidden_states
@@ -124,7 +124,7 @@ def _rows(of: Latents, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_of(keys: Sequence[Sequence[int | str]], lengths: Sequence[int], shape: tuple[int, int]) -> Tensor:
-    """Of the tokens of answers, [N, L, H], each answer's by a key of its own: the same however they are shared out."""
+    """Noise of the tokens of answers, [N, L, H], each answer's by its key: the same however they are shared out."""
     drawn = [torch.randn(n, *shape, generator=generator(*key)) for key, n in zip(keys, lengths, strict=True)]
     return torch.cat(drawn)
 
@@ -201,7 +201,7 @@ def noise(of: Latents, keys: Sequence[Sequence[int | str]], mask: Tensor) -> Ten
 def shaped(
     run: AnswersRun, settings: RLFR, flow: LatentFlow, answers: Answers, ready: Estimated
 ) -> tuple[Estimated, dict[str, float]]:
-    """The same with advantages per token, charged by the flow as it is, and figures; the gradient of the flow's own
+    """Estimates with advantages per token, charged by the flow as it is, and figures; the gradient of the flow's own
     loss is left in its parameters."""
     config, loop, own = run.config, run.loop, settings.flow
     right = answers.scores[config.reward_labels[0]] >= config.evaluation.right_at - 1e-9  # not where there is no score
