@@ -109,8 +109,8 @@ def credit_of(
     mask: Tensor,
     size: int | None,
 ) -> Credit:
-    """Credit of all K E steps of a walk; values and mask [R, T] are of those at the places `kept`. size: prompts per pass
-    of the model, for the values of what follows a step; None = all."""
+    """Credit of all K E steps of a walk; values and mask [R, T] are of those at the places `kept`. size: prompts per
+    pass of the model, for the values of what follows a step; None = all."""
     steps, slots = len(done.decisions), len(done.decisions[0])
 
     def table(name: str) -> Tensor:

@@ -294,9 +294,9 @@ def _in_place_of(policy: Policy, config: VLMConfig, row: Row, error: Exception) 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
     """Answers with their scores. Where the sampler has no log-probabilities, theirs are NaN. An answer for which a
-    reward raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question whose
-    most probable answer, with which they are compared, has no score by a reward that one of them has a score by, nor
-    those to a question whose pictures could not be opened, which counts as a failure of every reward."""
+    reward raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question
+    whose most probable answer, with which they are compared, has no score by a reward that one of them has a score by,
+    nor those to a question whose pictures could not be opened, which counts as a failure of every reward."""
     rows, prompts, made, greedy, unread = part
     size = config.generation.group_size
     of_row = [number for number in range(len(rows)) for _ in range(size)]

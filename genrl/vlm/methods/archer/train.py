@@ -281,8 +281,8 @@ class States(NamedTuple):
 
 
 def states_of(policy: Policy, prompts: list[Encoded], tokens: Tensor, mask: Tensor, temperature: float) -> States:
-    """States of answers tokens, mask [B, T], one to each prompt. An answer's last state has read all but its last token,
-    which ends it."""
+    """States of answers tokens, mask [B, T], one to each prompt. An answer's last state has read all but its last
+    token, which ends it."""
     group = torch.arange(len(prompts))
     found = policy.log_probs(prompts, tokens, mask, group=group, temperature=temperature, share_prefix=False)
     last = mask.sum(1) - 1
