@@ -23,11 +23,10 @@ from genrl.runtime.show.intervals import wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.weights.devices import default_device
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.contract import SequencePolicy
+from genrl.vlm.policies.contract import Sampled, SequencePolicy
 from genrl.vlm.policies.folder import load_trained, open_policy
 from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import check_failed, failures_of, open_rewards, sample, score, text_of
 from genrl.vlm.tasks import Row

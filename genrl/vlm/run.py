@@ -24,10 +24,10 @@ from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, show
 from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.policies.shards import checkpoint_weights, gathered
 from genrl.vlm.recipe.method import RecipeMethod
-from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.augment import augmented, gaps, leave_out
 from genrl.vlm.rollout.data import Questions, held_out_loss
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
+from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward

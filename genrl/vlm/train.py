@@ -21,10 +21,10 @@ from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.advantages import ConsistencyBonus
-from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
+from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.run import AnswersRun
 from genrl_rewards.rows import survey

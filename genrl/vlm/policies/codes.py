@@ -28,11 +28,11 @@ from transformers.utils.hub import cached_file
 
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import ShapeCodec, VLMLoRA
+from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
 from genrl_rewards.models.checkpoints import pretrained
 

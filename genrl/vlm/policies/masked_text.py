@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from genrl.mdp.noise import generator
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, uniforms
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.masked_formats import open_masked
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, uniforms
 
 
 class MaskedPolicy:

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.contract import Sampled, chosen, left_padded, uniforms
 from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
-from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from genrl_rewards.models.checkpoints import pretrained, transformers
 from genrl_rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
 

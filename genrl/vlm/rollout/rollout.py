@@ -22,11 +22,10 @@ from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.sharing import padded
-from genrl.vlm.policies.contract import SequencePolicy
+from genrl.vlm.policies.contract import Sampled, SequencePolicy
 from genrl.vlm.policies.pictures import blank
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt, Unreadable, named_error
-from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward, Scores
 from genrl_rewards.failures import Failure

@@ -25,7 +25,7 @@ from genrl.vlm.common import share_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
 from genrl.vlm.methods.updates import passes, summed
-from genrl.vlm.policies.sampling import left_padded
+from genrl.vlm.policies.contract import left_padded
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
