@@ -56,26 +56,7 @@ def open_environment(settings: Settings) -> Environment:
                 f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.environments.contract"
             )
         return cast(Environment, made)
-    if takes_texts(made):
-        return Texts(
-            made,
-            name=name,
-            instruction=settings.instruction,
-            picture=settings.picture,
-            max_steps=settings.max_steps,
-            invalid_reward=settings.invalid_reward,
-        )
-    return Discrete(
-        made,
-        name=name,
-        words=settings.actions,
-        instruction=settings.instruction,
-        answer=settings.answer,
-        picture=settings.picture,
-        max_steps=settings.max_steps,
-        invalid=settings.invalid,
-        invalid_reward=settings.invalid_reward,
-    )
+    return Texts(made, settings) if takes_texts(made) else Discrete(made, settings)
 
 
 def _own(name: str) -> Callable[..., Any]:

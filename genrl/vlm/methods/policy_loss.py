@@ -62,8 +62,8 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
     batch = batch.weighted(product(batch.weight, *(choice.factor_now(batch) for choice in preset.weights)))
     metrics: dict[str, Tensor] = {"entropy": sampled_entropy(log_prob.detach(), batch.mask)}
     if batch.old_log_prob is None and batch.sampler_log_prob is not None:  # else `estimate` measures it
-        gap = log_ratio(log_prob.detach(), batch.sampler_log_prob, batch.mask).abs()
-        metrics["sampler/gap_mean"] = token_mean(gap, batch.mask)
+        found = gaps(log_prob.detach(), batch.sampler_log_prob, batch.mask)
+        metrics |= {f"sampler/gap_{name}": found[name] for name in ("mean", "k3")}
 
     def aggregated(terms: Tensor) -> Tensor:
         totals = {"rows": batch.rows, "tokens": batch.tokens, "length": preset.length}
@@ -181,14 +181,18 @@ def _shaped(preset: Preset, batch: TokenBatch) -> TokenBatch:
     return batch
 
 
+def gaps(trainer: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far two log-probabilities [B, T] of the same tokens are apart, []."""
+    gap, k3 = log_ratio(trainer, sampler, mask).abs(), kl_k3(sampler, trainer)
+    return {"mean": token_mean(gap, mask), "max": gap.max(), "k3": token_mean(masked(k3, mask), mask)}
+
+
 def _sampler_metrics(preset: Preset, batch: TokenBatch) -> dict[str, float]:
     """How far sampler and trainer are apart, and what `engine_mismatch` makes of it; empty without both."""
     if batch.sampler_log_prob is None or batch.old_log_prob is None:
         return {}
-    gap = log_ratio(batch.old_log_prob, batch.sampler_log_prob, batch.mask).abs()
-    metrics = {"sampler_gap_mean": float(token_mean(gap, batch.mask)), "sampler_gap_max": float(gap.max())}
-    k3 = kl_k3(batch.sampler_log_prob, batch.old_log_prob)
-    metrics["sampler_gap_k3"] = float(token_mean(masked(k3, batch.mask), batch.mask))
+    found = gaps(batch.old_log_prob, batch.sampler_log_prob, batch.mask)
+    metrics = {f"sampler_gap_{name}": float(value) for name, value in found.items()}
     for choice in preset.weights:
         if isinstance(choice, EngineMismatch):
             weight = choice.factor(batch)

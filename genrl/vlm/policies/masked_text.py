@@ -22,13 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from genrl.mdp.noise import generator
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, uniforms
+from genrl.vlm.policies.loading import Adapted
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.masked_formats import open_masked
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 
 
-class MaskedPolicy:
+class MaskedPolicy(Adapted):
     """A masked language model and its tokenizer; all weights are trained.
 
     length: places of a completion, L. samples: see above. steps: of drawing by confidence, L at most.
@@ -88,11 +89,6 @@ class MaskedPolicy:
         """Impossible in a completion, for the sampler and the trainer."""
         self.round: tuple[int | str, ...] = ()
         """Keys of the last sampling: which masks an iteration estimates its bounds by, before and after an update."""
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return list(self.model.parameters())
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A prompt's tokens. ValueError for one with pictures."""

@@ -310,7 +310,7 @@ def test_a_browser_shows_its_picture_goal_and_tree(monkeypatch: pytest.MonkeyPat
     module = types.ModuleType("browsergym.utils.obs")
     module.flatten_axtree_to_str = lambda tree: f"[13] button, {tree['n']} of them"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "browsergym.utils.obs", module)
-    one = Texts(Browser(), name="browsergym/miniwob.click-test", picture=96)
+    one = Texts(Browser(), Environment(name="browsergym/miniwob.click-test", picture=96))
     assert one.help == "click(bid), fill(bid, value)"
     picture, text = one.reset(0, "train")
     assert isinstance(picture, Image.Image) and picture.size == (96, 96) and np.array(picture).min() == 7
@@ -324,7 +324,7 @@ def test_what_cannot_be_opened_says_what_to_do() -> None:
     unlimited = Browser()
     unlimited.max_steps = None  # type: ignore[assignment]
     with pytest.raises(Misuse, match="has no limit of steps: write environment.max_steps"):
-        Texts(unlimited, name="browsergym/miniwob.click-test")
+        Texts(unlimited, Environment(name="browsergym/miniwob.click-test"))
     if importlib.util.find_spec("browsergym") is None:
         with pytest.raises(Misuse, match="pip install browsergym-miniwob"):
             open_environment(Environment(name="browsergym/miniwob.click-test"))
