@@ -105,10 +105,12 @@ class AnswersRun(VLMRun):
         choice: dict[str, float] = {}
         if self.versions is not None:
             self.versions.note(loop.iteration, loop.weights.named)
+        # groups that the filter leaves out are made up for by those of further questions
         for _ in range(config.trainer.rounds):
             loop.phase("answering", own * config.generation.group_size)
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
             chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
+            # all processes choose from the same pool alike, and each takes its part
             numbers = chosen[rank * own : (rank + 1) * own]
             rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
@@ -132,6 +134,7 @@ class AnswersRun(VLMRun):
                     asked = [self.synthesis.described(number) for number in picked]
                     described = self._ask(asked, "describe", loop.iteration, first)
             loop.check_stop()
+            # what selection passed over counts as asked, so that a resumed run goes on at the same question
             first += len(pool)
             kept.append(trained_on(config, found))
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
@@ -161,6 +164,7 @@ class AnswersRun(VLMRun):
             return self._ask(rows, "answers", loop.iteration, first), time.perf_counter() - started
         assert self.versions is not None
         last = min(loop.iteration + self.versions.staleness, config.iterations - 1)
+        # the server is kept busy with all iterations whose weights are known by now
         for iteration in range(loop.iteration, last + 1):
             if server.has(iteration):
                 continue
@@ -209,6 +213,7 @@ class AnswersRun(VLMRun):
             mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
         else:
             mine["sampler"] = answers.sampler_log_prob
+        # statistics of DCPO are by question, and a question may be another process's next time
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
         ready = self.estimated(mine, size, updates, prompts=prompts, visits=visits)
@@ -245,6 +250,7 @@ class AnswersRun(VLMRun):
     def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
         found = self._asked(whole, blind=False)
         row = figures(whole, found)
+        # twice is enough: what can be guessed hardly changes, and it costs an evaluation
         if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self._held_out(whole)):
             blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind

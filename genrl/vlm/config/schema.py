@@ -165,6 +165,7 @@ def completed(written: Any) -> Any:
     known, preset = built_in_names("vlm"), trainer.get("preset")
     if "algorithm" not in trainer:
         named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
+        # most files name a preset alone; what it learns from is where the run asks or acts
         usual = QUESTIONS if written.get("environment") is None else EPISODES
         rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
         trainer = {"algorithm": preset if named else usual, **rest}
@@ -273,6 +274,7 @@ class VLMConfig(RunConfig):
 
     def _written(self, stage: Stage) -> dict[str, Any]:
         """What a file of a stage alone would say, with the length of the run."""
+        # the run as it is, not as it was written: a script may have handed over sections
         return _merged(self.model_dump(exclude={"stages"}), stage.model_dump(exclude={"iterations"}))
 
     def with_micro_batch(self, rows: int) -> VLMConfig:
@@ -282,6 +284,7 @@ class VLMConfig(RunConfig):
             return part.model_copy(update={"trainer": part.trainer.model_copy(update={"micro_batch": rows})})
 
         changed = smaller(self)
+        # where pydantic keeps it; a copy would hold the old ones
         changed.__dict__["staged"] = [smaller(part) for part in self.staged]
         return changed
 
@@ -329,6 +332,7 @@ class VLMConfig(RunConfig):
             try:
                 part = type(self).model_validate(written)
             except ValidationError as error:
+                # rules are asked once all keys are right, so there is either one such error or only others
                 cause = error.errors()[0].get("ctx", {}).get("error")
                 found = [((one.path,), one.text) for one in explain(error, written, {})]
                 for keys, text in cause.problems if isinstance(cause, ImpossibleConfig) else found:

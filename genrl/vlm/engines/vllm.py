@@ -68,6 +68,7 @@ class InProcess:
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
+        # keys and values of the old weights would answer for the new ones
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps keys and values of the old weights: its prefix cache was not reset")
         self.llm.reset_mm_cache()

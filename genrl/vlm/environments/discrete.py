@@ -131,6 +131,7 @@ class Discrete(Worded):
         if action is None:
             if self.settings.invalid == "noop":
                 return self._shown(), fine, False, self.late, {"valid": False, "success": False}
+            # keyed by episode and step, so that an episode that is played again goes the same way
             action = int(np.random.default_rng([self.seed, self.elapsed]).integers(len(self.words)))
         self.raw, reward, ended, cut, success, _ = self._done(self.first + action, self.words[action])
         return self._shown(), reward + (0.0 if valid else fine), ended, cut, {"valid": valid, "success": success}

@@ -85,6 +85,7 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     module, command = EXTRAS.get(own.partition("/")[0].partition("-")[0], ("", ""))
     if module and not _installed(module):
         raise Misuse(f"{name} is in the package {module}, which is not installed: {command}")
+    # importing a package is what registers its environments
     for package in filter(None, (module, path)):
         importlib.import_module(package)
     if own not in gymnasium.registry:

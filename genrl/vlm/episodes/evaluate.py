@@ -50,6 +50,7 @@ def judge(
     """Act in the held-out episodes of these numbers, greedily. blind: with black pictures."""
     found = Judged([], [])
     sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
+    # environments in processes cost memory each; those in this one are objects
     together = table.settings.parallel if table.settings.processes else TOGETHER
     for begin in range(0, len(numbers), together):
         some = numbers[begin : begin + together]

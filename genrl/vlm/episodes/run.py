@@ -112,6 +112,7 @@ class EpisodesRun(VLMRun):
 
     def restore(self) -> None:
         """Play the episodes again that the loop's memory holds. Raises RuntimeError as `Table`."""
+        # the memory of a checkpoint is that of all processes
         own = set(self.slots)
         self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in own}
         self.table.restore([one for one in self.loop.memory.get("episodes", []) if one[0] in own])
@@ -178,6 +179,7 @@ class EpisodesRun(VLMRun):
             seeds = {slot: self._start(slot // self.size, attempt) for slot in left}
             watch = self.loop.advance_or_leave
             played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
+            # a group that is played again replaces itself: the first try is never trained on
             found |= {slot: (one, self.table.episodes[slot]) for slot, one in zip(left, played, strict=True)}
             if isinstance(choice, SemiOnline):
                 groups = [left[k : k + self.size] for k in range(0, len(left), self.size)]

@@ -73,6 +73,7 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
     if preset.surrogate is not None:
         term = preset.surrogate.loss(batch)
         parts["policy"] = aggregated(term.loss if batch.weight is None else batch.weight * term.loss)
+        # of a group loss there is no ratio to tell of
         metrics |= _ratio_metrics(term, batch.mask)
     elif preset.group_loss is not None:
         parts["policy"] = _group_loss(preset.group_loss, batch)
@@ -145,6 +146,7 @@ def estimate(
         advantage = preset.advantage.estimate(shaped)
         missing = torch.zeros_like(batch.group, dtype=torch.bool) if batch.rewards is None else batch.rewards.isnan()
         of_rows = missing if advantage.dim() == 1 else missing[:, None]
+        # a reward that failed must move no mean or spread of the others
         advantage = torch.where(of_rows, torch.nan, advantage)  # no part of a transform's statistics
         for transform in preset.transforms:
             advantage = transform.changed(advantage, batch)
@@ -156,6 +158,7 @@ def estimate(
         )
         weight = product(*(choice.factor(ready) for choice in preset.weights))
         ready = replace(ready, weight=weight)
+        # what a loss reads of the whole batch is made before it is cut into micro-batches
         for choice in preset.choices:
             ready = replace(ready, extra={**ready.extra, **choice.prepared(ready)})
     metrics = {"advantage_abs_mean": float(advantage.abs().mean()), "tokens_mean": tokens / max(rows, 1)}

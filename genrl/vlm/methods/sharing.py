@@ -58,6 +58,7 @@ def updates_of(
     tokens = torch.cat(lengths)
     ends = torch.tensor([len(one) for one in lengths]).cumsum(0)
     number, first = len(tokens), int(ends[rank]) - own_groups
+    # by groups of all processes, so that their number changes no update
     shuffled = torch.randperm(number, generator=generator(seed, "updates", loop.iteration))
     found = []
     for some in shuffled.tensor_split(min(updates, number)):
@@ -65,6 +66,7 @@ def updates_of(
         own = (some[owner == rank] - first).sort().values
         rows = (own[:, None] * size + torch.arange(size)).flatten()
         most = micro or len(some) * size
+        # cut by a batch of masks alone: what is estimated later is cut in the same places
         parts = micro_batches(bare.select(rows), most, whole_groups=whole_groups) if len(rows) else []
         made = [part.extra["row"] for part in parts]
         found.append(Update(made, 0, len(some) * size, int(tokens[some].sum()), len(some)))

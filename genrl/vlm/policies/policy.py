@@ -140,6 +140,7 @@ class Policy(Adapted):
             self.model.requires_grad_(True)
         else:
             self.peft = with_lora(self.model, lora, seed)
+        # dropout would make the ratio of an untouched policy other than 1
         self.model.to(device).eval()
         self.sharded: Body | None = None
         self.device, self.dtype = torch.device(device), dtype

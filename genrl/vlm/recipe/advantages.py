@@ -115,6 +115,7 @@ class WhitenedReturns(Estimator):
         else:
             rewards, mask = batch.scores(self.name), batch.scored  # a row without a score takes no part
             scores = groups.group_advantages(rewards, batch.group, scale="none") if self.baseline else rewards.double()
+            # the whole reward comes with the token that ends the answer, and is discounted back from there
             last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
             per_step = masking.masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
         if "kl_reward" in batch.extra:  # `KlInReward` pays tokens here, since a return adds up what comes after one
@@ -176,6 +177,7 @@ class NormaliseThenSum(Estimator):
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         components = batch.read("components", self.name)
+        # they come as rows, since only what has rows is gathered from other processes
         weights = batch.extra.get("component_weights")  # [B, K], every row the same
         each = [1.0] * components.shape[1] if weights is None else weights[0].tolist()
         return token_advantages.normalise_then_sum(components, each, batch.group)

@@ -107,6 +107,7 @@ class RecipeMethod(VLMMethod):
         """The functions: those that are written, else the preset's. Raises Contradiction."""
         own = PRESETS[self.preset]
         changes = {key: value for key in (*ONE, *SEVERAL, "aggregation") if (value := getattr(self, key)) is not None}
+        # writing one of the two takes the place of the preset's other
         if "surrogate" in changes and "group_loss" not in changes:
             changes["group_loss"] = None
         if "group_loss" in changes and "surrogate" not in changes:
@@ -121,6 +122,7 @@ class RecipeMethod(VLMMethod):
             made = replace(made, length=config.generation.max_new_tokens)
         there = any(isinstance(one, EngineMismatch) for one in made.weights)
         corrected = self.weights is not None or there
+        # older weights sampled, so that importance weights come before the clip
         if config.generation.staleness and not there and made.group_loss is None:
             return replace(made, weights=(*made.weights, decoupling(made)))
         if config.generation.engine == "vllm" and not corrected and made.group_loss is None:

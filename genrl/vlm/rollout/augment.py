@@ -124,6 +124,7 @@ def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loo
         return
     file = loop.process.run.folder / f"passes-{stage}.jsonl"
     loop.process.accelerator.wait_for_everyone()  # none looks for the file while another writes it
+    # a pass over all questions is dear: a resumed run reads what the first one counted
     if not file.is_file():
         with answering(policy):
             _count(config, questions, policy, loop, stage)

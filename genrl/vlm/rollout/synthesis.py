@@ -216,6 +216,7 @@ class Synthesis:
                 for name, said in zip(names, one["descriptions"], strict=True)
             ]
             drawn += sum(said is not None for said in one["descriptions"])
+            # a picture that nobody asks about would stay with the server for ever
             for name in set(names) - set(spread):  # more pictures than questions in the iteration
                 self.server.forget(name)
             worths += [value for value in worth if not math.isnan(value)]
