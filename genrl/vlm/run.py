@@ -234,8 +234,9 @@ class AnswersRun(VLMRun):
     def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
         """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
         any; empty without one, and where these questions lack its columns."""
-        number, taught = whole.at(max(0, iteration - 1))[0], [part.trainer.taught for part in whole.parts]
-        known = [target for target in (*reversed(taught[: number + 1]), *taught) if target is not None]
+        number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
+        taught = [None if method.samples else method.demonstrations for method in methods]
+        known = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
         questions = self._held_out(whole)
         if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():
             return {}

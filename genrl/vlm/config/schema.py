@@ -54,6 +54,9 @@ class VLMMethod(Method):
     acts: ClassVar[bool] = False
     """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
 
+    samples: ClassVar[bool] = True
+    """It learns from answers that the model samples, which rewards score; otherwise from what the data gives."""
+
     with_heads: ClassVar[bool] = False
     """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
 
@@ -101,19 +104,10 @@ class VLMMethod(Method):
         return 1
 
     @property
-    def taught(self) -> str | None:
-        """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
-        return None
-
-    @property
-    def samples(self) -> bool:
-        """Whether it learns from answers that the model samples, which rewards score."""
-        return self.taught is None
-
-    @property
     def demonstrations(self) -> tuple[str, str] | None:
-        """Answers of the data that it reads, taught or beside the model's own: the key that names them, and which."""
-        return None if self.taught is None else ("trainer.target", self.taught)
+        """Answers of the data that it reads, taught instead of the model's own or beside them: the key that names them,
+        and which: a column, or a text with columns in braces."""
+        return None
 
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
@@ -145,7 +139,7 @@ class VLMMethod(Method):
 
 
 def columns_of(target: str) -> list[str]:
-    """The columns of an answer that is taught (`VLMMethod.taught`)."""
+    """The columns of an answer that the data gives (`VLMMethod.demonstrations`)."""
     return PLACE.findall(target) if "{" in target else [target]
 
 
