@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, wa
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
 from genrl.vlm.episodes.rows import Rows, replay, rows_of, spread, turns_of
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
-from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
@@ -301,13 +299,6 @@ def check_environment(config: VLMConfig, policy: Policy) -> None:
         policy.check_room([policy.encode(table.prompt(0))], config.generation.max_new_tokens)
     finally:
         host.close()
-
-
-def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
-    """The model, seen to fit its environment, before anything is written."""
-    policy = open_policy(config, accelerator.device)
-    check_environment(config, policy)
-    return policy
 
 
 def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
