@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.pictures import save_samples
-from genrl.vlm.common import Estimated, VLMRun, open_reference, share_of
+from genrl.vlm.common import Estimated, VLMRun, open_reference
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.config.sections import Environment
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, answering
 from genrl.vlm.environments.hosts import open_host
@@ -55,19 +54,31 @@ class Actor(NamedTuple):
     critic: ValueHead | None
 
 
-@dataclass
 class EpisodesRun(VLMRun):
-    """One process of a run that acts; critic: of vl_dac and poad."""
+    """One process of a run that acts; critic: of vl_dac and poad. held_out: the environments of evaluations."""
 
     preset: Preset
-    environment: Settings
-    critic: ValueHead | None
-    table: Table
-    held_out: Table
-    """The environments of evaluations."""
-    begun: dict[int, int] = field(default_factory=dict)
-    """With a critic: how many episodes each of this process's slots has begun."""
     result: ClassVar[tuple[str, str]] = ("success", "curves and pictures")
+
+    def __init__(
+        self,
+        config: VLMConfig,
+        process: Process,
+        policy: Policy,
+        reference: Policy | None,
+        environment: Settings,
+        critic: ValueHead | None,
+        table: Table,
+        held_out: Table,
+    ) -> None:
+        groups = {"policy": (policy.parameters, config.optimizer.lr)}
+        if critic is not None:
+            rate = (cast(Episodes, config.trainer).critic or Critic()).lr
+            groups["critic"] = [p for p in critic.parameters() if p.requires_grad], rate
+        super().__init__(config, process, policy, reference, groups, {}, retries=config.trainer.fit_batch)
+        self.environment, self.critic, self.table, self.held_out = environment, critic, table, held_out
+        self.begun: dict[int, int] = {}
+        """With a critic: how many episodes each of this process's slots has begun."""
 
     @property
     def actor(self) -> Actor:
@@ -127,8 +138,7 @@ class EpisodesRun(VLMRun):
         config, loop, slots = self.config, self.loop, self.slots
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
-        if self.versions is not None:
-            self.versions.note(loop.iteration, loop.weights.named)
+        self.note_weights()
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
         with loop.timed("rollout"), self.drawing(), answering(self.policy):
             if critic:
@@ -263,17 +273,16 @@ class EpisodesRun(VLMRun):
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
         with answering(self.policy):
-            mine = judge(
+            own = judge(
                 self.policy,
                 self.config,
                 self.held_out,
-                share_of(self.process, number),
+                self.process.share(number),
                 blind=blind,
                 films=6 if self.process.is_main and not blind else 0,
                 advance=self.loop.advance_or_leave,
             )
-        every: list[Judged] = gather_object([mine])
-        return reduce(Judged.joined, every)
+        return of_all(own)
 
     def rows_at_most(self) -> int:
         """The rows that a process has in an update."""
@@ -283,7 +292,7 @@ class EpisodesRun(VLMRun):
         return slots * (1 if self.critic is None else self.environment.steps)
 
 
-def settings_of(config: VLMConfig) -> Environment:
+def settings_of(config: VLMConfig) -> Settings:
     """The section `environment`, which is there."""
     assert config.environment is not None
     return config.environment
@@ -315,19 +324,11 @@ def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
 
 def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
     """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
-    method, settings = cast(Episodes, config.trainer), settings_of(config)
-    reference = open_reference(config, process, policy)
-    groups = {"policy": (policy.parameters, config.optimizer.lr)}
+    settings, reference = settings_of(config), open_reference(config, process, policy)
     critic = critic_of(config, policy)
-    if critic is not None:
-        groups["critic"] = [p for p in critic.parameters() if p.requires_grad], (method.critic or Critic()).lr
     tables = []
     for _ in range(2):  # of training, whose episodes go on, and of evaluation
         host = open_host(settings)
         stack.callback(host.close)
         tables.append(Table(settings, host))
-    recipe = method.recipe(config)
-    train, held_out = tables
-    run = EpisodesRun(process, config, recipe, policy, reference, settings, critic, train, held_out)
-    run.open_loop(groups, {}, retries=config.trainer.fit_batch)
-    return run
+    return EpisodesRun(config, process, policy, reference, settings, critic, *tables)

@@ -15,6 +15,7 @@ from PIL import Image
 
 from genrl.vlm.policies.processor import Prompt, Turn
 from genrl.vlm.policies.videos import Clip
+from genrl_rewards.extras import install
 
 PLACE = re.compile(r"(<image>|<video>)")
 KINDS = ("image", "video")
@@ -138,7 +139,7 @@ def clip_of(clip: Path | Sequence[Any], fps: float, most: int, where: str) -> Cl
     try:
         import av
     except ImportError as error:
-        raise ValueError(f"{where}: video files are read by PyAV: pip install 'genrl-diffusion[av]'") from error
+        raise ValueError(f"{where}: video files are read by PyAV: {install('av')}") from error
     try:
         container: Any
         with av.open(str(clip)) as container:
