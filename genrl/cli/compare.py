@@ -128,7 +128,7 @@ def _make_of_answers(a: str, b: str, asked: Asked) -> None:
     """Write the page of models whose pictures or sounds answer held-out questions, and its key."""
     from genrl.runtime.loop.progress import Progress
     from genrl.runtime.show.compare.page import Page
-    from genrl.vlm.compare import compare as fill
+    from genrl.vlm.evaluate import compare as fill
 
     page = Page(asked.out, question=asked.question, beside=asked.beside)
     with Progress(1, unit="samples") as progress:

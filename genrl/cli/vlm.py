@@ -124,7 +124,7 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     from genrl.vlm.environments.hosts import open_host
     from genrl.vlm.episodes.episodes import Table as Slots
     from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
-    from genrl.vlm.episodes.opening import settings_of
+    from genrl.vlm.episodes.run import settings_of
     from genrl.vlm.policies.folder import load_trained
     from genrl.vlm.policies.policy import Policy
 

@@ -15,7 +15,7 @@ from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.vllm import Given, Sampler
 from genrl.vlm.rollout.rollout import Answers, Part, drawn, joined, scored
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from genrl.playground import cards
 from genrl.playground.cards import GAMES, Cards, Game
-from genrl.vlm.config.environment import Environment
+from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.opening import open_environment
 
 

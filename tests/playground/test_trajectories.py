@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from genrl.playground.grid import Grid
-from genrl.vlm.config.environment import Environment
+from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.opening import open_environment
 

@@ -1,17 +1,22 @@
-"""A question about a detail that is not to be seen from afar, and a tool that shows parts of the picture larger.
+"""Questions about a detail that is not to be seen from afar, and tools that show it: parts of one picture, larger, or
+of the pages of a collection, which are searched for first (VRAG-RL).
 
-The picture is drawn at 144 pixels; what is shown, at 48, leaves out the mark inside the shape. The model may ask for
-parts, `<bbox>[x1,y1,x2,y2]</bbox>` in pixels of what it is shown, several in one turn; they are cut out of the large
-picture and come back together as the next observation. `<answer>...</answer>` ends the episode, and so does, as a cut,
-the last turn. What is neither is told how to do it. (PARA-GRPO's tool, and a part of VRAG-RL's: see `search`.)
+A picture is drawn at 144 pixels; what is shown, at 48, leaves out the mark inside the shape. The model may ask for
+parts, `<bbox>[x1,y1,x2,y2]</bbox>` in pixels of what it is shown; they are cut out of the large picture and come back
+as the next observation. `<answer>...</answer>` ends the episode, and so does, as a cut, the last turn. What is neither
+is told how to do it. (PARA-GRPO's tool.)
 
-With `agents` the parts of a turn go to a sub-agent each, which is asked what it shows; the next observation has their
-answers, and no picture (ParaVT).
+In `Crop` a turn may ask for several parts. With `agents` each goes to a sub-agent, which is asked what it shows; the
+next observation has their answers, and no picture (ParaVT). In `Search` `<search> words </search>` brings the best page
+that was not shown yet, found by the words for what is on it, and the first call of a turn counts.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +27,7 @@ from genrl.vlm.environments.contract import Layout, Observation, Question, Split
 from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
 from genrl_rewards.scorers.texts import tool_use
 from genrl_rewards.scorers.texts.expected import numbers_in
-from genrl_rewards.scorers.texts.verifiable import answer_in, exact
+from genrl_rewards.scorers.texts.verifiable import answer_in, exact, ndcg_of
 
 Rule = Literal["accuracy", "para_grpo"]
 
@@ -181,3 +186,107 @@ def _box(numbers: list[float]) -> Box | None:
 def cut_out(large: Image.Image, box: Box) -> Image.Image:
     """A part of the large picture at the size of what is shown."""
     return large.resize((SHOWN, SHOWN), Image.Resampling.BOX, box=box)
+
+
+SEARCH_HELP = (
+    "search by <search> </search>, look closer at the last page by <bbox>[x1,y1,x2,y2]</bbox> "
+    "or end by <answer> </answer>"
+)
+ACTION = re.compile(r"<(search|bbox|answer)>(.*?)</\1>", re.DOTALL)
+
+
+class Index:
+    """Texts, found by words: a sum over the query's distinct words of term frequency times log(1 + N / df)."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.counts = [Counter(re.findall(r"\w+", text.casefold())) for text in texts]
+        self.holding = Counter(word for counts in self.counts for word in counts)
+
+    def ranked(self, query: str) -> list[int]:
+        """The texts that hold any of the words, best first, the earlier of equal ones first."""
+        words = set(re.findall(r"\w+", query.casefold())) & self.holding.keys()
+        weight = {word: math.log1p(len(self.counts) / self.holding[word]) for word in words}
+        scores = [sum(counts[word] / counts.total() * weight[word] for word in words) for counts in self.counts]
+        return sorted((k for k, score in enumerate(scores) if score), key=lambda k: -scores[k])
+
+
+class Search:
+    """One episode. pages: in the collection; what is asked for is on one of them.
+
+    It is worth VRAG-RL's mixture: the judge is the exact comparison, the rule that there is an answer and that every
+    turn could be executed, the gain that of the pages that were fetched.
+    """
+
+    layout: Layout = "conversation"
+    help = SEARCH_HELP
+
+    def __init__(self, pages: int = 4, turns: int = 4, begun: str = "<think>") -> None:
+        if pages < 1 or turns < 1:
+            raise ValueError(f"search: pages and turns must be 1 or more, not {pages} and {turns}")
+        self.pages, self.turns, self.begun = pages, turns, begun
+
+    def reset(self, seed: int, split: Split) -> Observation:
+        """Draw the pages of this seed, and ask."""
+        rng = np.random.default_rng(seed)
+        while True:
+            self.things = [drawn_by(rng) for _ in range(self.pages)]
+            self.gold = int(rng.integers(self.pages))
+            self.thing = self.things[self.gold]
+            texts = [f"{thing.colour} {thing.shape}" for thing in self.things]
+            if texts.count(texts[self.gold]) == 1 and self.thing.held_out == (split == "eval"):
+                break
+        self.index, self.answer = Index(texts), self.thing.inside
+        self.turn, self.failed, self.looked = 0, False, False
+        self.fetched: list[int] = []
+        return (question(self.thing),)
+
+    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """See `contract.Environment`. The reward comes with the end."""
+        self.turn += 1
+        found = ACTION.search(text)
+        action, written = (found[1], found[2]) if found else ("", "")
+        ended = action == "answer"
+        seen: Observation = ("the end",)
+        if action == "search":
+            seen = self._page(written)
+        elif action == "bbox":
+            seen = self._part(f"<bbox>{written}</bbox>")
+        elif not ended:
+            seen = (f"there is no action. {SEARCH_HELP}",)
+        valid = ended or isinstance(seen[0], Image.Image)
+        self.failed = self.failed or not valid
+        cut = self.turn >= self.turns and not ended
+        right = ended and exact([written], [self.answer], tag="")[0] == 1.0
+        info: dict[str, Any] = {"valid": valid, "success": right}
+        if not (ended or cut):
+            return seen, 0.0, False, False, info
+        rule = float(ended and not self.failed)
+        gain = ndcg_of([str(page) for page in self.fetched], [str(self.gold)])
+        looked = float(self.looked)
+        info["parts"] = {"accuracy": float(right), "format": rule, "ndcg": gain, "looked": looked}
+        return seen, tool_use.vrag_rl(float(right), rule, gain), ended, cut, info
+
+    def render(self) -> NDArray[np.uint8]:
+        """The last page that was fetched, white before."""
+        blank = np.full((RAW, RAW, 3), 255, np.uint8)
+        return np.asarray(draw(self.things[self.fetched[-1]])) if self.fetched else blank
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _page(self, query: str) -> Observation:
+        new = [page for page in self.index.ranked(query) if page not in self.fetched]
+        if not new:
+            return (f"there is no other page for it. {SEARCH_HELP}",)
+        self.fetched.append(new[0])
+        return shown(self.things[new[0]]), "page"
+
+    def _part(self, text: str) -> Observation:
+        if not self.fetched:
+            return (f"there is no page to look at. {SEARCH_HELP}",)
+        box = next(iter(boxes_in(text)), None)
+        if box is None:
+            return (f"there is no box in it. {SEARCH_HELP}",)
+        page = self.things[self.fetched[-1]]
+        self.looked = self.looked or (self.fetched[-1] == self.gold and holds(box, page))
+        return cut_out(draw(page), box), "larger"

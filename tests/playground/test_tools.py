@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.vlm.config.environment import Environment
-from genrl.vlm.environments import crop, watch
+from genrl.playground import crop, watch
+from genrl.playground.crop import Crop, Index
+from genrl.playground.watch import Watch
+from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.contract import Question
-from genrl.vlm.environments.crop import Crop
 from genrl.vlm.environments.opening import open_environment
-from genrl.vlm.environments.search import Index
-from genrl.vlm.environments.watch import Watch
 
 
 def opened(name: str, seed: int = 3, split: Any = "train", **options: Any) -> Any:
