@@ -11,14 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.mdp.noise import generator
+from genrl.mdp.noise import derive_seed, generator
 from genrl.runtime.show.intervals import wilson
 from genrl.vla.data.videos import Clip
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.collect import observe
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
-from genrl.vla.simulators.environments import evaluation_episodes
+
+
+def evaluation_episodes(seed: int, count: int) -> NDArray[np.uint64]:
+    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many."""
+    return np.uint64(derive_seed(seed, "evaluation")) + np.arange(count, dtype=np.uint64)
 
 
 class Judged(NamedTuple):

@@ -32,7 +32,7 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Frozen, Sampler
-from genrl.vla.simulators.contract import Observation, Tables
+from genrl.vla.simulators.contract import Environment, Observation
 
 ENVIRONMENT_NAMES = {
     "pixels": IMAGE,
@@ -61,7 +61,7 @@ class RolloutPlan:
 
 @torch.no_grad()
 def collect(
-    env: Tables,
+    env: Environment,
     policy: Policy,
     sampler: Sampler,
     plan: RolloutPlan,
@@ -178,7 +178,7 @@ def policy_name(name: str) -> str | None:
     return IMAGES + name.removeprefix("pixels/") if name.startswith("pixels/") else ENVIRONMENT_NAMES.get(name)
 
 
-def observe(raw: Observation, env: Tables, policy: Policy, decision: int) -> Batch:
+def observe(raw: Observation, env: Environment, policy: Policy, decision: int) -> Batch:
     """The policy's inputs of what an environment shows."""
     named = {own: value for name, value in raw.items() if (own := policy_name(name)) is not None}
     missing = [name for name in policy.inputs if name not in named and name != TOKENS]

@@ -12,7 +12,6 @@ import pytest
 from gymnasium import spaces
 
 from genrl.vla.simulators.contract import Environment, Misuse, Reading, Simulation
-from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.simulator import (
     Simulator,
     find_registered,
@@ -20,6 +19,7 @@ from genrl.vla.simulators.simulator import (
     is_function,
     named,
 )
+from genrl.vla.simulators.tables import open_environment
 
 headless()
 

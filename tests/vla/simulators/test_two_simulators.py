@@ -9,7 +9,7 @@ import pytest
 
 from genrl.config import load
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.run_folders import rows
 

@@ -20,8 +20,8 @@ from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.setup import frames_of, open_tables
 from genrl.vla.simulators.contract import Misuse, Reading, Simulation
-from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.simulator import Simulator
+from genrl.vla.simulators.tables import open_environment
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder
 from tests.vla.two_cameras import COLOURS, Draws, Shows, grey

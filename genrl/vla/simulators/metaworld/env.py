@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Misuse, Reading
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
-from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
-from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
+from genrl.vla.simulators.mujoco_scenes import DEPTH_SIZE, Box, cloud, import_mujoco, renderer
 from genrl.vla.simulators.simulator import SlotHost
 
 CAMERA = "corner2"

@@ -20,8 +20,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
-from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
-from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
+from genrl.vla.simulators.mujoco_scenes import DEPTH_SIZE, Box, cloud, import_mujoco, renderer
 from genrl.vla.simulators.simulator import SlotHost, find_registered
 
 Seen = dict[str, NDArray[np.float64]]

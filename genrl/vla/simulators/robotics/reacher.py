@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
-from genrl.vla.simulators.mujoco_points import Box
+from genrl.vla.simulators.mujoco_scenes import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import FIELD_OF_VIEW, RoboticsEnv, Seen, Task, View, twin
 
