@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.vla.policies.pictures import letterbox
+from genrl.vla.policies.robot import letterbox
 
 
 @pytest.mark.parametrize(("height", "width"), [(20, 40), (40, 20), (12, 30)])
