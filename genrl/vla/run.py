@@ -29,7 +29,6 @@ from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.weights.sharding import unsharded
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.config.sections import Diffusion
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.policies.folder import save_first_steps, save_policy
@@ -93,8 +92,8 @@ class VLARun:
 
     @property
     def acting(self) -> Acting:
-        """The policy with the sampler of the running iteration."""
-        return Acting(self.policy, sampler_of(self.config, self.policy, self.loop.iteration))
+        """The policy with its sampler."""
+        return Acting(self.policy, sampler_of(self.config, self.policy))
 
     @property
     def accelerator(self) -> Accelerator:
@@ -170,7 +169,7 @@ class VLARun:
 
     def _here(self, plan: RolloutPlan) -> Acted:
         """The rollout, collected now."""
-        acting = Acting(self.policy, sampler_of(self.config, self.policy, plan.iteration), self.frozen)
+        acting = Acting(self.policy, sampler_of(self.config, self.policy), self.frozen)
         with self.drawing():
             return measured(self.env, self.acted, acting, plan, self.loop.advance_or_leave)
 
@@ -180,7 +179,7 @@ class VLARun:
         last = min(plan.iteration + self.versions.staleness, self.config.iterations - 1)
         for iteration in range(plan.iteration, last + 1):
             if iteration not in ahead.underway:  # actors are made for the first one, which is waited for: nothing moves
-                acting = Acting(self.policy, sampler_of(self.config, self.policy, iteration), self.frozen)
+                acting = Acting(self.policy, sampler_of(self.config, self.policy), self.frozen)
                 by_older = partial(self.acted, weights=self.versions.of(iteration))
                 its_own = replace(plan, iteration=iteration)
                 ahead.begin(iteration, partial(measured, self.env, by_older, acting, its_own))
@@ -273,7 +272,7 @@ class VLARun:
         self.loop.phase("evaluating", settings.episodes)
         with unsharded(self.policy):
             mine = evaluate(
-                Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
+                Acting(self.policy, sampler_of(config, self.policy), self.frozen),
                 self.table,
                 episodes=shares[rank],
                 seed=settings.seed,
@@ -309,8 +308,8 @@ class VLARun:
         """The policy's folder, with DPPO's frozen half."""
         folder, sampler = self.process.run.folder / "policy", self.config.sampler
         save_policy(self.policy, folder)
-        if self.frozen is not None and isinstance(sampler, Diffusion):
-            save_first_steps(self.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
+        if self.frozen is not None:
+            save_first_steps(self.frozen, folder, sampler.steps, sampler.first_steps)
         return folder
 
     def hand_over(self) -> Any:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from genrl.config import load
-from genrl.mdp import chains
 from genrl.mdp.noise import seeded
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
@@ -29,10 +27,9 @@ from genrl.vla.data.demonstrations import demonstrated, world_of
 from genrl.vla.data.frames import Shown, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.data.recordings import Steps, episodes_of, read_steps
-from genrl.vla.policies.adapters import is_adapter, merge, with_lora
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
-from genrl.vla.policies.layers import require_layers
+from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import (
     ACTION,
@@ -43,7 +40,6 @@ from genrl.vla.policies.policy import (
     STATE,
     TOKENS,
     Batch,
-    NoiseHead,
     Policy,
     PredictsActions,
     PredictsNoise,
@@ -54,9 +50,9 @@ from genrl.vla.policies.policy import (
     vocabulary,
 )
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Regression, Sampler, Tokens
+from genrl.vla.rollout.sampling import Sampler
 from genrl.vla.simulators.contract import Environment, Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from genrl_rewards.given import is_given, take
 
 PREDICTIONS: dict[str, type[Any]] = {
@@ -68,40 +64,13 @@ PREDICTIONS: dict[str, type[Any]] = {
 """What a policy predicts, by the name that samplers have for it. One may predict several."""
 
 
-def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
-    """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
+def sampler_of(config: VLAConfig, policy: Policy) -> Sampler:
+    """The transition rule of a run. Raises ValueError where the policy cannot do it."""
     fitting, wanted = [what for what, kind in PREDICTIONS.items() if isinstance(policy, kind)], config.sampler.predicts
     if wanted not in fitting:
         kind, near = config.sampler.kind, " or ".join(SAMPLERS[what] for what in fitting)
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
-    match config.sampler:
-        case settings.FlowSDE() as given:
-            level = given.noise_level
-            if given.anneal is not None:
-                level = chains.annealed(level, given.anneal[0], given.anneal[1], iteration)
-            kernel: Literal["flow_sde", "flow_cps"] = "flow_cps" if isinstance(given, settings.FlowCPS) else "flow_sde"
-            return FlowSteps(kernel, given.steps, level, given.selection, given.count, given.skip_last)
-        case settings.ReinFlow() as given:  # a FlowNoise, too
-            clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
-            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction, **clips)
-        case settings.FlowNoise() as given:
-            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction)
-        case settings.Diffusion() as given:
-            assert isinstance(policy, PredictsNoise)
-            levels = policy.train_steps
-            if given.steps > levels:
-                raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
-            trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
-            return Diffusion(levels, given.steps, trained, given.floor)
-        case settings.Tokens() as given:
-            return Tokens(given.temperature)
-        case settings.Regression():
-            return Regression()
-
-
-def noise_head_of(config: VLAConfig) -> NoiseHead:
-    """Flow-Noise's head is on the expert, ReinFlow's beside it."""
-    return "none" if config.trainer.whole_chain else config.sampler.noise_head
+    return config.sampler.made(policy, whole_chain=config.trainer.whole_chain)
 
 
 def critic_values(config: VLAConfig, policy: Policy) -> int:
@@ -176,8 +145,8 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
 
 def with_own_heads(config: VLAConfig, policy: Any) -> Any:
     """The policy with the heads that the trainer needs."""
-    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
-    return policy.with_heads(**heads, seed=config.seed)
+    noise_head = "none" if config.trainer.whole_chain else config.sampler.noise_head
+    return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed)
 
 
 def policy_folder(path: Path) -> Path:
@@ -371,7 +340,6 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         tasks=env.tasks or (),
         group_size=group_size,
         timeout_s=env.timeout_s,
-        worker_gb=math.inf if env.worker_gb is None else env.worker_gb,
         image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
         points=policy.points if POINTS in policy.inputs else 0,
         cameras=cameras,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from genrl.config.plugins import Group
 
 EMBEDDED = {
-    "tiny_flow_vla": "genrl.vla.policies.tiny_flow:TinyFlowVLA",
-    "diffusion_mlp": "genrl.vla.policies.diffusion_mlp:DiffusionMLP",
+    "tiny_flow_vla": "genrl.vla.policies.embedded:TinyFlowVLA",
+    "diffusion_mlp": "genrl.vla.policies.embedded:DiffusionMLP",
 }
 """Policies that are made here: by `policy.new`, from a folder too."""
 PUBLISHED = {
@@ -61,5 +61,3 @@ EXPERTS = Group(
 functions (tasks, count, seed, max_steps, image_size, points) -> `frames.Shown`."""
 WORLDS = Group("world to make data in", {"minitable": "genrl.playground.minitable.world:TableWorld"}, "")
 """What methods that make their own data know of a simulator: functions (tasks, max_steps) -> `demonstrations.World`."""
-MINITABLE_THINGS = 7
-"""On the embedded table: discs, gripper, zones."""

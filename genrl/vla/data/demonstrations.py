@@ -67,12 +67,16 @@ class World(Protocol):
         """The expert's decisions as transitions, with what the policy reads."""
         ...
 
-    def wayward_data(self, config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
-        """Episodes of a player who does what it is told in a share `settings.right` of them, else something else."""
+    def wayward_data(
+        self, config: VLAConfig, episodes: int, right: float, reads: Reader, horizon: int, gamma: float
+    ) -> Transitions:
+        """Episodes of a player who does what it is told in a share `right` of them, and else something else."""
         ...
 
-    def careless_data(self, config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
-        """Episodes of a player who avoids hazards in a share `settings.careful` of them, with their costs."""
+    def careless_data(
+        self, config: VLAConfig, episodes: int, careful: float, reads: Reader, horizon: int, gamma: float
+    ) -> Transitions:
+        """Episodes of a player who avoids hazards in a share `careful` of them, with their costs."""
         ...
 
     def with_hazards(self, num_envs: int, chunk: int) -> Environment:

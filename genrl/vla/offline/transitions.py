@@ -18,7 +18,7 @@ from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
-from genrl.vla.config.sections import Environment
+from genrl.vla.config import sections
 from genrl.vla.data.recordings import Steps, split
 from genrl.vla.policies.policy import (
     ACTION,
@@ -36,7 +36,7 @@ from genrl.vla.policies.policy import (
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Denoising
-from genrl.vla.simulators.contract import Tables
+from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.scores import named
 
 
@@ -86,7 +86,7 @@ Behaviour = Callable[[Batch, int], Tensor]
 
 
 def play(
-    env: Tables,
+    env: Environment,
     behave: Behaviour,
     reads: Reader,
     *,
@@ -145,7 +145,7 @@ def play(
     return Transitions(observation=now, next_observation=following, **joined)
 
 
-def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reader) -> Batch:
+def observe(raw: dict[str, NDArray[Any]], env: Environment, reads: Reader) -> Batch:
     """What `reads` reads of an environment's observation, by the policy's names."""
     named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
     found = {name: torch.from_numpy(np.array(named[name])) for name in reads.inputs if name != TOKENS}
@@ -156,10 +156,10 @@ def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reader) -> Batch:
 def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Transitions:
     """The decisions of a rollout of the policy, which has not changed since.
 
-    A last denoising step that was not drawn is done again (`FlowSteps` with skip_last). Raises ValueError where more of
+    A last denoising step that was not drawn is done again (Flow-CPS). Raises ValueError where more of
     the chain is missing (one random step): nobody knows the chunk then; draw all, or use `play`.
     """
-    assert isinstance(rollout.sampler, Denoising)  # others are refused (`vla_rules`)
+    assert isinstance(rollout.sampler, Denoising)  # no other sampler's chunk is in its record
     kept, last = rollout.valid, rollout.sampler.steps - 1
     now = {name: value[:-1][kept] for name, value in rollout.observations.items()}
     following = {name: value[1:][kept] for name, value in rollout.observations.items()}
@@ -189,7 +189,7 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
 
 
 def from_steps(
-    steps: Steps, reads: Reader, env: Environment, *, horizon: int, executed: int, gamma: float
+    steps: Steps, reads: Reader, env: sections.Environment, *, horizon: int, executed: int, gamma: float
 ) -> Transitions:
     """A decision from every recorded step: the chunk of `horizon` actions from there, of which `executed` are, or as
     many as its episode has left. Beyond an end a chunk repeats the last action. Decisions overlap where executed > 1.

@@ -144,5 +144,5 @@ def test_data_sets_hold_no_points(tmp_path: Path) -> None:
     nowhere = {"expert": None, "dataset": str(tmp_path)}
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "info.json").write_text("{}")
-    with pytest.raises(ValueError, match="data sets hold no points; write 0, or take an expert"):
+    with pytest.raises(ValueError, match="data sets hold no clouds of points"):
         open_policy(config(tmp_path, demonstrations=nowhere, **POINTS))

@@ -10,17 +10,16 @@ from genrl.mdp import ddpm
 from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.playground.minitable import MiniTable, demonstrate, expert_chunk, task
-from genrl.playground.minitable.demonstrations import minitable_frames
 from genrl.vla.data.frames import STD_FLOOR, frame_statistics
 from genrl.vla.offline.imitation import flow_matching_loss, imitate, noise_matching_loss
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
-from tests.vla.tiny_policies import TOLD, WORDS, flow, frames
+from tests.vla.tiny_policies import TOLD, WORDS, flow, frames, minitable_frames
 
 
 def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> None:
     """An environment that plays the demonstrated episodes by the expert shows the frames, one after the other."""
     keys, tasks, row = task.episode_keys(0, np.arange(4), np.zeros(4)), (0, 4), 0
-    seen = minitable_frames(demonstrate(keys, tasks), WORDS, horizon=4, image_size=32)
+    seen = minitable_frames(demonstrate(keys, tasks), image_size=32)
     for key in keys:
         env = MiniTable(1, chunk=1, tasks=tasks)
         shown, _ = env.reset(seed=0, options={"episodes": np.array([key])})

@@ -1,8 +1,8 @@
 """Imagination as an environment (DiWA, arXiv 2508.03645).
 
-It shows latents, "agent_pos" the deterministic h and "environment_state" the sampled z of `rssm.Latent`, and follows
-the contract of `contract.Tables`, as the real world does that the same model looks at (`demonstrations.World.seen_by`):
-a policy on latents acts in either, and trainers of tables train in dreams.
+It shows latents, "agent_pos" the deterministic h and "environment_state" the sampled z of `rssm.Latent`, and is a
+`contract.Environment`, as the real world is that the same model looks at (`demonstrations.World.seen_by`): a policy on
+latents acts in either, and what trains on tables trains in dreams.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Dream:
 
     draw: pictures of the observations that latents stand for. judge: says after every step whether the instruction is
     fulfilled, which is reward 1 and ends the dream; max_steps actions without it truncate. Next-step auto-reset,
-    "rewards", "n_executed" and "is_success" as in `contract.Tables`.
+    "rewards", "n_executed" and "is_success" as in `contract.Environment`.
     Episode k of dream i begins from a start, and draws z with noise, that are functions of (seed, i // group_size, k);
     actions are clipped to [-1, 1].
     """
