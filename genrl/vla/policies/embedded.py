@@ -275,7 +275,7 @@ class TinyFlowVLA(EmbeddedPolicy):
         return velocity
 
 
-_TIME, _HIDDEN, _CRITIC = 16, 512, 256
+_LEVEL, _HIDDEN, _CRITIC = 16, 512, 256
 
 
 @dataclass(frozen=True)
@@ -298,8 +298,8 @@ class DiffusionMLP(EmbeddedPolicy):
     def __init__(self, config: DiffusionMLPConfig, stats: Statistics) -> None:
         super().__init__(config, stats)
         numbers = config.horizon * config.action_dim
-        self.time = nn.Sequential(nn.Linear(_TIME, 2 * _TIME), nn.Mish(), nn.Linear(2 * _TIME, _TIME))
-        self.body = ResidualMLP(numbers + _TIME + self.encoder.size, _HIDDEN, 1, nn.Mish())
+        self.time = nn.Sequential(nn.Linear(_LEVEL, 2 * _LEVEL), nn.Mish(), nn.Linear(2 * _LEVEL, _LEVEL))
+        self.body = ResidualMLP(numbers + _LEVEL + self.encoder.size, _HIDDEN, 1, nn.Mish())
         self.out = nn.Linear(_HIDDEN, numbers)
         if config.critic:
             self.value_head = value_head(self.encoder.size, _CRITIC, 1, nn.Mish(), config.critic)
@@ -311,6 +311,6 @@ class DiffusionMLP(EmbeddedPolicy):
         return steps
 
     def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
-        time = self.time(sinusoidal(timestep.to(x.device), _TIME, longest=float(self.config.train_steps)))
+        time = self.time(sinusoidal(timestep.to(x.device), _LEVEL, longest=float(self.config.train_steps)))
         predicted: Tensor = self.out(self.body(torch.cat([x.flatten(1).float(), time, context["features"]], 1)))
         return predicted.view(x.shape)
