@@ -139,7 +139,8 @@ class Environment(Protocol):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """Begin an episode in every slot: episode 0 of a seed, or without one the next. options["episodes"]: uint64
-        [B], the numbers of the episodes instead (`evaluate.evaluation_episodes`); those after are the seed's."""
+        [B], the numbers of the episodes instead (`evaluate.evaluation_episodes`); those after are the seed's.
+        options["once"]: a slot whose episode has ended begins no other: it may rest, whatever its action."""
         ...
 
     def step(self, actions: NDArray[np.float32], /) -> Step: ...

@@ -108,6 +108,7 @@ class Simulators:
         self._instruction = [""] * self.num_envs
         self._action_dim: int | None = None
         self._seed: int | None = None
+        self._once = False
         self._count = np.zeros(self.num_envs, dtype=np.int64)
         self._running = np.zeros(self.num_envs, dtype=np.bool_)
         self._vanished = np.zeros(self.num_envs, dtype=np.bool_)  # with a worker, between two rounds
@@ -130,8 +131,9 @@ class Simulators:
     ) -> tuple[Observation, dict[str, Any]]:
         """See `contract.Environment`."""
         options = options or {}
-        if set(options) - {"episodes"}:
-            raise ValueError(f"the reset option is 'episodes', not {sorted(set(options) - {'episodes'})}")
+        if set(options) - {"episodes", "once"}:
+            raise ValueError(f"the reset options are 'episodes' and 'once', not {sorted(set(options))}")
+        self._once = bool(options.get("once"))
         if seed is not None:
             self._seed = seed
             self._count[:] = 0
@@ -149,7 +151,8 @@ class Simulators:
         return observation, info
 
     def step(self, actions: NDArray[np.float32], /) -> Step:
-        """Execute a chunk [B, C, D] in every slot whose episode goes on; begin the next episode in the others."""
+        """Execute a chunk [B, C, D] in every slot whose episode goes on; begin the next episode in the others, or, with
+        the reset's option "once", leave them as they are."""
         if self._seed is None:
             raise RuntimeError("call reset before step")
         chunks = np.asarray(actions, dtype=np.float32)
@@ -159,7 +162,7 @@ class Simulators:
         if not np.isfinite(chunks[self._running]).all():
             bad = np.flatnonzero(self._running & ~np.isfinite(chunks).all((1, 2)))
             raise ValueError(f"the actions for the slots {bad.tolist()} are not finite: look at the policy")
-        ended = ~self._running & ~self._vanished
+        ended = ~self._running & ~self._vanished & (not self._once)
         self._count[ended] += 1
         numbers = self._numbers()
         begin = {slot: int(numbers[slot]) for slot in np.flatnonzero(ended).tolist()}
