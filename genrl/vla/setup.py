@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,10 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vla.config import sections as settings
-from genrl.vla.config.files import is_recording
-from genrl.vla.config.names import SAMPLERS, WORLDS
+from genrl.vla.config.names import SAMPLERS
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.demonstrations import demonstrated, world_of
-from genrl.vla.data.frames import Shown, episode_frames, frame_statistics
-from genrl.vla.data.lerobot_dataset import open_dataset
-from genrl.vla.data.recordings import Steps, episodes_of, read_steps
+from genrl.vla.data.frames import frame_statistics
+from genrl.vla.data.recordings import Steps
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
 from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
@@ -38,7 +34,6 @@ from genrl.vla.policies.policy import (
     IMAGES,
     POINTS,
     STATE,
-    TOKENS,
     Batch,
     Policy,
     PredictsActions,
@@ -46,8 +41,6 @@ from genrl.vla.policies.policy import (
     PredictsTokens,
     PredictsVelocity,
     Statistics,
-    tokenise,
-    vocabulary,
 )
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Sampler
@@ -180,74 +173,6 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
         return kind.new(inputs, width, stats, made)
 
 
-def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
-    """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
-
-    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads, clouds
-    of points among it.
-    """
-    source = config.demonstrations
-    reader = config.policy.new if policy is None else policy
-    assert source is not None and reader is not None
-    inputs = _read_by(config.policy.new) if policy is None else policy.inputs
-    if source.dataset is not None and POINTS in inputs:
-        raise ValueError("demonstrations.dataset: data sets hold no clouds of points; write demonstrations.expert: N")
-    steps = recorded(config)
-    if steps is not None:
-        inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
-        shown = _recorded(config, steps, inputs)
-    elif source.dataset is not None:
-        shown = _dataset(config, source.dataset, inputs)
-    else:
-        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0)
-    words = vocabulary(shown.texts)
-    told = partial(tokenise, words=words) if policy is None else policy.tokenise
-    frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
-    return frames, words
-
-
-def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
-    """What a new policy will read."""
-    assert new is not None
-    looks = {IMAGE: new.image_size, POINTS: new.points, STATE: True, ENVIRONMENT: not new.looks, TOKENS: True}
-    return tuple(name for name, used in looks.items() if used)
-
-
-def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
-    assert config.demonstrations is not None
-    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
-    name = config.environment.name
-    world = world_of(config) if name in WORLDS.built_in else None
-    columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
-    pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
-    missing = [name for name in pictures if name not in dataset.cameras]
-    if missing:
-        key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
-        raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
-    width = len(dataset.stats[ACTION]["mean"])
-    if world is not None and width != world.action_dim:
-        text = f"{folder} has actions of {width} numbers, {name}'s have {world.action_dim}"
-        raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
-    # a policy may learn all that a world can say; elsewhere what the demonstrations say is all that is known
-    texts = [*dataset.tasks.values(), *(() if world is None else world.known)]
-    own = {camera: IMAGE} if IMAGE in inputs else {}
-    episodes = (
-        episode._replace(columns={own.get(key, key): value for key, value in episode.columns.items()})
-        for episode in dataset.read([*columns, ACTION])
-    )
-    return Shown(texts, episodes, None if world is None else world.rest)
-
-
-def recorded(config: VLAConfig) -> Steps | None:
-    """The steps of `demonstrations.dataset`, where it is a file or folder of them, with the reward that the environment
-    pays here; None elsewhere. Raises ValueError for what cannot be read."""
-    source, env = config.demonstrations, config.environment
-    if source is None or source.dataset is None or not is_recording(Path(source.dataset)):
-        return None
-    steps = read_steps(Path(source.dataset), success_key=env.success_key, cost_key=env.cost_key)
-    return steps._replace(reward=steps.success.astype("float32")) if env.reward == "success" else steps
-
-
 def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
     """Raises ValueError where the steps of a file are of another environment than the one that is named beside it, or
     the policy looks."""
@@ -264,23 +189,6 @@ def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
             f"demonstrations.dataset: {config.demonstrations.dataset} holds observations and actions of {held[0]} and "
             f"{held[1]} numbers, those of environment.name: {config.environment.name} have {shown[0]} and {shown[1]}"
         )
-
-
-def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
-    env = config.environment
-    if any(name.startswith(IMAGE) for name in inputs):
-        raise ValueError("demonstrations.dataset: files of steps hold no pictures; write policy.new.image_size: 0")
-    if env.instruction is None:
-        raise ValueError("environment.instruction: files of steps hold no sentences; write the one of the task")
-    told = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)
-    return Shown([env.instruction], told, None)
-
-
-def _expert(config: VLAConfig, image_size: int, points: int) -> Shown:
-    assert config.demonstrations is not None and config.demonstrations.expert is not None
-    env, count = config.environment, config.demonstrations.expert
-    how: dict[str, Any] = {"seed": config.seed, "max_steps": env.max_steps, "image_size": image_size}
-    return demonstrated(env.name, env.tasks or (), count, points=points, **how)
 
 
 def choose_trained(config: VLAConfig, policy: Any) -> None:

@@ -27,6 +27,7 @@ from genrl.runtime.weights.sharding import Sharding, in_step
 from genrl.runtime.weights.shares import check_torch
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import frames_of, recorded
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, hold, require_layers
@@ -38,14 +39,12 @@ from genrl.vla.setup import (
     check_recorded,
     choose_trained,
     critic_values,
-    frames_of,
     load_trained,
     new_policy,
     open_rollouts,
     open_tables,
     parameter_groups,
     policy_folder,
-    recorded,
     sampler_of,
     side_by_side,
     untrained,

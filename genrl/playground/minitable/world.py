@@ -31,7 +31,10 @@ HAZARD = 0.2
 
 
 class TableWorld:
-    """Tables with some tasks ("put", "touch", instructions); see `demonstrations.World`."""
+    """Tables with some tasks ("put", "touch", instructions).
+
+    lines: the instructions of its tasks; known: all that it may say. max_steps: actions of an episode at most.
+    """
 
     def __init__(self, tasks: Sequence[str] = (), max_steps: int | None = None) -> None:
         self.tasks, self.max_steps = task.task_numbers(tasks), max_steps or task.MAX_STEPS

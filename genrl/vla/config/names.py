@@ -50,10 +50,10 @@ EXPERTS = Group(
     "scripted expert",
     {
         "minitable": "genrl.playground.minitable.demonstrations:minitable_expert",
-        "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
-        "point_maze": "genrl.vla.simulators.robotics.expert:point_maze",
-        "fetch": "genrl.vla.simulators.robotics.expert:fetch",
-        "reacher": "genrl.vla.simulators.robotics.expert:reacher",
+        "metaworld": "genrl.vla.simulators.metaworld.env:demonstrate",
+        "point_maze": "genrl.vla.simulators.robotics.point_maze:demonstrate",
+        "fetch": "genrl.vla.simulators.robotics.fetch:demonstrate",
+        "reacher": "genrl.vla.simulators.robotics.reacher:demonstrate",
     },
     "",
 )

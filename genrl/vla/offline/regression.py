@@ -17,13 +17,12 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import world_of
 from genrl.vla.offline.critics import Critics, Learning, train_iql
 from genrl.vla.offline.descent import followed, stepper
+from genrl.vla.offline.imitation import cloning_errors, recorded_chunks
 from genrl.vla.offline.transitions import (
     Reader,
     Transitions,
     Words,
-    cloning_errors,
     frames_of,
-    recorded_chunks,
     successful,
     take,
 )

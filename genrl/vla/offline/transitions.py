@@ -1,4 +1,4 @@
-"""Transitions to learn from without acting: recorded decisions of any behaviour, and what clones them.
+"""Transitions to learn from without acting: recorded decisions of any behaviour.
 
 A transition is one decision: an observation, the chunk that was sent, what it paid, and the true next observation.
 Everything random is a function of the seed; nothing here touches a policy's weights.
@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
 from genrl.vla.config import sections
 from genrl.vla.data.recordings import Steps, split
@@ -27,8 +25,6 @@ from genrl.vla.policies.policy import (
     TOKENS,
     Batch,
     Policy,
-    PredictsNoise,
-    PredictsVelocity,
     joined_batches,
     rows,
     tokenise,
@@ -37,7 +33,6 @@ from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Denoising
 from genrl.vla.simulators.contract import Environment
-from genrl.vla.update.scores import named
 
 
 class Transitions(NamedTuple):
@@ -293,38 +288,3 @@ class Store:
             for key, value in saved["data"].items()
         }
         self.ready = saved["ready"]
-
-
-def recorded_chunks(
-    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator, weight: Tensor
-) -> Recorded:
-    """Data chunks to be cloned with these weights [B], with noise and levels drawn by rng."""
-    actions = policy.normalised(action)
-    noise = torch.randn(action.shape, generator=rng)
-    if isinstance(policy, PredictsVelocity):
-        level = forward.flow_times(len(actions), rng)
-    elif isinstance(policy, PredictsNoise):
-        level = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
-    else:
-        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
-    tensors = {f"observation/{name}": value for name, value in observation.items()}
-    tensors |= {"actions": actions, "noise": noise, "level": level, "alpha_bars": alpha_bars, "weight": weight}
-    return Recorded(None, tensors)
-
-
-def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
-    """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
-
-    Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
-    """
-    actions, level = given["actions"], given["level"]
-    noise, context = given["noise"].to(actions), policy.encode(named(given, "observation/"))
-    if isinstance(policy, PredictsVelocity):
-        sigma = level.to(actions)
-        x = forward.flow_sample(actions, noise, sigma)
-        error = policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
-    else:
-        assert isinstance(policy, PredictsNoise)
-        x = forward.diffusion_sample(actions, noise, given["alpha_bars"][level])
-        error = policy.noise(context, x, level) - noise
-    return error.square().flatten(1).mean(1)

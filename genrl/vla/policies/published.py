@@ -20,7 +20,7 @@ from genrl.vla.policies import lerobot
 from genrl.vla.policies.layers import merged_state
 from genrl.vla.policies.lerobot import HEADS, Folder, Layout
 from genrl.vla.policies.policy import TOKENS, Batch, NoiseHead, Statistics
-from genrl.vla.policies.robot import Prompts, Robot, Units
+from genrl.vla.policies.robot import Prompts, Robot
 
 
 class HeadSizes(NamedTuple):
@@ -40,9 +40,10 @@ class PublishedPolicy(nn.Module):
     folder: Folder
     layout: Layout
     value_head: nn.Sequential
-    robot: Units
+    robot: Any
+    """`robot.Robot`, or an OpenVLA's: units of its observations and actions."""
 
-    def __init__(self, robot: Units, horizon: int, action_dim: int) -> None:
+    def __init__(self, robot: Any, horizon: int, action_dim: int) -> None:
         super().__init__()
         self.robot, self.horizon, self.action_dim = robot, horizon, action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size

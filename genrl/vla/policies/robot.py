@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,19 +13,6 @@ from torch.nn import functional
 from genrl.vla.policies.lerobot import NORMALISERS, PROCESSORS, Folder
 from genrl.vla.policies.normalise import Mode, normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, STATE, TOKENS, Batch, Statistics
-
-
-class Units(Protocol):
-    """What every folder says of a robot; see `Robot`."""
-
-    image_size: int
-    action_dim: int
-    stats: Statistics
-
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    def normalised(self, actions: Tensor, width: int) -> Tensor: ...
-    def actions(self, chunk: Tensor) -> Tensor: ...
 
 
 class Robot:

@@ -13,6 +13,7 @@ from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.runtime.weights import state
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.fisor.train import judged
+from genrl.vla.offline import imitation
 from genrl.vla.offline import transitions as offline
 from genrl.vla.offline.critics import Critics, Learning, train_iql
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
@@ -129,8 +130,8 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
         weight = torch.ones(len(action))
-        found = offline.cloning_errors(
-            policy, offline.recorded_chunks(policy, observation, action, bars, generator(7), weight)
+        found = imitation.cloning_errors(
+            policy, imitation.recorded_chunks(policy, observation, action, bars, generator(7), weight)
         )
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)

@@ -11,10 +11,10 @@ import torch
 
 from genrl.config import ConfigError, check_files, load
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import recorded
 from genrl.vla.data.recordings import extremes, read_steps
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.offline.transitions import Words
-from genrl.vla.setup import recorded
 from genrl.vla.train import train
 from tests.run_folders import assert_resumes, rows
 from tests.vla.dangerous_line import Line

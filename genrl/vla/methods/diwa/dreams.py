@@ -8,7 +8,7 @@ latents acts in either, and what trains on tables trains in dreams.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from genrl.mdp.noise import derive_seed
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
+
+if TYPE_CHECKING:
+    from genrl.vla.methods.diwa.classifier import RewardClassifier
 
 Shown = dict[str, NDArray[Any]]
 Floats = NDArray[np.float32]
@@ -32,14 +35,6 @@ def latent_inputs(world: WorldModel, vocabulary: tuple[str, ...]) -> Inputs:
 def as_observation(latent: Latent, tokens: Tensor) -> Batch:
     """A latent and its instruction under the policy's names."""
     return {STATE: latent.h, ENVIRONMENT: latent.z, TOKENS: tokens}
-
-
-class Judge(Protocol):
-    """Says of latents and instructions whether they are fulfilled."""
-
-    def tokenise(self, instructions: Sequence[str]) -> Tensor: ...
-
-    def fulfilled(self, observation: Batch) -> Tensor: ...
 
 
 class Starts(NamedTuple):
@@ -62,7 +57,7 @@ class Dream:
     def __init__(
         self,
         world: WorldModel,
-        judge: Judge,
+        judge: RewardClassifier,
         starts: Starts,
         *,
         draw: Callable[[Floats, int], NDArray[np.uint8]],

@@ -23,12 +23,13 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.show.intervals import wilson
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.demonstrations import world_of
+from genrl.vla.data.demonstrations import frames_of as demonstrated_frames
+from genrl.vla.data.demonstrations import recorded, world_of
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.critics import Critics
 from genrl.vla.offline.descent import Step, descend, stepper
-from genrl.vla.offline.imitation import observation_of
+from genrl.vla.offline.imitation import observation_of, recorded_chunks
 from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,
@@ -116,20 +117,16 @@ def recorded_batch(
     nets: Fisor, batch: Transitions, sampler: Diffusion, settings: FISOR, rng: torch.Generator
 ) -> Recorded:
     """The chunks of a batch with noise, timesteps and cloning weights."""
-    actor, count = nets.actor, len(batch.action)
-    actions = actor.normalised(batch.action)
-    tensors = {f"observation/{name}": value for name, value in batch.observation.items()}
-    tensors |= {"actions": actions, "noise": torch.randn(actions.shape, generator=rng)}
-    tensors |= {"timestep": torch.randint(sampler.train_steps, (count,), generator=rng)}
-    tensors |= {"alpha_bars": sampler.grid.alpha_bar.flip(0)}
-    weighted = settings.weighted
-    weight = weights(nets, batch.observation, batch.action, settings) if weighted else torch.ones(count)
-    return Recorded(None, tensors | {"weight": weight})
+    weight = torch.ones(len(batch.action))
+    if settings.weighted:
+        weight = weights(nets, batch.observation, batch.action, settings)
+    bars = sampler.grid.alpha_bar.flip(0)
+    return recorded_chunks(nets.actor, batch.observation, batch.action, bars, rng, weight)
 
 
 def loss(settings: FISOR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """Weighted noise regression on the chunks of a batch, []."""
-    actor, noise, timestep = acting.policy, given["noise"], given["timestep"]
+    actor, noise, timestep = acting.policy, given["noise"], given["level"]
     x = forward.diffusion_sample(given["actions"], noise, given["alpha_bars"][timestep])
     predicted = actor.noise(actor.encode(observation_of(given)), x, timestep)
     return {"loss": feasibility.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), given["weight"])}
@@ -214,7 +211,7 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, FISOR) and config.policy.new is not None
     if config.demonstrations is not None and config.demonstrations.dataset is not None:
-        made = setup.new_policy(config, *setup.frames_of(config, None))
+        made = setup.new_policy(config, *demonstrated_frames(config, None))
         assert isinstance(made, DiffusionMLP)
         return made
     words = vocabulary(world_of(config, TASKS).lines)
@@ -310,7 +307,7 @@ def train(run: VLARun, settings: FISOR) -> None:
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=LEARNING_RATE)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
-    steps = setup.recorded(config)
+    steps = recorded(config)
     if steps is None:
         data = table_data(config, settings, actor, actor.horizon)
         found = judged(data)
