@@ -63,7 +63,8 @@ def sampler_of(config: VLAConfig, policy: Policy) -> Sampler:
     if wanted not in fitting:
         kind, near = config.sampler.kind, " or ".join(SAMPLERS[what] for what in fitting)
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
-    return config.sampler.made(policy, whole_chain=config.trainer.whole_chain)
+    sampler: Sampler = config.sampler.made(policy, whole_chain=config.trainer.whole_chain)
+    return sampler
 
 
 def critic_values(config: VLAConfig, policy: Policy) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,9 +18,6 @@ from genrl.config.plugins import names
 from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Share, Text, Ways, Whole
 from genrl.config.sections import EvaluationBase
 from genrl.vla.config.names import POLICIES, PREDICTS, PUBLISHED, SAMPLERS
-
-if TYPE_CHECKING:
-    from genrl.vla.rollout import sampling
 
 
 class NewPolicy(Section):
@@ -189,7 +186,7 @@ class Sampler(Section):
         """Denoising steps that are not trained, and done by the policy as it was before (DPPO)."""
         return 0
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings for a policy. whole_chain: every denoising step is trained, none sampled."""
         raise NotImplementedError
 
@@ -211,7 +208,7 @@ class FlowSDE(Sampler):
     """Which steps are sampled, the others being the ODE's: all, one at random per chunk, one for all chunks (pi_RL as
     released), or the last one."""
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings."""
         from genrl.vla.rollout.sampling import FlowSteps
 
@@ -241,7 +238,7 @@ class FlowNoise(Sampler):
     high: Positive = 0.6
     """Greatest standard deviation (pi_RL: 0.16; a small policy needs 0.6)."""
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings; the mean of the chain's terms is pi_RL's as released, its equation sums."""
         from genrl.vla.rollout.sampling import LearnedNoise
 
@@ -268,11 +265,11 @@ class ReinFlow(FlowNoise):
     high: Positive = 0.24
     """Greatest standard deviation (ReinFlow: 0.10 to 0.24)."""
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings, with ReinFlow's clips."""
         from genrl.vla.rollout.sampling import LearnedNoise
 
-        clips = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
+        clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
         return LearnedNoise(self.steps, self.low, self.high, reduction="sum", **clips)
 
 
@@ -295,7 +292,7 @@ class Diffusion(Sampler):
         """See `Sampler`."""
         return self.steps - self.ft_denoising_steps
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings. Raises ValueError for a policy of fewer noise levels."""
         from genrl.vla.rollout.sampling import Diffusion
 
@@ -322,7 +319,7 @@ class Tokens(Sampler):
     temperature: Positive = 1.0
     """Of the logits, in drawing and in scoring (SimpleVLA-RL, RLinf: 1.6)."""
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings."""
         from genrl.vla.rollout.sampling import Tokens
 
@@ -339,7 +336,7 @@ class Regression(Sampler):
     kind: Literal["regression"] = "regression"
     """Which sampler."""
 
-    def made(self, policy: Any, *, whole_chain: bool) -> sampling.Sampler:
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler, which has no settings."""
         from genrl.vla.rollout.sampling import Regression
 

@@ -44,7 +44,8 @@ GAMMA = 0.97
 
 def wayward_data(config: VLAConfig, episodes: int, right: float, reads: Reader, horizon: int) -> Transitions:
     """So many episodes of a player of the world who does what it is told in a share `right` of them."""
-    return world_of(config).wayward_data(config, episodes, right, reads, horizon, GAMMA)
+    data: Transitions = world_of(config).wayward_data(config, episodes, right, reads, horizon, GAMMA)
+    return data
 
 
 def new_policy(config: VLAConfig, episodes: int, right: float, inputs: tuple[str, ...]) -> Any:

@@ -61,7 +61,8 @@ class PublishedPolicy(nn.Module):
 
     @property
     def stats(self) -> Statistics:
-        return self.robot.stats
+        stats: Statistics = self.robot.stats
+        return stats
 
     @property
     def head_sizes(self) -> HeadSizes | None:
@@ -112,10 +113,12 @@ class PublishedPolicy(nn.Module):
 
     def normalised(self, actions: Tensor) -> Tensor:
         """[..., A] -> [..., action_dim], zeros where the robot has nothing."""
-        return self.robot.normalised(actions, self.action_dim)
+        found: Tensor = self.robot.normalised(actions, self.action_dim)
+        return found
 
     def actions(self, chunk: Tensor) -> Tensor:
-        return self.robot.actions(chunk)
+        found: Tensor = self.robot.actions(chunk)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write LeRobot's files, adapters merged into the weights, and the heads beside them."""

@@ -78,7 +78,7 @@ def collect(
     slots = range(plan.first_slot, plan.first_slot + env.num_envs)
     own = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
     shared = generator(plan.seed, plan.iteration, "chunks")
-    groups = np.array([slot // env.group_size for slot in slots])
+    groups = np.array(slots) // env.group_size
     env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
     first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
     env.first_slot = plan.first_slot
@@ -92,9 +92,7 @@ def collect(
         if policy.critic:
             record.values.append(_spread(policy.value(context), valued))
             context = rows(context, running[valued])
-        before = None
-        if frozen is not None:
-            before = Frozen(frozen, _context_before(frozen, context, rows(seen[-1], running), plan.keep_contexts))
+        before = _before(frozen, context, rows(seen[-1], running), plan.keep_contexts)
         noise = sampler.noise(policy, [own[slot] for slot in running.nonzero()[:, 0]], shared)
         sampled = sampler.sample(policy, context, noise, frozen=before)
         actions = _spread(policy.actions(sampled.chunk)[:, : env.chunk], running).numpy().astype(np.float32)
@@ -111,8 +109,7 @@ def collect(
                 break
         valued = valued if policy.critic else running
     if policy.critic:
-        every = torch.ones_like(running)
-        record.values.append(_spread(policy.value(policy.encode(seen[-1])), every))
+        record.values.append(policy.value(policy.encode(seen[-1])).cpu())
     return ChunkRollout(
         sampler=sampler,
         observations=joined_batches(seen, torch.stack),
@@ -176,11 +173,13 @@ def _outcome(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, 
     return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
 
 
-def _context_before(frozen: Policy, context: Batch, observation: Batch, same_encoder: bool) -> Batch:
-    """The context of the policy before fine-tuning: of the same features, where the encoder is still its own."""
+def _before(frozen: Policy | None, context: Batch, observation: Batch, same_encoder: bool) -> Frozen | None:
+    """The policy before fine-tuning with its context: of the same features, where the encoder is still its own."""
+    if frozen is None:
+        return None
     if same_encoder and isinstance(frozen, KeepsFeatures):
-        return frozen.context(context["features"])
-    return frozen.encode(observation)
+        return Frozen(frozen, frozen.context(context["features"]))
+    return Frozen(frozen, frozen.encode(observation))
 
 
 def dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:

@@ -235,6 +235,7 @@ class Simulators:
                 if isinstance(message, Outcome):
                     self._take(message, message.slots, done)
                     continue
+                assert isinstance(message, Fault)
                 self._blame(message, message.slot)
                 if message.slot in run.begin:
                     again[message.slot] = run.begin[message.slot]

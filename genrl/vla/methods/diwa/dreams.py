@@ -8,7 +8,7 @@ latents acts in either, and what trains on tables trains in dreams.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from genrl.mdp.noise import derive_seed
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
-
-if TYPE_CHECKING:
-    from genrl.vla.methods.diwa.classifier import RewardClassifier
 
 Shown = dict[str, NDArray[Any]]
 Floats = NDArray[np.float32]
@@ -57,7 +54,7 @@ class Dream:
     def __init__(
         self,
         world: WorldModel,
-        judge: RewardClassifier,
+        judge: Any,
         starts: Starts,
         *,
         draw: Callable[[Floats, int], NDArray[np.uint8]],

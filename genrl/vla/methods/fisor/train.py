@@ -223,13 +223,17 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
 
 def table_data(config: VLAConfig, settings: FISOR, reads: Reader, horizon: int) -> Transitions:
     """Episodes of a behaviour on the table that is not always careful."""
-    return world_of(config, TASKS).careless_data(config, settings.episodes, CAREFUL, reads, horizon, GAMMA)
+    world = world_of(config, TASKS)
+    data: Transitions = world.careless_data(config, settings.episodes, CAREFUL, reads, horizon, GAMMA)
+    return data
 
 
 def table(config: VLAConfig, num_envs: int) -> Environment:
     """The constrained table of the configuration."""
     assert config.policy.new is not None
-    return world_of(config, TASKS).with_hazards(num_envs, config.environment.chunk or config.policy.new.horizon)
+    chunk = config.environment.chunk or config.policy.new.horizon
+    env: Environment = world_of(config, TASKS).with_hazards(num_envs, chunk)
+    return env
 
 
 def file_data(config: VLAConfig, reads: Reader, steps: Steps) -> Transitions:

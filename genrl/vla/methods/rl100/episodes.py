@@ -74,7 +74,7 @@ def demonstrated(config: VLAConfig, policy: Any, gamma: float) -> Transitions | 
         return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name not in WORLDS.built_in:
         return None
-    data = world_of(config).expert_data(config, source.expert, policy, gamma)
+    data: Transitions = world_of(config).expert_data(config, source.expert, policy, gamma)
     now, following = seen(policy, data.observation), seen(policy, data.next_observation)
     return data._replace(observation=now, next_observation=following)
 

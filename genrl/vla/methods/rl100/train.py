@@ -222,7 +222,7 @@ def offline_round(
         found |= followed(run, "learning critics", count, learned, "critic")
         with seeded(config.seed, "round", iteration):
             model = Dynamics(data, policy.stats | store.data["seen"]).to(loop.process.accelerator.device)
-        how = {"batch_size": CRITICS.batch_size, "learning_rate": CRITICS.lr}
+        how: dict[str, Any] = {"batch_size": CRITICS.batch_size, "learning_rate": CRITICS.lr}
         found["dynamics/loss"] = mean_of_last(
             train_dynamics(model, data, steps=settings.dynamics_steps, seed=seed, **how)
         )
