@@ -38,7 +38,6 @@ class Own(VLAMethod):
 
     metrics: ClassVar = {"own/strength": MetricDoc("the key", "As it was set.")}
     imitates: ClassVar[str] = "always"
-    whole_chain: ClassVar[bool] = True
 
     strength: Positive = 1.0
     """Factor on the loss."""

@@ -63,7 +63,7 @@ def sampler_of(config: VLAConfig, policy: Policy) -> Sampler:
     if wanted not in fitting:
         kind, near = config.sampler.kind, " or ".join(SAMPLERS[what] for what in fitting)
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
-    sampler: Sampler = config.sampler.made(policy, whole_chain=config.trainer.whole_chain)
+    sampler: Sampler = config.sampler.made(policy, whole_chain=config.trainer.imitates == "always")
     return sampler
 
 
@@ -139,7 +139,7 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
 
 def with_own_heads(config: VLAConfig, policy: Any) -> Any:
     """The policy with the heads that the trainer needs."""
-    noise_head = "none" if config.trainer.whole_chain else config.sampler.noise_head
+    noise_head = "none" if config.trainer.imitates == "always" else config.sampler.noise_head
     return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed)
 
 

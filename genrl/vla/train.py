@@ -191,7 +191,7 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """
-    if config.trainer.whole_chain:
+    if config.trainer.imitates == "always":
         return None
     sampler = config.sampler
     found = load_first_steps(policy_folder(model), sampler.steps, sampler.first_steps, device=default_device())
@@ -204,7 +204,7 @@ def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
     before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
     to be trained now."""
-    if config.trainer.whole_chain:
+    if config.trainer.imitates == "always":
         return None
     begun, sampler = None, config.sampler
     if config.policy.path is not None:

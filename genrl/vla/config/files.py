@@ -14,7 +14,7 @@ from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
 from genrl.vla.config.names import PREDICTS, SAMPLERS, SIMULATORS
 from genrl.vla.config.openvla import data_set, data_sets, is_openvla
-from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.schema import VLAConfig, not_trained
 from genrl.vla.config.sections import OFT
 from genrl_rewards.given import given, is_given
 
@@ -66,7 +66,7 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
         yield from _own_code(key, kind, "Name", notes)
         predicts = PREDICTS.get(kind, config.sampler.predicts)
         if predicts not in config.trainer.trains:
-            yield ("trainer", "algorithm"), f"{path} is of type {kind}: {config.trainer.not_trained(predicts)}"
+            yield ("trainer", "algorithm"), f"{path} is of type {kind}: {not_trained(config.trainer, predicts)}"
         elif predicts != config.sampler.predicts:
             yield (
                 ("sampler", "kind"),

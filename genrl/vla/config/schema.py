@@ -41,7 +41,9 @@ class VLAMethod(Method):
     one_process: ClassVar[bool] = False
     """Its data and critics are not shared out to several processes, so that it runs in one."""
     imitates: ClassVar[Literal["never", "new", "always"]] = "never"
-    """Whether it trains on the demonstrations: never, only a policy that is new, or always."""
+    """Whether it trains on the demonstrations: never, only a policy that is new, or always, and nothing else: then it
+    samples no denoising step, and needs no noise head, and no frozen policy that does the first steps of DPPO's
+    chain."""
     makes_policy: ClassVar[bool] = False
     """A new policy is made by `new_policy(config)` of its module, from data of its own, not from demonstrations."""
     acts_through: ClassVar[str] = ""
@@ -50,9 +52,6 @@ class VLAMethod(Method):
     """With `environment.workers: ray` it acts by copies of the policy on Ray actors."""
     takes_older_samples: ClassVar[bool] = False
     """Whether a rollout may be of the weights of earlier iterations (`environment.staleness`)."""
-    whole_chain: ClassVar[bool] = False
-    """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
-    first steps of DPPO's chain."""
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise")
     """Which policies, by what they predict (`names.PREDICTS`)."""
 
@@ -70,17 +69,18 @@ class VLAMethod(Method):
         if self.one_process and processes > 1:
             raise ValueError(f"trainer.algorithm: {self.algorithm} runs in one process, not in {processes}")
 
-    def not_trained(self, predicts: str) -> str:
-        """Why it cannot train a policy that predicts so, and what can."""
-        if predicts == "actions":
-            why, near = "a policy that computes its actions has no likelihood", "sft, or a policy of flows or tokens"
-        else:
-            why, near = "it works on denoising steps", "sft, dagger, grpo or ppo"
-        return f"{self.algorithm} cannot train a policy that predicts {predicts}: {why}; take {near}"
-
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
         """What an iteration does, for `genrl check`; chunk: executed actions of a decision, None where not known."""
         return []
+
+
+def not_trained(trainer: VLAMethod, predicts: str) -> str:
+    """Why a method cannot train a policy that predicts so, and what can."""
+    if predicts == "actions":
+        why, near = "a policy that computes its actions has no likelihood", "sft, or a policy of flows or tokens"
+    else:
+        why, near = "it works on denoising steps", "sft, dagger, grpo or ppo"
+    return f"{trainer.algorithm} cannot train a policy that predicts {predicts}: {why}; take {near}"
 
 
 class VLAConfig(RunConfig):
@@ -131,7 +131,7 @@ class VLAConfig(RunConfig):
             text = "write one of them, the folder of a policy or a new one to be trained; null takes the other out"
             yield ("policy.path", "policy.new"), text
         if self.sampler.predicts not in trainer.trains:
-            yield ("trainer.algorithm", "sampler.kind"), trainer.not_trained(self.sampler.predicts)
+            yield ("trainer.algorithm", "sampler.kind"), not_trained(trainer, self.sampler.predicts)
         if env.success_key is None and env.reward == "success":
             text = "nothing would ever be paid without one; write reward: environment"
             yield ("environment.success_key", "environment.reward"), text

@@ -19,7 +19,6 @@ class SFT(VLAMethod):
 
     title: ClassVar[str] = "Supervised training of policies in simulation"
     imitates: ClassVar[Literal["never", "new", "always"]] = "always"
-    whole_chain: ClassVar[bool] = True
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens", "actions")
 
     algorithm: Literal["sft"] = "sft"
