@@ -291,10 +291,10 @@ def longest_episode(env: Environment | RayRollouts) -> int | None:
     return None if env.max_steps is None else -(-env.max_steps // env.chunk)
 
 
-def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The trained parameters, the critic's (in modules named value_...) apart."""
+def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> dict[str, tuple[list[nn.Parameter], float]]:
+    """The trained parameters and their rates by group, the critic's (in modules named value_...) apart."""
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
             groups["critic" if name.startswith("value_") and "critic" in groups else "policy"].append(parameter)
-    return [{"name": name, "params": group} for name, group in groups.items() if group]
+    return {name: (group, rates[name]) for name, group in groups.items() if group}

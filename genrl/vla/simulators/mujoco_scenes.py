@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Misuse
 from genrl.vla.simulators.simulator import headless
+from genrl_rewards.extras import install
 
 DEPTH_SIZE = 84
 """Pixels of the depth picture."""
@@ -76,7 +77,7 @@ def import_mujoco(who: str, extra: str) -> Any:
     try:
         import mujoco
     except ModuleNotFoundError as error:
-        raise Misuse(f"{who} needs mujoco: pip install 'genrl-diffusion[{extra}]'") from error
+        raise Misuse(f"{who} needs mujoco: {install(extra)}") from error
     return mujoco
 
 

@@ -28,12 +28,6 @@ class SFT(VLAMethod):
     batch_size: Count = 128
     """Frames per optimiser step, over all processes."""
 
-    def refuse_processes(self, processes: int) -> None:
-        """A process without a frame would have a mean over nothing."""
-        if self.batch_size < processes:
-            text = f"{self.batch_size} frames cannot be shared out to {processes} processes"
-            raise ValueError(f"trainer.batch_size: {text}")
-
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """Demonstrations that are missing."""
         return from_demonstrations(config, self.algorithm)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.encoder import LANGUAGE, PICTURE, ObservationEncoder
 
 CURRENT, FUTURE = 0.2, 0.5
@@ -118,7 +118,7 @@ def train_icvf(icvf: ICVF, videos: Tensor, *, steps: int, seed: int) -> Iterator
             discount=DISCOUNT,
             expectile=EXPECTILE,
         )
-        loss = descend(optimiser, errors.mean())
+        loss = step_beside(optimiser, errors.mean())
         with torch.no_grad():
             for behind, ahead in zip(slow.parameters(), icvf.parameters(), strict=True):
                 behind.lerp_(ahead, RATE)

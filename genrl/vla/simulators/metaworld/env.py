@@ -22,6 +22,7 @@ from genrl.vla.simulators.contract import Description, Misuse, Reading
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.mujoco_scenes import DEPTH_SIZE, Box, cloud, import_mujoco, renderer
 from genrl.vla.simulators.simulator import SlotHost
+from genrl_rewards.extras import install
 
 if TYPE_CHECKING:
     from genrl.vla.data.frames import Rest, Shown
@@ -218,7 +219,7 @@ def _task_class(task: str) -> Any:
     try:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
     except ModuleNotFoundError as error:
-        raise Misuse(f"Meta-World needs {error.name}: pip install 'genrl-diffusion[metaworld]'") from error
+        raise Misuse(f"Meta-World needs {error.name}: {install('metaworld')}") from error
     return ALL_V3_ENVIRONMENTS[task]
 
 
