@@ -131,8 +131,7 @@ def at_level(elements: Tensor, executed: Tensor, size: int, action_dim: int, set
     if settings.element_clip is not None:
         kept = kept.clamp(*settings.element_clip)
     there = executed_mask(executed, size).to(kept.device)[..., None]
-    found = chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
-    return found if settings.log_prob_clip is None else found.clamp(*settings.log_prob_clip)
+    return chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
 
 
 def context_of(policy: Any, observation: Batch, kept: Batch) -> Batch:
