@@ -106,6 +106,7 @@ class LiberoEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32
         """Begin at a listed start, and wait until things lie still."""
         super().reset(seed=seed)
         start = self.starts[int(self.np_random.integers(len(self.starts)))]
+        self._make_current()
         self.env.seed(0)  # what else is random is not seen: the start replaces it
         self.env.reset()
         seen = self.env.set_init_state(start)
@@ -123,12 +124,21 @@ class LiberoEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32
 
     def picture(self, size: int, camera: str = "image") -> NDArray[np.uint8]:
         """One of `cameras`, turned by 180 degrees as openpi and LeRobot do; uint8 [size, size, 3]."""
+        self._make_current()
         picture = self.env.sim.render(width=size, height=size, camera_name=CAMERAS[camera])
         return np.ascontiguousarray(picture[::-1, ::-1])
 
     def close(self) -> None:
         """Close the simulator."""
+        self._make_current()
         self.env.close()
+
+    def _make_current(self) -> None:
+        """Draw into this simulator's own context: robosuite never says so, and several in one process then show each
+        other's scenes."""
+        context = getattr(self.env.sim, "_render_context_offscreen", None)
+        if context is not None:  # there is none before the first picture
+            context.gl_ctx.make_current()
 
 
 def state(seen: dict[str, Any]) -> NDArray[np.float64]:

@@ -34,7 +34,23 @@ def test_axis_angle() -> None:
     assert libero.axis_angle(np.array([0.0, 0, 0, 1])).tolist() == [0, 0, 0]
 
 
+class Context:
+    """A GL context; pictures come from the one that is current, whoever asks."""
+
+    current: Any = None
+
+    def __init__(self) -> None:
+        self.gl_ctx = self
+        self.make_current()
+
+    def make_current(self) -> None:
+        Context.current = self
+
+
 class Sim:
+    def __init__(self) -> None:
+        self._render_context_offscreen = Context()
+
     def render(self, *, width: int, height: int, camera_name: str) -> np.ndarray:
         picture = np.zeros((height, width, 3), dtype=np.uint8)
         picture[0, 0] = {"agentview": 255, "robot0_eye_in_hand": 99}[camera_name]
@@ -138,3 +154,12 @@ def test_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not (libero._package() / "assets").is_dir():
         with pytest.raises(Misuse, match="LIBERO's scenes are not in"):
             libero.LiberoEnv("libero_spatial/0")
+
+
+def test_each_of_several_in_a_process_draws_into_its_own_context() -> None:
+    first, second = Doubled(), Doubled()
+    for env in (first, second, first):
+        env.picture(4)
+        assert Context.current is env.env.sim._render_context_offscreen
+    second.reset(seed=0)
+    assert Context.current is second.env.sim._render_context_offscreen
