@@ -13,6 +13,7 @@ from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_tra
 from genrl.config.plugins import find
 from genrl.config.run_config import FileFinding
 from genrl.config.sections import missing_quantizer
+from genrl.config.weight_files import tokenizer_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
@@ -169,6 +170,8 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
         yield key, f"{text}; save the processor of the original model there"
     elif not (path / "tokenizer_config.json").is_file():
         yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
+    elif wrong := weights_problem(path) or tokenizer_problem(path):
+        yield key, f"{path} {wrong}"
 
 
 def _codec(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.config import ConfigError, check_files, load, load_located
+from genrl.vlm.config.files import _model
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.recipe.advantages import LeaveOneOut
 from genrl.vlm.recipe.preset import Preset
@@ -235,3 +238,26 @@ def test_check_prints_what_the_method_is_made_of(monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(app, ["check", "configs/vlm/grpo.yaml", "trainer.preset=vppo"])
     assert result.exit_code == 0 and "top_dependency" in result.output and "masked_image" in result.output
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        ("model.safetensors", b"", "model.safetensors is empty"),
+        ("model.safetensors", None, "holds no weights"),
+        ("tokenizer.json", None, "has no vocabulary"),
+    ],
+)
+def test_a_model_that_cannot_load_is_refused_for_the_true_reason(
+    tmp_path: Path, file: str, content: bytes | None, says: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parents[3] / "assets" / "tiny-vlm", folder)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    named: Any = SimpleNamespace(path=str(folder), codec=None, output="text", makes="text")
+    found = list(_model(SimpleNamespace(vlm=named), []))  # type: ignore[arg-type]
+    assert [key for key, _ in found] == [("vlm", "path")]
+    assert says in found[0][1]
