@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
+from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.context import divide
 from genrl.diffusion.policy.decoding import spare_vae
@@ -39,7 +41,7 @@ from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
-from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
+from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.kernels.backend import choose
@@ -107,6 +109,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
         ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(ahead.close)
     detach_where_asked(config, policy, prompts[0])
+    _keep_apart(config, policy, prompts)
     run = DiffusionRun(config, process, policy, weights, prompts, eval_prompts, scorers, far, ahead)
     if far is not None:
         far.ready()
@@ -263,6 +266,23 @@ def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prom
     """No gradient through guidance's unconditional prediction, where the method asks for that."""
     if config.trainer.detaches_unconditional:
         Unconditional(policy, probe_of(config, prompt))
+
+
+def _keep_apart(config: Config, policy: Policy, prompts: Sequence[prompt_files.Prompt]) -> None:
+    """Two prompts with pictures of their own, beside each other, before the first iteration."""
+    sampling = config.sampling
+    if not sampling.inputs or sampling.batch_size == 1:
+        return
+    column = next(iter(sampling.inputs.values()))
+    one = prompts[0]
+    two = next((p for p in prompts if p.columns[column] != one.columns[column] and p.size == one.size), None)
+    if two is not None:
+        keys = [("apart", config.seed, k) for k in range(2)]
+        inputs = batch_inputs(sampling.inputs, [one, two])
+        with torch.compiler.set_stance("force_eager"):  # not for two calls
+            require_apart(
+                policy, Batch([one.text, two.text], list(keys), batch_arguments(sampling, [one]), inputs=inputs)
+            )
 
 
 def _all_placed(config: Config) -> bool:
