@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from genrl.quiet import hush
+from genrl.torchvision_import import watch
 
 if TYPE_CHECKING:
     from genrl.config import LoRA as LoRA
@@ -35,6 +36,7 @@ _FUNCTIONS = {
 }
 
 hush()
+watch()
 
 
 def __getattr__(name: str) -> Any:
