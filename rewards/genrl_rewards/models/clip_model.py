@@ -19,7 +19,7 @@ import torch
 
 from genrl_rewards.extras import install
 from genrl_rewards.models import pixels
-from genrl_rewards.models.checkpoints import pretrained, torch_dtype, transformers
+from genrl_rewards.models.checkpoints import pretrained, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.pictures import pil_list
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ClipScorer:
         self.to = self.model.to
         self.width: int = clip.config.projection_dim
         """D, of the embeddings."""
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
+        self.tokenizer = tokenizer_of(processor, "clip")
         self.image_processor: Any = transformers.CLIPImageProcessorPil.from_pretrained(processor)
         backend = type(self.image_processor).__name__
         versions = f"transformers {transformers.__version__}, Pillow {PIL.__version__}"
