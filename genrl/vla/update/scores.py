@@ -44,7 +44,7 @@ def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight:
     """All valid decisions of a rollout: advantage, returns and weight [T, B], or of actions [T, B, C].
 
     Slot by slot: processes have neighbouring slots, so that one after the other they number the decisions of whole
-    episodes as one process would, and `minibatches` deals the same ones.
+    episodes as one process would, and `deal` deals the same ones.
     """
     slot, time = rollout.valid.T.nonzero().unbind(1)
     row = time * rollout.valid.shape[1] + slot
