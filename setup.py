@@ -34,10 +34,10 @@ class WithRecipes(build_py):
 def needs(file: Path) -> set[str]:
     """The folders of assets that a recipe and the file that it includes name."""
     text = re.sub(r"(^|\s)#.*", "", file.read_text(encoding="utf-8"))
-    found = set(re.findall(r"assets/([\w.-]+)", text))
+    named = set(re.findall(r"assets/([\w.-]+)", text))
     if base := re.search(r"^include: *(\S+)", text, re.MULTILINE):
-        found |= needs(file.parent / base[1])
-    return found
+        named |= needs(file.parent / base[1])
+    return named
 
 
 setup(cmdclass={"build_py": WithRecipes})

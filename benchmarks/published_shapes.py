@@ -149,8 +149,8 @@ def main() -> None:
     for name, (kind, config, settings) in ENCODERS.items():
         with torch.device("meta"):
             made = getattr(transformers, kind)(getattr(transformers, config)(**settings))
-        kept = {key: value for key, value in settings.items() if not isinstance(value, dict)}
-        table["networks"][name] = row(made, kept)
+        plain = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+        table["networks"][name] = row(made, plain)
     for key, encoders in OF.items():
         model, seen = MODELS[key], {}
         names = [name for name in ("unet", "transformer", "transformer_2") if model.tiny().pipe.components.get(name)]

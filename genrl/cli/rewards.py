@@ -73,13 +73,13 @@ def _search(words: Sequence[str], kinds: Mapping[str, Sequence[Listed]]) -> None
     rows = [(kind, row) for kind, listed in kinds.items() for row in listed]
     wanted = [word.lower() for word in words]
     named = [(kind, row) for kind, row in rows if [row.name] == list(words)]
-    found = named or [(kind, row) for kind, row in rows if all(word in " ".join(row).lower() for word in wanted)]
-    if not found:
+    matching = named or [(kind, row) for kind, row in rows if all(word in " ".join(row).lower() for word in wanted)]
+    if not matching:
         hint = nearest(words[0], [row.name for _, row in rows])
         raise typer.BadParameter(f"no reward speaks of {' '.join(words)!r}.{hint}", param_hint="WORD")
-    for kind, row in found:
+    for kind, row in matching:
         name = f"[bold]{safe(row.name)}[/bold]"
-        if len(found) > SHOWN:
+        if len(matching) > SHOWN:
             console.print(f"{name}: {safe(row.doc)}", no_wrap=True, overflow="ellipsis")
             continue
         console.print(f"{name} ({safe(f'{kind}, {row.origin}')})", overflow="fold")
