@@ -2,8 +2,8 @@
 
 They decide how much a token of a long completion counts beside one of a short. A step may be computed in micro-batches:
 with `rows` and `tokens` of the *whole* step (all micro-batches and processes) the step's loss is the **sum** of the
-micro-batches' losses. "seq_mean", "token_mean_global", "const", "seq_sum" and "otm" are then the same for any split;
-"token_mean" is a mean over the tokens of a call, and changes with it.
+micro-batches' losses. "seq_mean", "token_mean_global", "const" and "seq_sum" are then the same for any split; "token_mean"
+is a mean over the tokens of a call, and changes with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genrl.objectives.tokens.tokens import masked, row_mean, row_sum, token_mean
 
-Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm"]
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum"]
 
 
 def aggregate(
@@ -32,10 +32,9 @@ def aggregate(
 
         seq_mean            1/B sum_b (sum_t term / n_b)     GRPO (arXiv 2402.03300), GSPO, SAPO
         token_mean          sum term / tokens of the call    BNPO, TW-GRPO, VPPO's code; times (rows of the call) / B
-        token_mean_global   sum term / N                     DAPO (arXiv 2503.14476, eq. 8, eq. 12), CISPO
+        token_mean_global   sum term / N                     DAPO (arXiv 2503.14476, eq. 8, eq. 12), CISPO, DCPO's code
         const               sum term / (B length)            Dr. GRPO (arXiv 2503.20783): length = longest allowed
         seq_sum             1/B sum_b sum_t term             LUSPO (with GSPO's term), verl's seq-mean-token-sum
-        otm                 sum_b (sum_t term / n_b)         DCPO (arXiv 2509.02333): not divided by B
 
     Rows without tokens give 0 and count in B.
     Raises ValueError for an unknown rule and for what a rule lacks.
@@ -55,6 +54,4 @@ def aggregate(
         return masked(terms, mask).sum() / (total * length)
     if rule == "seq_sum":
         return row_sum(terms, mask).sum() / total
-    if rule == "otm":
-        return row_mean(terms, mask).sum()
     raise ValueError(f"unknown aggregation {rule!r}; known: {', '.join(get_args(Aggregation))}")

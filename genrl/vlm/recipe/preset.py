@@ -12,7 +12,7 @@ from genrl.vlm.recipe.regularisers import Regulariser
 from genrl.vlm.recipe.surrogates import GroupLoss, Surrogate
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
 
-Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm"]
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum"]
 """`token_aggregation.aggregate` has the formulas."""
 
 

@@ -138,9 +138,10 @@ PRESETS: dict[str, Preset] = {
     "dcpo": Preset(
         SmoothedAdvantage(),
         DynamicClip(),
-        "otm",
+        "token_mean_global",
         source="arXiv 2509.02333 and code",
-        notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28",
+        notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28; the mean over all tokens "
+        "is the code's, the paper's sum of the answers' means grows with their number",
     ),
     "forking_tokens": Preset(
         _Z, _DAPO_CLIP, "token_mean_global", weights=(TopEntropy(share=0.2),), source="arXiv 2506.01939"

@@ -107,7 +107,7 @@ def dcpo_clip(case: Case) -> Expected:
     term = token_surrogates.dynamic_clip_surrogate(log_prob, case["old_logp"], case["adv"], mask, **widths)
     # the bounds are compared where the mask is 1; elsewhere ours are NaN, as the inputs are
     bounds = {name: torch.where(mask.bool(), v, case[f"out_{name}"]) for name, v in (("low", low), ("high", high))}
-    return bounds | with_gradient(aggregate(term.loss, mask, "otm"), log_prob, "_otm")
+    return bounds | with_gradient(aggregate(term.loss, mask, "seq_mean", rows=1), log_prob, "_otm")
 
 
 def vppo(case: Case) -> Expected:
