@@ -192,10 +192,11 @@ def token_returns(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) ->
     return masked(torch.stack(columns[::-1], dim=1), mask)
 
 
-def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / sqrt(var + eps)` over the valid tokens of the batch, population variance; 0 elsewhere. [N, T].
+def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8, ddof: int = 1) -> Tensor:
+    """`(x - mean) / sqrt(var + eps)` over the valid tokens of the batch; 0 elsewhere. [N, T].
 
-    REINFORCE++ (arXiv 2501.03262); StableReinforce with eps = 0. Values without spread give 0.
+    REINFORCE++ (arXiv 2501.03262), whose code divides by the tokens less one (ddof 1); StableReinforce with eps = 0 and
+    ddof 0. Values without spread give 0.
     """
     kept = mask.bool()
     chosen = masked(values.detach().double(), mask)
@@ -203,7 +204,7 @@ def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     centred = masked(chosen - chosen.sum() / count, mask)
     if not bool(kept.any()) or bool((chosen[kept] == chosen[kept][0]).all()):
         return torch.zeros_like(centred)
-    return centred / ((centred**2).sum() / count + eps).sqrt()
+    return centred / ((centred**2).sum() / (count - ddof) + eps).sqrt()
 
 
 def sigma_filtered(scores: Tensor, *, limit: float = 3.0) -> Tensor:

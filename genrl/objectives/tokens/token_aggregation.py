@@ -2,8 +2,8 @@
 
 They decide how much a token of a long completion counts beside one of a short. A step may be computed in micro-batches:
 with `rows` and `tokens` of the *whole* step (all micro-batches and processes) the step's loss is the **sum** of the
-micro-batches' losses. "seq_mean", "token_mean_global", "const" and "seq_sum" are then the same for any split; "token_mean"
-is a mean over the tokens of a call, and changes with it.
+micro-batches' losses. "seq_mean", "token_mean_global", "const" and "seq_sum" are then the same for any split;
+"token_mean" is a mean over the tokens of a call, and changes with it.
 """
 
 from __future__ import annotations

@@ -99,6 +99,8 @@ class WhitenedReturns(Estimator):
     """Discount per token."""
     eps: NonNegative = 1e-8
     """Added to the variance."""
+    population: Flag = False
+    """Variance over all tokens (StableReinforce), not over the tokens less one (REINFORCE++'s code)."""
 
     @property
     def needs_group(self) -> bool:
@@ -121,7 +123,7 @@ class WhitenedReturns(Estimator):
         if "kl_reward" in batch.extra:  # `KlInReward` pays tokens here, since a return adds up what comes after one
             per_step = masking.masked(per_step + batch.extra["kl_reward"], mask)
         returns = token_advantages.token_returns(per_step, mask, gamma=self.gamma)
-        return token_advantages.whitened(returns, mask, eps=self.eps)
+        return token_advantages.whitened(returns, mask, eps=self.eps, ddof=0 if self.population else 1)
 
 
 class VirtualReward(Estimator):

@@ -140,8 +140,8 @@ PRESETS: dict[str, Preset] = {
         DynamicClip(),
         "token_mean_global",
         source="arXiv 2509.02333 and code",
-        notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28; the mean over all tokens "
-        "is the code's, the paper's sum of the answers' means grows with their number",
+        notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28; the mean over all "
+        "tokens is the code's, the paper's sum of the answers' means grows with their number",
     ),
     "forking_tokens": Preset(
         _Z, _DAPO_CLIP, "token_mean_global", weights=(TopEntropy(share=0.2),), source="arXiv 2506.01939"
@@ -242,7 +242,7 @@ PRESETS: dict[str, Preset] = {
         "steps; margin .01 for general video",
     ),
     "stable_reinforce": Preset(
-        WhitenedReturns(eps=0.0),
+        WhitenedReturns(eps=0.0, population=True),
         LogClamp(),
         "seq_mean",
         reward_terms=(KlInReward(beta=1e-3),),

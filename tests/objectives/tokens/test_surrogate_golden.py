@@ -171,7 +171,7 @@ def stable_reinforce(case: Case) -> Expected:
         delta = name.removeprefix("out_loss_delta")
         term = token_surrogates.log_clamp_surrogate(log_prob, case["old_logp"], case["adv"], mask, delta=float(delta))
         result |= with_gradient(aggregate(term.loss, mask, "seq_mean"), log_prob, f"_delta{delta}")
-    scores = token_advantages.whitened(case["raw_adv"], mask, eps=0.0)
+    scores = token_advantages.whitened(case["raw_adv"], mask, eps=0.0, ddof=0)
     return result | {"adv_3sigma": token_advantages.sigma_filtered(scores)}
 
 
