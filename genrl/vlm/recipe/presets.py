@@ -362,7 +362,8 @@ PRESETS: dict[str, Preset] = {
         output="masked_text",
         source="JustGRPO, paper and code",
         notes="for a masked diffusion language model: the log-prob of position t with all later positions masked, run "
-        "backwards position by position",
+        "backwards position by position; the code also trains the places after the end, and divides by all places and "
+        "by the answers whose advantage is not 0",
     ),
     # --- systems whose own part is data, rewards or tools
     "conan": replace(

@@ -27,9 +27,7 @@ def advantages(case: Case) -> Expected:
         "none": centred,
         "batch": group_advantages(rewards, group, scale="global", eps=1e-4, ddof=1),
         "rloo": token_advantages.leave_one_out(rewards, group),
-        "reinforce_pp": token_advantages.whitened(
-            returns, mask, ddof=0
-        ),  # EasyR1; verl and we divide by the tokens less one
+        "reinforce_pp": token_advantages.whitened(returns, mask, ddof=0),  # EasyR1's variance
         "reinforce_pp_baseline": token_advantages.whitened(centred[:, None].expand(mask.shape), mask, ddof=0),
         "gdpo": token_advantages.normalise_then_sum(case["components"], case["weights"].tolist(), group),
     }
