@@ -31,8 +31,8 @@ def semi_online_advantages(
     """`episode (R - mean) / std + step (R_k - mean_k) / std_k`, [B, K], 0 where there is no turn.
 
     R is the sum of an episode's rewards, compared with those of its group int64 [B]; R_k is `semi_online_returns`,
-    compared with those of the same turn in its group. Sample deviations, + 1e-6; 0 where one is alone. Mean and deviation
-    of R are over episodes, as in the paper; the code takes them over all turns of the group.
+    compared with those of the same turn in its group. Sample deviations, + 1e-6; 0 where one is alone. Those
+    of R are over episodes, as in the paper; the code takes mean and deviation over all turns of the group.
     """
     returns = semi_online_returns(rewards, matched, gamma=gamma)
     there = ~rewards.isnan()
