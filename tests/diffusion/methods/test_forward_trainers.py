@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from genrl.config import ConfigError
+from genrl.diffusion.methods.awm.settings import AWM
+from genrl.diffusion.methods.awm.train import levels
 from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
@@ -190,6 +192,14 @@ def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None
 def test_the_first_levels_are_those_of_the_released_code() -> None:
     """`range(trunc + 1)` with trunc 6; GenEval: 4."""
     assert DGPO().first_steps == len(range(6 + 1))
+
+
+def test_uniform_levels_of_awm_are_shifted_as_in_its_code() -> None:
+    def drawn(**keys: Any) -> Tensor:
+        return levels(AWM(levels="uniform", **keys), torch.ones(9), torch.Generator().manual_seed(0))
+
+    plain = drawn(time_shift=1.0)
+    assert plain.min() >= 0.2 and torch.allclose(drawn(), 3 * plain / (1 + 2 * plain))
 
 
 @pytest.mark.parametrize("name", ["dpo", "d3po"])

@@ -42,6 +42,8 @@ class AWM(Matching):
     """How the matching error becomes a log-likelihood: times 1, sigma, sigma^2, or a root of it times sigma."""
     levels: Literal["grid", "logit_normal", "uniform"] = "grid"
     """Noise levels: of the sampling grid, without the first and the last tenth; SD3's; or uniform in 0.2 .. 1."""
+    time_shift: Positive = 3.0
+    """Shift of the levels that are not of the grid, `s t / (1 + (s - 1) t)` (AWM: 3); 1: none."""
     timesteps_per_sample: Count = 6
     """Noise levels trained per sample, stratified, the same for all of an iteration (AWM: 6)."""
     advantage_clip: Positive = 5.0
