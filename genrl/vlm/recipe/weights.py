@@ -106,9 +106,9 @@ class EngineMismatch(Weight):
     mode: Literal["truncate", "mask"] = "mask"
     """Outside of the limits: the limit, or 0."""
     low: NonNegative = 0.0
-    """Lower limit of p_old / p_sampler (IcePop: .5). Of bounds on the inverse: 1 over the upper."""
+    """Lower limit of p_old / p_sampler (IcePop: .5). Bounds on the inverse: 1 over the upper."""
     high: Positive = 3.0
-    """Upper limit of p_old / p_sampler (TRL: 3; PARA-GRPO and IcePop: 5). Of bounds on the inverse: 1 over the lower."""
+    """Upper limit of p_old / p_sampler (TRL: 3; PARA-GRPO and IcePop: 5). Bounds on the inverse: 1 over the lower."""
 
     def factor(self, batch: TokenBatch) -> Tensor:
         old, sampler = (batch.read(name, self.name) for name in ("old_log_prob", "sampler_log_prob"))
