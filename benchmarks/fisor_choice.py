@@ -34,6 +34,7 @@ from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.weights import state
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.fisor import train as fisor
+from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.transitions import play
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, Batch, rows
 from genrl.vla.rollout.sampling import Diffusion
@@ -56,7 +57,7 @@ class Trained(NamedTuple):
 def trained(folder: Path) -> Trained:
     """The newest checkpoint of a run."""
     config = load(folder / "config.yaml")
-    assert isinstance(config, VLAConfig)
+    assert isinstance(config, VLAConfig) and isinstance(config.trainer, FISOR)
     nets = fisor.Fisor(load_trained(folder))
     found = checkpoint.latest(folder / "checkpoints")
     assert found is not None
@@ -65,7 +66,7 @@ def trained(folder: Path) -> Trained:
     nets.reward.load_state_dict(kept["reward"])
     nets.violation.load_state_dict(kept["violation"])
     nets.slow_actor.load_state_dict(kept["slow"])
-    return Trained(config, nets, fisor.sampler_of(nets.actor))
+    return Trained(config, nets, fisor.sampler_of(nets.actor, config.trainer.draw))
 
 
 def judged(run: Trained, choice: str, candidates: int) -> dict[str, Any]:

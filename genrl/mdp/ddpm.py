@@ -90,6 +90,20 @@ def denoise(
     )
 
 
+def ancestral(x: Tensor, noise_prediction: Tensor, grid: DenoisingGrid, index: Tensor | int) -> Transition:
+    """DDPM's step with the larger of its two deviations (arXiv 2006.11239, algorithm 2): nothing is clamped,
+
+    mean = (x - beta / sqrt(1 - alpha_bar) eps) / sqrt(1 - beta),    std = sqrt(beta),    0 in the last step.
+    """
+    place = torch.as_tensor(index)
+    bar, following = grid.alpha_bar[place], grid.alpha_bar_next[place]
+    beta = 1.0 - bar / following
+    shape = (-1, *[1] * (x.dim() - 1))
+    scale, keep = ((beta / (1.0 - bar).sqrt()).view(shape).to(x), (1.0 - beta).sqrt().view(shape).to(x))
+    std = torch.where(following == 1.0, torch.zeros_like(beta), beta.sqrt())
+    return Transition((x - scale * noise_prediction) / keep, std.view(shape).to(x))
+
+
 def with_floor(step: Transition, lowest: float) -> Transition:
     """std = max(std, lowest), shapes as in `step`: exploration that persists (DPPO: .1 to sample and to score; 1e-3 to
     evaluate).

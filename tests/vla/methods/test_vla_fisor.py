@@ -96,6 +96,25 @@ def test_the_least_risky_of_several_samples_acts() -> None:
     assert torch.equal(*(acted(with_risks(data, std, -50.0), 8) for std in (0.0, 1.0)))
 
 
+def test_samples_are_those_of_the_released_program() -> None:
+    """Variance beta, every state clipped, no noise in the last step but the floor that keeps a chain scorable."""
+    data = played(4, 0.5)
+    net, count = nets(data), 6
+    observation, sampler = take(data, torch.arange(count)).observation, fisor.sampler_of(nets(data).actor)
+    noise = 3 * torch.randn(count, 1, 6, 1, 3, generator=generator(0, "noise"))
+    actor, bars = net.slow_actor, torch.cat([torch.ones(1), sampler.grid.alpha_bar.flip(0).float()])
+    context, x = actor.encode(observation), noise[:, 0, 0]
+    for k, t in enumerate(range(4, -1, -1)):
+        beta = 1 - bars[t + 1] / bars[t]
+        eps = actor.noise(context, x, torch.full((count,), t))
+        x = (x - beta / (1 - bars[t + 1]).sqrt() * eps) / (1 - beta).sqrt()
+        x = (x + (beta.sqrt() if t else 1e-3) * noise[:, 0, k + 1]).clamp(-1, 1)
+    found = fisor.samples(net, sampler, observation, noise)
+    assert torch.allclose(found[:, 0], actor.actions(x), atol=1e-5)
+    posterior = fisor.samples(net, fisor.sampler_of(actor, "posterior"), observation, noise)
+    assert not torch.allclose(found, posterior, atol=1e-2)
+
+
 def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
     data = played(20, 0.5)
     net, before = nets(data), nets(data)

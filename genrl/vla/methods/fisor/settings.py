@@ -79,6 +79,9 @@ class FISOR(VLAMethod):
     """Bound of the weight of safer actions in infeasible states (FISOR: 150)."""
     candidates: Count = 16
     """Samples of which the one of least Q_h acts."""
+    draw: Literal["beta", "posterior"] = "beta"
+    """Noise of a sample's steps: of variance beta, states clipped to +-1 (the released program); or the posterior's, of
+    the clipped action."""
     steps_per_iteration: Count = 250
     """Updates of critics and actor in an iteration."""
     cost_limit: NonNegative = 0.25

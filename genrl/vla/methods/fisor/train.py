@@ -8,15 +8,18 @@ safety can be kept and for less violation where it cannot. It acts by the least 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from genrl.mdp import forward
+from genrl.mdp import ddpm, forward
+from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import generator, seeded
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.loop.recorded import Recorded
@@ -44,7 +47,7 @@ from genrl.vla.offline.transitions import (
     take,
 )
 from genrl.vla.policies.embedded import DiffusionMLP
-from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
+from genrl.vla.policies.policy import STATE, Batch, Policy, PredictsNoise, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
 from genrl.vla.simulators.contract import Environment
 
@@ -201,10 +204,28 @@ def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Be
     return behave
 
 
-def sampler_of(actor: DiffusionMLP) -> Diffusion:
+@dataclass(frozen=True)
+class Released(Diffusion):
+    """The chain of FISOR's program: noise of variance beta, not clipped, and every state clipped to +-1."""
+
+    noise_clip: float = math.inf
+
+    def transition(
+        self, policy: Policy, context: Batch, x: Tensor, index: Tensor, noisy: Tensor | None = None
+    ) -> Transition:
+        """See `Diffusion`."""
+        assert isinstance(policy, PredictsNoise)
+        later = (index > 0).to(x.device).view(-1, *[1] * (x.dim() - 1))
+        x = torch.where(later, x.clamp(-1.0, 1.0), x)  # that of the step before; the chain clips the last one itself
+        step = ddpm.ancestral(x, policy.noise(context, x, self.grid.timesteps[index]), self.grid, index)
+        return ddpm.with_floor(step, self.floor)
+
+
+def sampler_of(actor: DiffusionMLP, draw: str = "beta") -> Diffusion:
     """All of the actor's noise levels."""
     levels = actor.config.train_steps
-    return Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
+    kind = Released if draw == "beta" else Diffusion
+    return kind(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
 
 
 def new_policy(config: VLAConfig) -> DiffusionMLP:
@@ -305,7 +326,7 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
 def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
     config, loop, actor = run.config, run.loop, run.policy
-    sampler = sampler_of(actor)
+    sampler = sampler_of(actor, settings.draw)
     with seeded(config.seed, "critics"):
         nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
