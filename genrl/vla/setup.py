@@ -18,11 +18,11 @@ from genrl.mdp.noise import seeded
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
-from genrl.vla.config import sections as settings
 from genrl.vla.config.names import SAMPLERS
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.data.recordings import Steps
+from genrl.vla.data.spread import data_statistics
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
 from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
@@ -86,9 +86,9 @@ def load_trained(
     """
     folder = Path(path)
     plain = not is_given(str(path)) and policy_folder(folder) == folder
-    for key in ("padded_state", "oft"):
-        if not plain and getattr(adapt, key, None) is not None:
-            raise ValueError(f"policy.{key}: {path} is no published folder, and says itself how it is; write null")
+    for field, key in (("padded_state", "padded_state"), ("oft", "oft"), ("stats", "statistics")):
+        if not plain and getattr(adapt, field, None) is not None:
+            raise ValueError(f"policy.{key}: {path} is no published folder and says itself how it is; leave it out")
     if is_given(str(path)):
         return take(str(path))
     if plain:
@@ -110,12 +110,14 @@ def load_trained(
     return policy
 
 
-def adapted(policy: settings.Policy) -> Adapt | None:
+def adapted(config: VLAConfig) -> Adapt | None:
     """What a configuration says of a LeRobot folder beside its path."""
-    if not policy.rename and policy.padded_state is None and policy.oft is None:
+    policy = config.policy
+    stats = data_statistics(config) if policy.statistics == "data" else None
+    if not policy.rename and policy.padded_state is None and policy.oft is None and stats is None:
         return None
     oft = None if policy.oft is None else policy.oft.model_dump(exclude_unset=True)
-    return Adapt(rename=policy.rename, padded_state=policy.padded_state, oft=oft)
+    return Adapt(rename=policy.rename, stats=stats, padded_state=policy.padded_state, oft=oft)
 
 
 def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor]) -> Any:
@@ -123,7 +125,7 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
     it began with is another one by now."""
     config = load(Run(run).config)
     assert isinstance(config, VLAConfig) and config.policy.path is not None
-    policy = load_trained(config.policy.path, adapt=adapted(config.policy))
+    policy = load_trained(config.policy.path, adapt=adapted(config))
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     policy = with_own_heads(config, policy)
     choose_trained(config, policy)

@@ -25,6 +25,7 @@ from genrl.runtime.weights.shares import check_torch
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of, recorded
+from genrl.vla.data.spread import check_spread
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, hold, require_layers
@@ -79,9 +80,10 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     """The policy with the heads that the trainer needs, and the frames to imitate (None, where it imitates none)."""
     frames = None
     if config.policy.path is not None:
-        policy = load_trained(config.policy.path, adapt=adapted(config.policy))
+        policy = load_trained(config.policy.path, adapt=adapted(config))
         if config.trainer.imitates == "always":
             frames = frames_of(config, policy)[0]
+            check_spread(policy, frames)
     elif config.trainer.makes_policy:
         policy = _module(config).new_policy(config)
     else:
@@ -180,7 +182,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
 
 
 def _on_device(config: VLAConfig, model: Path) -> Any:
-    adapt = adapted(config.policy) if policy_folder(model) == model else None  # a run's policy says itself how it is
+    adapt = adapted(config) if policy_folder(model) == model else None  # a run's policy says itself how it is
     return load_trained(model, adapt=adapt).to(default_device())
 
 

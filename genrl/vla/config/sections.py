@@ -95,6 +95,9 @@ class Policy(Section):
     """A small policy with fresh weights; null = `path`."""
     rename: dict[Text, Text] = {}
     """Published policies: the environment's name -> the policy's (LeRobot's rename_map); other cameras stay empty."""
+    statistics: Literal["checkpoint", "data"] = "checkpoint"
+    """By what a published policy normalises: what its folder holds, or what demonstrations.dataset has (a base model
+    holds nothing; a checkpoint learns again what a number means)."""
     padded_state: Flag | None = None
     """pi0.5: write the state into the prompt with the zeros that pad it, as LeRobot 0.4 did; false = the robot's own
     numbers alone, as openpi and later releases write them; null = as a folder of ours says, else false."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.vla.data.lerobot_dataset import Dataset, Episode
-from genrl.vla.policies.normalise import statistics
+from genrl.vla.policies.normalise import statistics, with_least_spread
 from genrl.vla.policies.policy import ACTION, TOKENS, Batch, Statistics
 
 STD_FLOOR = 0.02
@@ -103,7 +103,7 @@ def chunks(
 
 def frame_statistics(frames: Batch) -> Statistics:
     """`normalise.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
-    found = {name: statistics(value) for name, value in frames.items() if value.is_floating_point()}
+    found = {name: with_least_spread(statistics(value)) for name, value in frames.items() if value.is_floating_point()}
     for name in found.keys() - {ACTION}:
         found[name]["std"] = found[name]["std"].clamp(min=STD_FLOOR)
     return found

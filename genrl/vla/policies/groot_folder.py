@@ -245,8 +245,8 @@ class GrootRobot(Robot):
             bounds = {key: stats.get(name, {}).get(key) for key in ("min", "max")}
             if any(value is None for value in bounds.values()):
                 raise ValueError(
-                    f"{folder.path} has no statistics of {name!r}: it is a base model; pass those of the data set that "
-                    "it is to be trained on (Adapt(stats=...))"
+                    f"{folder.path} has no statistics of {name!r}: it is a base model; take those of the data set that "
+                    "it is to be trained on (policy.statistics: data; in Python Adapt(stats=...))"
                 )
             self.stats[name] = {
                 key: value.flatten()[:width].float() for key, value in bounds.items() if value is not None

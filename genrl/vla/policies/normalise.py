@@ -16,6 +16,7 @@ Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 EPS = 1e-8
 _BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
+LEAST_SPREAD = 0.1
 _MOST = 2**24
 """Rows of which torch computes quantiles."""
 _QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
@@ -42,6 +43,17 @@ def statistics(values: Tensor) -> dict[str, Tensor]:
     some = flat[:: -(-len(flat) // _MOST)]
     found |= {name: some.quantile(share, dim=0) for name, share in _QUANTILES.items()}
     return {name: value.float() for name, value in found.items()}
+
+
+def with_least_spread(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same statistics, bounds of quantiles at least `LEAST_SPREAD` of the range apart: a dimension that hardly ever
+    moves (a gripper that closes once) would be blown up when it does."""
+    found = dict(stats)
+    for low, high in (_BOUNDS["QUANTILES"], _BOUNDS["QUANTILE10"]):
+        if {low, high, "min", "max"} <= found.keys():
+            lack = (LEAST_SPREAD * (found["max"] - found["min"]) - (found[high] - found[low])).clamp(min=0.0) / 2.0
+            found[low], found[high] = found[low] - lack, found[high] + lack
+    return found
 
 
 def normalise(values: Tensor, stats: Mapping[str, Tensor], mode: Mode) -> Tensor:
@@ -72,6 +84,8 @@ def _affine(stats: Mapping[str, Tensor], mode: Mode, like: Tensor) -> tuple[Tens
     if missing:
         raise KeyError(f"mode {mode} needs the statistics {missing}, there are only {sorted(stats)}")
     low, high = (stats[name].to(like) for name in names)
+    if low.shape[-1:] != like.shape[-1:]:  # else one number would be broadcast against many
+        raise ValueError(f"{like.shape[-1]} numbers cannot be normalised by statistics of {low.shape[-1]}")
     if mode == "MEAN_STD":
         return low, high + EPS
     half = torch.where(high == low, EPS, high - low) / 2.0

@@ -107,7 +107,8 @@ class Robot:
         if missing:
             raise ValueError(
                 f"{folder.path} has no statistics of {missing[0]!r}, to normalise by {self.modes[missing[0]]}: "
-                "it is a base model; pass those of the data set that it is to be trained on (Adapt(stats=...))"
+                "it is a base model; take those of the data set that it is to be trained on (policy.statistics: data; "
+                "in Python Adapt(stats=...))"
             )
         width = {len(v) for key, v in self.stats[ACTION].items() if key != "count"}
         if self.modes[ACTION] != "IDENTITY" and width != {self.action_dim}:
