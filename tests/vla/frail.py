@@ -61,6 +61,19 @@ def mute() -> Frail:
     return env
 
 
+class Picky(Frail):
+    """A reset that raises for every third seed."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        if seed is not None and seed % 3 == 0:
+            raise RuntimeError(f"no grasp for seed {seed}")
+        return super().reset(seed=seed, options=options)
+
+
+def picky(task: str = "") -> Picky:
+    return Picky(task)
+
+
 def broken_start() -> Frail:
     raise OSError("no such robot")
 

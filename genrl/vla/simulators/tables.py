@@ -35,6 +35,8 @@ from genrl.vla.simulators.contract import (
 )
 
 ONE_CAMERA = ("minitable", "metaworld", "maniskill", "point_maze", "fetch", "reacher")
+OTHER_START = 1_000_003
+"""How many starts further the one lies that is taken in place of one that fails: prime, so that few goals differ too."""
 FAILURES = 3
 """So many failures of one slot, with no executed chunk between them, are an error."""
 
@@ -226,7 +228,7 @@ class Simulators:
         return seen, done.rewards.sum(1), done.terminated, done.truncated, info
 
     def _play(self, run: Run, done: Round) -> None:
-        """Do a round; an episode that cannot begin is begun again, by a new environment."""
+        """Do a round; in place of an episode that cannot begin another one is begun, by a new environment."""
         if self.host is None:
             self.host = self.description.host(self.num_envs)
         while run.begin or run.chunks:
@@ -238,7 +240,7 @@ class Simulators:
                 assert isinstance(message, Fault)
                 self._blame(message, message.slot)
                 if message.slot in run.begin:
-                    again[message.slot] = run.begin[message.slot]
+                    again[message.slot] = self._another(run.begin[message.slot])
                 else:
                     done.drop([message.slot])
             run = Run(again, {})
@@ -282,6 +284,12 @@ class Simulators:
         self._action_dim = outcome.action_dim
         done.take(outcome, slots)
         self._failures[slots[outcome.n_executed > 0]] = 0
+
+    def _another(self, number: int) -> int:
+        """The episode of the same task in place of one whose start fails, which would fail again: the same one in all
+        slots of a group."""
+        further = number + OTHER_START * self.description.tasks
+        return further if further < 2**64 else number - OTHER_START * self.description.tasks
 
     def _blame(self, fault: Fault, slot: int) -> None:
         """Count a failure of a slot, by its number among all. Raises where that is enough."""

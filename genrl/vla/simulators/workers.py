@@ -286,14 +286,19 @@ class FarSimulators(Simulators):
         self._blame(fault, slot)
         worker.open.remove(slot)
         if slot in run.begin:
+            run.begin[slot] = self._another(run.begin[slot])
             self._order(worker, Run(run.begin, {}), [slot])
         else:
             done.drop([slot])
 
     def _lost(self, worker: Worker, lost: WorkerLost, run: Run, done: Round) -> Worker:
-        """Replace a worker: what it was to begin is begun again, and what it ran is dropped, unless it had ended."""
+        """Replace a worker: what it was to begin is begun again, or another episode where that
+        loses it twice; what it ran is dropped, unless it had ended."""
         if worker.open:
-            self._blame(Fault(worker.open[0], f"{lost}\n{worker.report}", misuse=False), worker.open[0])
+            slot = worker.open[0]
+            self._blame(Fault(slot, f"{lost}\n{worker.report}", misuse=False), slot)
+            if slot in run.begin and self._failures[slot] > 1:  # once may be the machine's doing
+                run.begin[slot] = self._another(run.begin[slot])
         ended = done.terminated | done.truncated
         done.drop([s for s in worker.slots if s in run.chunks and (s in worker.open or not ended[s])])
         again = self.crew.restart(worker)
