@@ -36,7 +36,7 @@ from genrl.vla.simulators.contract import (
 
 ONE_CAMERA = ("minitable", "metaworld", "maniskill", "point_maze", "fetch", "reacher")
 OTHER_START = 1_000_003
-"""How many starts further the one lies that is taken in place of one that fails: prime, so that few goals differ too."""
+"""How many starts further one lies that takes the place of one that fails: prime, so that of few goals another is."""
 FAILURES = 3
 """So many failures of one slot, with no executed chunk between them, are an error."""
 
