@@ -26,6 +26,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_refusal
+from genrl.diffusion.policy.own_step import require_flow_step
 from genrl.mdp.kernels import PredictionType
 
 Parametrisation = Literal["flow", "diffusion"]
@@ -303,7 +304,7 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     sample prediction the head is a `DDIMScheduler` made from the same configuration, as in DDPO (arXiv 2305.13301):
     its stochastic step is the one with a density.
 
-    Raises ValueError as `scheduler_refusal` has it.
+    Raises ValueError as `scheduler_refusal` and `require_flow_step` have it.
     """
     config = dict(scheduler.config)
     bases = [one for one in type(scheduler).__mro__ if one.__module__.startswith("diffusers.")]
@@ -315,6 +316,7 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     overrides: dict[str, Any]
     if is_flow_scheduler({"_class_name": kind, **config}):
         parent, parametrisation, overrides = type(scheduler), "flow", {}
+        require_flow_step(scheduler)
     else:
         # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
         parent, parametrisation = DDIMScheduler, "diffusion"

@@ -292,8 +292,8 @@ class FarSimulators(Simulators):
             done.drop([slot])
 
     def _lost(self, worker: Worker, lost: WorkerLost, run: Run, done: Round) -> Worker:
-        """Replace a worker: what it was to begin is begun again, or another episode where that loses it twice; what it ran
-        is dropped, unless it had ended."""
+        """Replace a worker: what it was to begin is begun again, or another episode where that loses it twice; what it
+        ran is dropped, unless it had ended."""
         if worker.open:
             slot = worker.open[0]
             self._blame(Fault(slot, f"{lost}\n{worker.report}", misuse=False), slot)

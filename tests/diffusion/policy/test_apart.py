@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from genrl.diffusion.config.files import _settings_in_memory
@@ -51,6 +52,22 @@ def test_a_step_with_arguments_that_no_kernel_has_is_refused(name: str) -> None:
     state = head.hold(torch.zeros(1, 4))
     with pytest.raises(ValueError, match=f"steps its scheduler with {name}, which the step of no kernel has"):
         head.step(state, head.timesteps[0], state, **{name: torch.ones(1)})
+
+
+class Subclassed(FlowMatchEulerDiscreteScheduler):
+    """A class of one's own that steps as its parent."""
+
+
+class Negated(FlowMatchEulerDiscreteScheduler):
+    def step(self, model_output: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().step(-model_output, *args, **kwargs)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dynamic_shifting": True}, {"invert_sigmas": True}, {"shift": 3.0}])
+def test_the_step_of_a_scheduler_from_outside_is_compared_with_a_flow_s(changes: dict[str, Any]) -> None:
+    as_policy_head(Subclassed(**changes))
+    with pytest.raises(ValueError, match=r"test_apart.Negated, is not that of a flow: .*the other sign"):
+        as_policy_head(Negated(**changes))
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("bad"), KeyError("bad"), IndexError("bad")])
