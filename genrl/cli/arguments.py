@@ -21,6 +21,7 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Pipeline folder, hub id (org/name), or the folder of a run.")
 ]
 Lora = Annotated[str | None, typer.Option(help="LoRA folder or hub id; the default for a run is its newest adapter.")]
+Best = Annotated[bool, typer.Option("--best", help="Of a run: the checkpoint of its best evaluation, not the newest.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps; default: the run's, or the pipeline's.")]
 Guidance = Annotated[float | None, typer.Option(min=0, help="Default: the run's, or the pipeline's.")]
 Height = Annotated[int | None, typer.Option(min=1, help="Pixels.")]

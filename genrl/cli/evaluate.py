@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
-from genrl.cli.folders import is_policy, is_vision_language
+from genrl.cli.arguments import Best, Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
+from genrl.cli.folders import best_of, is_policy, is_vision_language
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -60,6 +60,8 @@ class Options:
     dtype: Dtype | None
     episodes: int | None
     videos: Path | None
+    step: int | None
+    """Of the run's checkpoint; None = the newest."""
 
     def call_arguments(self) -> dict[str, Any]:
         """Arguments of the pipeline call."""
@@ -69,7 +71,8 @@ class Options:
 
     def refuse_all_but(self, what: str, *takes: str) -> None:
         """Raise BadParameter for options that were given and mean nothing for `what`, which takes these."""
-        takes += ("further", "out", "batch_size", "dtype")  # changes to the configuration, and options with defaults
+        # changes to the configuration, options with defaults, and --best, which all runs have
+        takes += ("further", "out", "batch_size", "dtype", "step")
         refuse({f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in takes}, what)
 
 
@@ -86,6 +89,7 @@ def evaluate(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first ones; default: all.")] = None,
     out: Out = None,
     lora: Lora = None,
+    best: Best = False,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
     height: Height = None,
@@ -111,6 +115,7 @@ def evaluate(
         further=pipeline_args or [], prompts=prompts, reward=reward or [], num_prompts=num_prompts, out=out, lora=lora,
         num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, height=height, width=width,
         batch_size=batch_size, seed=seed, dtype=dtype, episodes=episodes, videos=videos,
+        step=best_of(model) if best else None,
     )  # fmt: skip
     settings = _settings_of(model, config_file, options.further)
     if settings is None:

@@ -19,6 +19,19 @@ def run_config(run: Path) -> Path:
     raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
 
 
+def best_of(run: Path | str) -> int:
+    """The step of a run's best evaluation, which is said. Raises BadParameter where it has none, or is no run."""
+    from genrl.runtime.folder import checkpoint
+
+    run_config(Path(run))
+    try:
+        step = checkpoint.best_step(Path(run) / "checkpoints")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--best") from None
+    typer.echo(f"{run}: the best evaluation's checkpoint, after {step} iterations")
+    return step
+
+
 def check_new(out: Path) -> None:
     """Raise BadParameter where the folder to write has something in it."""
     if out.exists() and any(out.iterdir()):

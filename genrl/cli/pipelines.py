@@ -43,7 +43,7 @@ def evaluate(name: str, options: Options) -> None:
     if not options.reward and not config:
         raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
     rows = _rows(source, config, options)  # before torch is loaded
-    chosen = choose(name, options.lora, options.dtype, options.call_arguments())
+    chosen = choose(name, options.lora, options.dtype, options.call_arguments(), options.step)
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
     from genrl.diffusion.config.sections import Evaluation

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genrl.cli.arguments import RunFolder, refuse
-from genrl.cli.folders import check_new, run_config
+from genrl.cli.arguments import Best, RunFolder, refuse
+from genrl.cli.folders import best_of, check_new, run_config
 
 if TYPE_CHECKING:
     from genrl.runtime.loop.replay import Replay
@@ -32,6 +32,7 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Checkpoint after this many iterations; default: the newest.")
     ] = None,
+    best: Best = False,
     full: Annotated[bool, typer.Option("--full", help="Write the whole pipeline, with a LoRA merged into it.")] = False,
     form: Annotated[
         Literal["diffusers", "kohya", "comfyui"], typer.Option("--format", help="Form of a LoRA's file.")
@@ -57,6 +58,9 @@ def export(
     from genrl.vla.config.schema import VLAConfig
 
     config = load(run_config(run))
+    if best:
+        refuse({"--step": step}, "--best, which is a step")
+        step = best_of(run)
     out = _folder_to_write(run, out, push, private)
     if isinstance(config, VLAConfig):
         refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")

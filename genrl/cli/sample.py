@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli.arguments import Guidance, Height, Lora, ModelName, Precision, Steps, Width
+from genrl.cli.arguments import Best, Guidance, Height, Lora, ModelName, Precision, Steps, Width
+from genrl.cli.folders import best_of
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,6 +26,7 @@ def sample(
     prompts: Annotated[str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the pictures and the grid.")] = Path("samples"),
     lora: Lora = None,
+    best: Best = False,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
     height: Height = None,
@@ -53,7 +55,7 @@ def sample(
     from genrl.diffusion.chosen import choose
 
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
-    chosen = choose(model, lora, dtype, given)
+    chosen = choose(model, lora, dtype, given, best_of(model) if best else None)
 
     if chosen.inputs and prompt:
         columns = ", ".join(chosen.inputs.values())

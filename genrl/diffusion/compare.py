@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,13 +51,21 @@ class Side:
         return {"name": self.name, "model": model.path, "lora": adapter, "arguments": arguments}
 
 
-def sides(a: str, b: str, base: str | None, dtype: str | None, given: Mapping[str, Any]) -> tuple[Side, Side]:
+def sides(
+    a: str,
+    b: str,
+    base: str | None,
+    dtype: str | None,
+    given: Mapping[str, Any],
+    steps: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[Side, Side]:
     """The two models: run folders, LoRA folders or files, pipelines. A LoRA is put onto `base`, or else the other
-    model or its run's; what is no run is called as the other one's evaluations are. given: arguments of both calls.
+    model or its run's; what is no run is called as the other one's evaluations are.
+    given: arguments of both calls. steps: of a run by its name, the checkpoint; without, the newest.
 
     Raises ValueError for models that are not there or cannot be compared: of other pipelines, or one and the same.
     """
-    first, second = _side(a, b, base, dtype, given), _side(b, a, base, dtype, given)
+    first, second = _side(a, b, base, dtype, given, steps), _side(b, a, base, dtype, given, steps)
     kinds = [_index(side.chosen.model).get("_class_name") for side in (first, second)]
     if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
         raise ValueError(
@@ -74,9 +83,11 @@ def sides(a: str, b: str, base: str | None, dtype: str | None, given: Mapping[st
     return first, second
 
 
-def _side(name: str, other: str, base: str | None, dtype: str | None, given: Mapping[str, Any]) -> Side:
+def _side(
+    name: str, other: str, base: str | None, dtype: str | None, given: Mapping[str, Any], steps: Mapping[str, int]
+) -> Side:
     if not is_lora(name) and (run := config_of(name)) is not None:
-        return Side(name, choose(name, None, dtype, given), run)
+        return Side(name, choose(name, None, dtype, given, steps.get(name)), run)
     under = base or (None if is_lora(other) else other)
     if is_lora(name):
         if under is None:

@@ -44,7 +44,9 @@ class Evaluated:
 
     @property
     def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {"eval/total_mean": float(self.total.nanmean())}
+        scored = self.total[~self.total.isnan()]
+        found: dict[str, float] = {"eval/total_mean": float(scored.mean())}
+        found["eval/total_se"] = float(scored.std(correction=0)) / max(1, len(scored)) ** 0.5
         for label, values in self.scored.values.items():
             kept = values[~values.isnan()]
             found[f"eval/{label}_mean"] = float(kept.mean())

@@ -28,7 +28,7 @@ from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, sho
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
-from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_card
+from genrl.diffusion.policy.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.ahead import Ahead
@@ -53,7 +53,6 @@ from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.loop import Loop
-from genrl.runtime.loop.monitor import ended_at
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.versions import Versions
 from genrl.runtime.show.pictures import before_after, save_png
@@ -366,10 +365,6 @@ class DiffusionRun:
         """The end of a run, complete or not: LoRA, before/after picture, report, and where they are."""
         run, config, loop = self.process.run, self.config, self.loop
         rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
-        best = ended_at(loop)
-        monitor = config.evaluation.monitor
-        if best is not None and monitor is not None and monitor.action == "roll_back":  # the weights are those of then
-            rows = [row for row in rows if row["step"] <= best]
         saved = checkpoint.latest(run.checkpoints)
         if self.weights.is_lora and loop.is_complete and saved is not None:
             with whole_folder(run.lora) as place:
@@ -383,7 +378,11 @@ class DiffusionRun:
             denoiser = denoiser_that_loads(run.lora)
             loader = "pipe.load_lora_weights" if denoiser is None else f"pipe.{denoiser}.load_lora_adapter"
             result = f"LoRA, for {loader}: {run.lora}"
-        say_result(loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result)
+        say_result(
+            loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result,
+            best=run.folder / "lora-best" if self.weights.is_lora else None,
+            write=partial(export, run.folder),
+        )  # fmt: skip
 
 
 def loss_scale(config: Config, rollouts: Rollouts) -> float:

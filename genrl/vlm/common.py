@@ -261,4 +261,9 @@ class VLMRun:
                     save_model(self.policy, loop.config.vlm.path, place)
         rows = read_metrics(loop.process.run.metrics)
         result = f"the model, as transformers saves it: {folder}"
-        say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
+
+        def write(place: Path, step: int) -> None:
+            save_model(load_trained(loop.config, loop.process.run.folder, step), loop.config.vlm.path, place)
+
+        best = loop.process.run.folder / "model-best"
+        say_result(loop, rows, metric, label=metric, pictures=pictures, result=result, best=best, write=write)

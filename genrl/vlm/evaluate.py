@@ -132,7 +132,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         row[f"eval/{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
         row[f"eval/{label}_failed"] = float(len(values) - len(scored))
         total += reward.weight * np.nan_to_num(values)
-    row["eval/total_mean"] = float(total.mean())
+    row["eval/total_mean"], row["eval/total_se"] = float(total.mean()), float(total.std()) / len(total) ** 0.5
     return row
 
 

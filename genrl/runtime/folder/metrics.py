@@ -158,10 +158,35 @@ _EVALUATION = {
         "number of held-out samples without a score", "As `reward/<name>_failed`.", "samples"
     ),
     "eval/total_mean": MetricDoc("mean of the weighted sum over the held-out prompts", "As `eval/<name>_mean`."),
-    "eval/monitor_drop": MetricDoc(
-        "best evaluation of the watched reward so far - this one; only with `evaluation.monitor`",
-        "Above the tolerance in `patience` evaluations in a row: training ends.",
+    "eval/total_se": MetricDoc(
+        "standard error of `eval/total_mean`: standard deviation over the samples / sqrt(their number)",
+        "Two evaluations that differ by less than one of it, times sqrt(2), do not differ.",
+    ),
+    "eval/below_best": MetricDoc(
+        "best evaluation so far - this one, of the figure that judges the run: total, success, accuracy or loss, or "
+        "that of `evaluation.monitor`; a best is better than the one before by more than noise",
+        "Above three standard errors of the difference (or the monitor's tolerance) in two evaluations in a row: a "
+        "collapse, and `evaluation.on_collapse` acts.",
         "the reward's own",
+    ),
+}
+
+_COLLAPSE = {
+    "collapse/<name>": MetricDoc(
+        "of total, success, accuracy, monitor/NAME (held out): how far below its best; of loss, grad_norm, kl: the "
+        "value that left its history; only in the iteration in which it is noticed",
+        "The run collapses: what moved, and when. The console, the live page and the report say what helps.",
+    ),
+    "collapse/back": MetricDoc(
+        "iteration of the checkpoint that the run went back to, with half the learning rate; only in the iteration "
+        "after which it did",
+        "The weights that follow are those of then; iterations go on.",
+        "iteration",
+    ),
+    "collapse/stopped": MetricDoc(
+        "iteration of the best evaluation; only in the last row of a run that `evaluation.on_collapse: stop` ended",
+        "`--best` takes its checkpoint.",
+        "iteration",
     ),
 }
 
@@ -262,6 +287,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
     "Evaluation": _EVALUATION,
+    "Collapse": _COLLAPSE,
     "Groups and advantages": _ADVANTAGES,
     "Chosen prompts": _SELECTION,
     "Update": _UPDATE,

@@ -73,6 +73,8 @@ class Optimization:
     """Of the weights; None = none is kept."""
     loss_scale: float = 1.0
     """Factor on losses before their backward pass, undone in the gradients: for float16."""
+    slowed: float = 1.0
+    """Factor on the learning rate, of a run that has gone back (`genrl.runtime.loop.collapse`)."""
     iteration: int = 0
     steps: int = 0
     """Optimiser steps so far, those without a gradient included: the position in the schedule."""
@@ -135,7 +137,7 @@ class Optimization:
                 continue
             self._clip(group["params"], parts[name], norm)
             rate = self.schedule.rate(name, group_steps=done - 1, all_steps=self.steps, iteration=self.iteration)
-            set_rate(group, rate)
+            set_rate(group, rate * self.slowed)
             moved = True
         if moved:
             self.optimizer.step()

@@ -39,12 +39,11 @@ SHARED = {entry for title in COMMON for entry in SECTIONS[title]} - {
 GROUPS = set(SECTIONS["Groups and advantages"])
 ASSETS = Path(__file__).parents[3] / "assets"
 JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
-MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
 FLOW: dict[str, Any] = {"kernel": "flow_sde", "noise_level": 0.7}
 PLAIN = USED | KL | EVALUATION
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     # settings of the trainer, entries of all runs and of its method that such a run does not log, other sections
-    "flow_grpo": ({"kl_weight": 0.01}, USED | MONITOR, {"evaluation": {"every": 2}}),
+    "flow_grpo": ({"kl_weight": 0.01}, USED, {"evaluation": {"every": 2}}),
     "adv_grpo": (
         {"kl_weight": 0.01, "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"}},
         {"used/<name>_weight", "used/<name>_gated"},
@@ -66,7 +65,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
     "prompt_rl": (
         {"retained": 1, "kl_weight": 0.0, "rewriter": {"path": str(ASSETS / "tiny-lm"), "max_new_tokens": 4}},
-        USED | KL | MONITOR,
+        USED | KL,
         {"evaluation": {"every": 2}},
     ),
     "talk2move": (
@@ -91,7 +90,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
 ONE_OF_EACH_ROOM = ("flow_grpo", "diffusion_nft", "d3po", "draft", "diff_instruct", "sft")
 
 KEPT: dict[str, set[str]] = {
-    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer", "kept-best", "snapshot-best"},
+    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer"},
     "diffusion_nft": {"snapshot-old"},
     "prompt_rl": {"kept-rewriter"},
     "awm": {"snapshot-ema_reference", "snapshot-old"},

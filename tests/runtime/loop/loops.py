@@ -31,6 +31,7 @@ METHOD = Method(algorithm="test")
 class Evaluation:
     every: int = 0
     monitor: Monitor | None = None
+    on_collapse: str = "warn"
 
 
 @dataclass
