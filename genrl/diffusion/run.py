@@ -22,6 +22,7 @@ from torch import Tensor
 
 from genrl.config.economy import Selection
 from genrl.data.prompts import Prompt
+from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
@@ -80,6 +81,8 @@ class DiffusionRun:
     """Samples of the running iteration."""
     replays: bool = False
     """Whether it was seen in this process that training replays what sampling did."""
+    before: looks.Before = field(default_factory=looks.Before)
+    """What evaluation showed before training."""
     passes: int = 1
     """Micro-batches that this process trains on in the running iteration: each is as much of its progress."""
     rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
@@ -143,6 +146,8 @@ class DiffusionRun:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
         if self.versions is not None:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
+        if self.eval_prompts and self.config.evaluation.every:
+            self.loop.keep("before", self.before, changes=False)
         settle(self)
         if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
@@ -316,6 +321,10 @@ class DiffusionRun:
             found = held_out()
             again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
         metrics = found.metrics
+        if iteration == 0:
+            self.before.thumbnails = found.thumbnails
+        if len(self.before.thumbnails):  # a run that was begun without has none to compare with
+            metrics["eval/moved"] = looks.moved(found.thumbnails, self.before.thumbnails)
         if again is not None:
             metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in again.metrics.items()}
         if self.is_main:

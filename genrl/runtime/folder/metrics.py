@@ -162,6 +162,24 @@ _EVALUATION = {
         "standard error of `eval/total_mean`: standard deviation over the samples / sqrt(their number)",
         "Two evaluations that differ by less than one of it, times sqrt(2), do not differ.",
     ),
+    "eval/moved": MetricDoc(
+        "root mean squared difference of the held-out pictures, reduced to 8 x 8, from those before training, of the "
+        "same prompts and noise",
+        "How far the model has gone from its start, without a model call. Rises fast at first, then slowly; where it "
+        "rises ever faster, or beside a reward that falls, the model is breaking.",
+        "of 1 = white",
+    ),
+    "eval/high_frequencies": MetricDoc(
+        "root mean squared difference of a pixel from the mean of its 3 x 3 neighbours, mean over held-out pictures",
+        "Confetti and noise raise it, blur lowers it: twice its first value, look at the pictures.",
+        "of 1 = white",
+    ),
+    "eval/diversity": MetricDoc(
+        "standard deviation over the held-out pictures of a prompt, reduced to 8 x 8, mean over prompts; only where "
+        "prompts have several (`evaluation.group_size`)",
+        "Falls to 0 where every noise gives the same picture.",
+        "of 1 = white",
+    ),
     "eval/below_best": MetricDoc(
         "best evaluation so far - this one, of the figure that judges the run: total, success, accuracy or loss, or "
         "that of `evaluation.monitor`; a best is better than the one before by more than noise",
