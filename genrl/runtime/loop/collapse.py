@@ -34,7 +34,7 @@ PATIENCE = 2
 """Fallen evaluations in a row, for a figure without a monitor."""
 RECENT = 10
 """Iterations of a running mean, and of the figures that are compared with their history."""
-MOST = 256
+MOST = 128
 """Figures of a history that are kept: twice as many are thinned to these, so that a long run costs no more."""
 BOUND = (
     "a lower optimizer.lr, or one that falls; a bound on how far an update goes (kl_weight, old_policy_decay, "
