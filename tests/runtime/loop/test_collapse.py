@@ -18,9 +18,11 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
 from genrl.runtime.loop import collapse
 from genrl.runtime.loop.loop import Interrupted
+from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.show.intervals import wilson
+from genrl.runtime.weights.optimization import Schedule
 from tests.run_folders import differences
-from tests.runtime.loop.loops import Evaluation, Settings, loop, moved, values
+from tests.runtime.loop.loops import METHOD, Evaluation, Settings, loop, model, moved, values
 from tests.runtime.loop.test_loop import Counter, learn, train
 
 SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
@@ -208,6 +210,37 @@ class TestActing:
         saved = checkpoint.load(folder / "step-000001")
         assert saved.state["unfinished_row"] is None
         assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
+
+
+def descended(folder: Path, action: str, rate: float) -> tuple[Any, list[dict[str, Any]]]:
+    """A trained run: gradient descent of a quadratic, which diverges at rates above 2."""
+
+    def judge(iteration: int) -> dict[str, float]:
+        return {"eval/total_mean": -float(model(one).policy.detach().square().sum()), "eval/total_se": 0.1}
+
+    settings = Settings(iterations=60, evaluation=Evaluation(5, on_collapse=action))
+    settings.optimizer = settings.optimizer.model_copy(update={"lr": rate})
+    one = loop(folder, settings, evaluate=judge)
+    one.optimization.schedule = one.schedule = Schedule(settings.optimizer, {"policy": rate, "critic": rate}, 60)
+    for _ in one.iterations():
+        two = model(one)
+        one.backward(METHOD, {"loss": two.policy.square().sum() / 2}, Recorded(None, {}))
+        one.finish({"loss": float(two.policy.detach().square().sum()), "grad_norm": one.step(["policy"])["policy"]})
+    return one, read_metrics(one.process.run.metrics)
+
+
+class TestTrained:
+    def test_a_rate_that_is_too_high_is_noticed_and_going_back_ends_above_the_start(self, tmp_path: Path) -> None:
+        _, rows = descended(tmp_path / "warn", "warn", 2.9)
+        noticed = [row["step"] for row in rows if "collapse/total" in row]
+        assert noticed == [10] and rows[-1]["eval/total_mean"] < 100 * rows[0]["eval/total_mean"]
+        one, rows = descended(tmp_path / "back", "back", 2.9)
+        assert [row["step"] for row in rows if "collapse/back" in row] == [10]
+        assert rows[-1]["eval/total_mean"] > -1e-6 and one.optimization.slowed == 0.5
+
+    def test_a_rate_that_is_right_is_let_alone(self, tmp_path: Path) -> None:
+        _, rows = descended(tmp_path, "back", 0.1)
+        assert not any(key.startswith("collapse/") for row in rows for key in row)
 
 
 def test_the_best_checkpoint_stays_on_disk(tmp_path: Path) -> None:
