@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Plan:
     recipes: Mapping[str, Recipe]
     claims: tuple[Claim, ...]
     tables: Mapping[str, Mapping[str, Any]]
-    papers: Mapping[str, list[tuple[str, str, str, list[str], str]]]
+    papers: Mapping[str, list[tuple[str, str, str, list[str], str]]] = field(default_factory=dict)
     """By part: (paper, its idea, where it is in genrl/, names of claims, what is left out)."""
 
 

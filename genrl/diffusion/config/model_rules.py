@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf, is_single_file
+from genrl.config.sections import OF_THE_FILE
 from genrl.diffusion.config.memory_rules import is_text_encoder
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def model_rules(config: Config) -> Iterator[Finding]:
     spacing = model.scheduler.get("timestep_spacing", SPACINGS[0])
     if spacing not in SPACINGS:
         yield ("model.scheduler.timestep_spacing",), f"found {spacing!r}; it can be {', '.join(SPACINGS)}"
+    if model.without and model.config is not None:
+        yield ("model.without", "model.config"), "a file is completed by its base; leave it out of the base's folder"
     if model.lora is not None:
         yield from _adapters(model.lora)
         yield from _text_encoders(config, model.lora)
@@ -39,8 +42,8 @@ def _adapters(lora: LoRA) -> Iterator[Finding]:
     if len(set(lora.frozen)) < len(lora.frozen):  # it would act twice
         yield ("model.lora.frozen",), "an adapter is named twice; keep one"
     if lora.begin is not None:
-        for key in ("type", "rank", "alpha", "targets", "ranks"):
-            if getattr(lora, key) != type(lora).model_fields[key].get_default(call_default_factory=True):
+        for key in OF_THE_FILE:
+            if key in lora.model_fields_set:
                 yield (f"model.lora.{key}", "model.lora.from"), "the adapter that is loaded has its own; leave it out"
     if lora.frozen and lora.type == "lokr":
         yield ("model.lora.frozen", "model.lora.type"), "peft puts no lokr beside LoRAs; write another type"

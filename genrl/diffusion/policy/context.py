@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from genrl.diffusion.config.context_rules import DIVIDED, KEY
-from genrl.diffusion.policy.adapters import quiet_loading
+from genrl_rewards.models.accounts import collected
 
 
 def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.device) -> None:
@@ -29,7 +29,7 @@ def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.devi
         if not any(one.__name__ in DIVIDED for one in type(denoiser).mro()):  # FSDP makes a subclass of it
             raise ValueError(f"{KEY}: the tokens of a {type(denoiser).__name__} ({name}) are not divided; write 1")
         settings = ContextParallelConfig(ulysses_degree=context, mesh=mesh["ring", "ulysses"])
-        with quiet_loading(), _one_device_each(device):
+        with collected([]), _one_device_each(device):  # that it is experimental, which the page says
             denoiser.enable_parallelism(config=settings)  # type: ignore[operator]
 
 

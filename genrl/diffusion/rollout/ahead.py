@@ -1,4 +1,4 @@
-"""Samples of earlier weights (`runtime.versions`): iterations that are drawn and scored while an earlier one is
+"""Samples of earlier weights (`running.Versions`): iterations that are drawn and scored while an earlier one is
 trained."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from genrl.objectives.collapse import Score, has_fallen, has_left, is_better
 
 if TYPE_CHECKING:
-    from genrl.runtime.loop.loop import Loop
+    from genrl.runtime.loop.state import State
 
 KEY = "collapse"
 """In the loop's memory, and the first part of the names of what is logged."""
@@ -62,12 +62,12 @@ def figure_of(row: Mapping[str, float], names: Sequence[str] = HELD_OUT) -> tupl
     return None
 
 
-def resume(loop: Loop) -> None:
+def resume(loop: State) -> None:
     """Before the first iteration of this process: the rate is that after all the times the run has gone back."""
     loop.optimization.slowed = _state(loop)["rate"]
 
 
-def note(loop: Loop, row: Mapping[str, float]) -> dict[str, float]:
+def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     """Remember the figures of an iteration that ends; returns what to log of it."""
     state, found = _state(loop), {}
     histories, outside = dict(state["histories"]), list(state["outside"])
@@ -92,7 +92,7 @@ def note(loop: Loop, row: Mapping[str, float]) -> dict[str, float]:
     return found | _acted(loop, found)
 
 
-def watch(loop: Loop, row: Mapping[str, float]) -> dict[str, float]:
+def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     """Judge the run by an evaluation; returns what to log of it."""
     monitor = loop.config.evaluation.monitor
     watched = figure_of(row, HELD_OUT if monitor is None else [f"eval/{monitor.reward}"])
@@ -103,30 +103,30 @@ def watch(loop: Loop, row: Mapping[str, float]) -> dict[str, float]:
     return found | _acted(loop, found)
 
 
-def best(loop: Loop) -> int | None:
+def best(loop: State) -> int | None:
     """The iteration of the best evaluation, by the monitor where there is one; None before the first."""
     found: int | None = _state(loop)["best"]
     return found
 
 
-def forget_histories(loop: Loop) -> None:
+def forget_histories(loop: State) -> None:
     """Another method begins, whose loss is another one."""
     loop.memory[KEY] = _state(loop) | {"histories": {}, "outside": []}
 
 
-def to_be_saved(loop: Loop) -> bool:
+def to_be_saved(loop: State) -> bool:
     """Whether this moment is the best so far, of which a checkpoint is kept. Of the model before training only where
     the run may go back to it: everybody has it."""
     return best(loop) == loop.iteration and (loop.iteration > 0 or loop.config.evaluation.on_collapse == "back")
 
 
-def best_score(loop: Loop) -> float:
+def best_score(loop: State) -> float:
     """What the best evaluation gave."""
     state = _state(loop)
     return float(state["figures"][state["judge"]]["best"][1])
 
 
-def ended(loop: Loop) -> bool:
+def ended(loop: State) -> bool:
     """Whether the run was stopped because it collapsed."""
     return bool(_state(loop)["ended"])
 
@@ -144,7 +144,7 @@ def described(key: str, value: float, step: int) -> str:
     return f"collapse: {name} lies {value:.3g} below its best at iteration {step}; {help_}"
 
 
-def _state(loop: Loop) -> dict[str, Any]:
+def _state(loop: State) -> dict[str, Any]:
     none_yet: dict[str, Any] = {"best": None, "judge": None, "figures": {}, "histories": {}, "outside": []}
     return loop.memory.get(KEY) or none_yet | {"rate": 1.0, "ended": False}
 
@@ -159,7 +159,7 @@ def _longer(history: Mapping[str, Any] | None, value: float) -> dict[str, Any]:
     return {"every": every, "count": count + 1, "values": values, "newest": [*old["newest"], value][-RECENT:]}
 
 
-def _without_evaluation(loop: Loop, histories: Mapping[str, Any]) -> dict[str, float]:
+def _without_evaluation(loop: State, histories: Mapping[str, Any]) -> dict[str, float]:
     """The trained reward's running mean takes the place of an evaluation that a run does not make."""
     for name in TRAINED:
         history = histories.get(f"{name}_mean") or histories.get(name)
@@ -170,7 +170,7 @@ def _without_evaluation(loop: Loop, histories: Mapping[str, Any]) -> dict[str, f
     return {}
 
 
-def _judged(loop: Loop, name: str, score: Score, tolerance: float | None, patience: int) -> dict[str, float]:
+def _judged(loop: State, name: str, score: Score, tolerance: float | None, patience: int) -> dict[str, float]:
     """Compare a figure with its best, which it may become; what to log of it."""
     state = _state(loop)
     before = state["figures"].get(name)
@@ -193,7 +193,7 @@ def _judged(loop: Loop, name: str, score: Score, tolerance: float | None, patien
     return found
 
 
-def _acted(loop: Loop, found: Mapping[str, float]) -> dict[str, float]:
+def _acted(loop: State, found: Mapping[str, float]) -> dict[str, float]:
     """Do what `on_collapse` says about what was noticed, if anything was; what to log of it."""
     action, to = loop.config.evaluation.on_collapse, best(loop)
     noticed = any(key.startswith(f"{KEY}/") for key in found)
@@ -209,7 +209,7 @@ def _acted(loop: Loop, found: Mapping[str, float]) -> dict[str, float]:
     return {f"{KEY}/{done}": float(to)}
 
 
-def _go_back(loop: Loop, step: int) -> None:
+def _go_back(loop: State, step: int) -> None:
     """The model, its optimiser and what is kept beside it are those of the best; the iterations, their prompts and the
     schedule go on. Figures are watched anew, from the histories of then."""
     from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch

@@ -115,7 +115,7 @@ def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
         before = check_on_policy(policy, found, torch.arange(4))
         with torch.no_grad():
             policy.out.weight.mul_(0.5)
-        with pytest.raises(RuntimeError, match="before any update"):  # as actors with old weights would be
+        with pytest.raises(RuntimeError, match="before the first update"):  # as actors with old weights would be
             check_on_policy(policy, found, torch.arange(4))
         assert before == 0.0 and far.waited_s > 0
 

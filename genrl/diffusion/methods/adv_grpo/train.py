@@ -33,9 +33,9 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
+from genrl.runtime.loop.updating import Meter
 from genrl_rewards.scorers.preference.adversary import Trainable, checked_logits
 
 __all__ = ["loss", "train"]
@@ -66,7 +66,7 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
                 with torch.set_grad_enabled(trains_adversary):
                     judge(run, adversary, pairs, rollouts.num_samples, meter if step == 0 else Meter())
                 if trains_adversary:
-                    meter.add("adversary/grad_norm", torch.tensor([run.loop.step_other(optimizer)]))
+                    meter.add("adversary/grad_norm", torch.tensor([run.loop.optimization.step_other(optimizer)]))
         metrics = meter.result() | {
             "adversary/reference_mean": float(real.nanmean()),
             "adversary/margin": float(real.nanmean() - fake.nanmean()),

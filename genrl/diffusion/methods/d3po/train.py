@@ -23,9 +23,10 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import every_step
 from genrl.diffusion.steps.replays import Tensors, compared_steps
-from genrl.diffusion.updating import Meter, update
+from genrl.diffusion.updating import update
 from genrl.objectives.preferences.preference import preference_pairs
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 
 def train(run: DiffusionRun, settings: D3PO) -> None:

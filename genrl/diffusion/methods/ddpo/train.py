@@ -21,7 +21,6 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.replays import Tensors, replayed
 from genrl.diffusion.steps.transitions import collect, penalised, update
-from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,
@@ -30,6 +29,7 @@ from genrl.objectives.surrogates.policy_losses import (
     score_function_loss,
 )
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 
 def train(run: DiffusionRun, settings: DDPO) -> None:

@@ -31,10 +31,11 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
 from genrl.diffusion.steps.replays import Tensors, compared_steps, replayed
-from genrl.diffusion.updating import Meter, update
+from genrl.diffusion.updating import update
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences.preference import step_winners
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 
 class Pairs(NamedTuple):

@@ -29,10 +29,10 @@ from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.steps.replays import check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import update
-from genrl.diffusion.updating import Meter
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance
 from genrl.objectives.advantages.groups import group_advantages
+from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose
 
 __all__ = ["loss", "train"]
