@@ -16,13 +16,12 @@ from torch import Tensor
 from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
-from genrl.runtime.loop import collapse
+from genrl.runtime.loop import collapse, updating
 from genrl.runtime.loop.loop import Interrupted
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.show.intervals import wilson
 from genrl.runtime.weights.optimization import Schedule
 from tests.run_folders import differences
-from tests.runtime.loop.loops import METHOD, Evaluation, Settings, loop, model, moved, values
+from tests.runtime.loop.loops import METHOD, RECORDED, Evaluation, Settings, loop, model, moved, values
 from tests.runtime.loop.test_loop import Counter, learn, train
 
 SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
@@ -224,8 +223,9 @@ def descended(folder: Path, action: str, rate: float) -> tuple[Any, list[dict[st
     one.optimization.schedule = one.schedule = Schedule(settings.optimizer, {"policy": rate, "critic": rate}, 60)
     for _ in one.iterations():
         two = model(one)
-        one.backward(METHOD, {"loss": two.policy.square().sum() / 2}, Recorded(None, {}))
-        one.finish({"loss": float(two.policy.detach().square().sum()), "grad_norm": one.step(["policy"])["policy"]})
+        updating._backward(one, METHOD, {"loss": two.policy.square().sum() / 2}, RECORDED, 1.0)
+        norm = one.optimization.step(["policy"])["policy"]
+        one.finish({"loss": float(two.policy.detach().square().sum()), "grad_norm": norm})
     return one, read_metrics(one.process.run.metrics)
 
 
