@@ -67,13 +67,16 @@ class Optimizer(Section):
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm (all peers: 1)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to `lowest`, by default at the end of the run."""
+    """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
     schedule_iterations: Count | None = None
-    """Iterations over which it falls, so that a longer run keeps the course; null = those of the run."""
-    lowest: Fraction = 0.0
-    """Share of lr that it does not fall below."""
+    """Iterations over which it falls, to a tenth that stays, so that a longer run keeps the course; null = the run's."""
     warmup_steps: Whole = 0
     """Optimiser steps in which the learning rate rises from 0."""
+
+    @property
+    def lowest(self) -> float:
+        """Share of lr that it does not fall below: a run that goes on after the fall is to learn something."""
+        return 0.1 if self.schedule_iterations is not None else 0.0
 
     @property
     def state_bytes(self) -> float:
@@ -98,9 +101,9 @@ class Optimizer(Section):
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
         if known is not None and self.betas is not None and not known.betas:
             yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
-        if self.schedule == "constant" and (self.schedule_iterations is not None or self.lowest):
+        if self.schedule == "constant" and self.schedule_iterations is not None:
             text = "a constant rate does not fall; write schedule: linear or cosine, or leave it out"
-            yield (("optimizer.schedule_iterations" if self.schedule_iterations else "optimizer.lowest"),), text
+            yield ("optimizer.schedule_iterations", "optimizer.schedule"), text
         # Prodigy finds its own step size: at a usual rate it would run, and learn nothing, without a word.
         if name == "prodigy" and self.lr < LEAST_PRODIGY:
             text = f"prodigy finds its own step size, and lr is a factor on it: write 1, not {self.lr:g}"
