@@ -151,7 +151,8 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
-    if config.optimizer.args or ":" in config.optimizer.name:  # only its own code tells whether it takes them
+    own = config.optimizer.model_fields_set & {"args", "betas"}
+    if own or ":" in config.optimizer.name:  # only its own code tells whether it takes them
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)
@@ -230,6 +231,7 @@ def schema(
     """
     import json
 
-    from genrl.config import json_schema, load
+    from genrl.config import load
+    from genrl.config.json_schemas import json_schema
 
-    typer.echo(json.dumps(json_schema(map(load, files or ())), indent=1))
+    typer.echo(json.dumps(json_schema(type(load(file).trainer) for file in files or ()), indent=1))

@@ -9,8 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Best, Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
-from genrl.cli.folders import best_of, is_policy, is_vision_language
+from genrl.cli.arguments import (
+    Best,
+    Dtype,
+    Guidance,
+    Height,
+    Lora,
+    ModelName,
+    Precision,
+    Steps,
+    Width,
+    best_adapter,
+    best_of,
+    call_arguments,
+    is_policy,
+    is_vision_language,
+    refuse,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -60,19 +75,20 @@ class Options:
     dtype: Dtype | None
     episodes: int | None
     videos: Path | None
-    step: int | None
-    """Of the run's checkpoint; None = the newest."""
+    best: bool
 
     def call_arguments(self) -> dict[str, Any]:
         """Arguments of the pipeline call."""
-        from genrl.cli.pipelines import call_arguments
-
         return call_arguments(self.num_inference_steps, self.guidance_scale, self.height, self.width, self.further)
+
+    def step(self, model: Path) -> int | None:
+        """The checkpoint to take of a run, None = the newest."""
+        return best_of(model) if self.best else None
 
     def refuse_all_but(self, what: str, *takes: str) -> None:
         """Raise BadParameter for options that were given and mean nothing for `what`, which takes these."""
-        # changes to the configuration, options with defaults, and --best, which all runs have
-        takes += ("further", "out", "batch_size", "dtype", "step")
+        # changes to the configuration, options with defaults, and what all take
+        takes += ("further", "out", "batch_size", "dtype", "best")
         refuse({f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in takes}, what)
 
 
@@ -114,16 +130,36 @@ def evaluate(
     options = Options(
         further=pipeline_args or [], prompts=prompts, reward=reward or [], num_prompts=num_prompts, out=out, lora=lora,
         num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, height=height, width=width,
-        batch_size=batch_size, seed=seed, dtype=dtype, episodes=episodes, videos=videos,
-        step=best_of(model) if best else None,
+        batch_size=batch_size, seed=seed, dtype=dtype, episodes=episodes, videos=videos, best=best,
     )  # fmt: skip
     settings = _settings_of(model, config_file, options.further)
     if settings is None:
-        from genrl.cli import pipelines
-
         refuse({"--episodes": episodes, "--videos": videos}, "a pipeline")
-        return pipelines.evaluate(model, options)
+        return _evaluate_pipeline(model, options)
     _evaluate_policy(Path(model), settings, options)
+
+
+def _evaluate_pipeline(name: str, options: Options) -> None:
+    """Print the scores of a pipeline, or of a run's, over a prompt file, and write them to `options.out`."""
+    from genrl.interface.using import judge_pipeline
+
+    found = judge_pipeline(
+        name, options.prompts, [{"name": reward} for reward in options.reward], options.call_arguments(),
+        lora=best_adapter(name) if options.best else options.lora, dtype=options.dtype,
+        num_prompts=options.num_prompts, batch_size=options.batch_size, seed=options.seed,
+    )  # fmt: skip
+
+    from genrl.cli.tables import console, safe, scores_table, write_scores
+
+    table = scores_table(f"{name}, {found.prompts} prompts of {found.source}", "metric", "value")
+    for metric, value in sorted(found.metrics.items()):
+        table.add_row(safe(metric), f"{value:.4f}")
+    console.print(table)
+    record: dict[str, Any] = {"model": found.chosen.model.path, "lora": found.chosen.adapter, "prompts": found.source}
+    record |= {"num_prompts": found.prompts, "seed": found.seed, "arguments": found.chosen.arguments}
+    write_scores(options.out, record, found.metrics)
+    if found.fault:
+        raise RuntimeError(found.fault)
 
 
 def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
@@ -64,3 +65,18 @@ def _texts(module: str) -> dict[tuple[str, str], str]:
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Annotation of a discriminated union that is validated after what is left out was filled in: a section that says
+    no kind fits several, which pydantic's `oneOf` refuses. alone: the kind alone may stand in place of a section."""
+
+    alone: bool = False
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        kinds = schema.pop("oneOf")
+        if self.alone:
+            kinds = [{"enum": list(schema["discriminator"]["mapping"]), "type": "string"}, *kinds]
+        return {"anyOf": kinds, **schema}

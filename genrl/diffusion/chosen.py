@@ -41,9 +41,8 @@ def config_of(name: str) -> Config | None:
     return config
 
 
-def choose(name: str, lora: str | None, dtype: str | None, given: Mapping[str, Any], step: int | None = None) -> Chosen:
-    """What the user named: of a run, its pipeline with the newest adapter, or that after `step` iterations, called as
-    its evaluations are.
+def choose(name: str, lora: str | None, dtype: str | None, given: Mapping[str, Any]) -> Chosen:
+    """What the user named: of a run, its pipeline with the newest adapter, called as its evaluations are.
 
     given: arguments of the call, which win. Raises ValueError where there is no such run, or nothing trained in it.
     """
@@ -57,7 +56,7 @@ def choose(name: str, lora: str | None, dtype: str | None, given: Mapping[str, A
     arguments = call_arguments(settings.scheduled(steps), scale, height, width)
     if settings.num_frames is not None:
         arguments["num_frames"] = settings.num_frames
-    adapter = lora or _adapter(Path(name), step)
+    adapter = lora or adapter_of(Path(name))
     model = config.model.model_copy(update={"dtype": dtype or config.model.dtype})
     return Chosen(model, adapter, arguments | settings.pipeline_args | dict(given), settings.inputs)
 
@@ -75,7 +74,8 @@ def call_arguments(
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _adapter(run: Path, step: int | None) -> str:
+def adapter_of(run: Path, step: int | None = None) -> str:
+    """The adapter of a run's checkpoint, None = the newest. Raises ValueError where there is none."""
     folders = run / "checkpoints"
     saved = checkpoint.latest(folders) if step is None else checkpoint.of_step(folders, step)
     # RUN/lora is of the end of a run, which may have gone on since

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from genrl.config.folders import read_json
 from genrl.data.prompts import Prompt
-from genrl.diffusion.chosen import Chosen, choose, config_of
+from genrl.diffusion.chosen import Chosen, adapter_of, choose, config_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.interfaces import Pipeline
@@ -87,7 +87,8 @@ def _side(
     name: str, other: str, base: str | None, dtype: str | None, given: Mapping[str, Any], steps: Mapping[str, int]
 ) -> Side:
     if not is_lora(name) and (run := config_of(name)) is not None:
-        return Side(name, choose(name, None, dtype, given, steps.get(name)), run)
+        adapter = adapter_of(Path(name), steps[name]) if name in steps else None
+        return Side(name, choose(name, adapter, dtype, given), run)
     under = base or (None if is_lora(other) else other)
     if is_lora(name):
         if under is None:

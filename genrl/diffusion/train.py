@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
+from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.context import divide
 from genrl.diffusion.policy.decoding import spare_vae
@@ -39,11 +41,10 @@ from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
-from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
+from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
-from genrl.kernels.backend import choose
-from genrl.kernels.machine import attention_problem, usable
+from genrl.kernels.machine import attention_problem, compile_problem, usable
 from genrl.runtime.loop import frame
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.ray_cluster import cluster, room_for
@@ -52,8 +53,6 @@ from genrl.runtime.weights.sharding import Sharding
 from genrl.runtime.weights.weights import REFERENCE, Weights
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
-FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
-"""Kernels by the names of a configuration."""
 
 
 def train(config: Config, resume: Path | None = None) -> Path:
@@ -107,6 +106,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
         ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(ahead.close)
     detach_where_asked(config, policy, prompts[0])
+    _keep_apart(config, policy, prompts)
     run = DiffusionRun(config, process, policy, weights, prompts, eval_prompts, scorers, far, ahead)
     if far is not None:
         far.ready()
@@ -265,6 +265,23 @@ def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prom
         Unconditional(policy, probe_of(config, prompt))
 
 
+def _keep_apart(config: Config, policy: Policy, prompts: Sequence[prompt_files.Prompt]) -> None:
+    """Two prompts with pictures of their own, beside each other, before the first iteration."""
+    sampling = config.sampling
+    if not sampling.inputs or sampling.batch_size == 1:
+        return
+    column = next(iter(sampling.inputs.values()))
+    one = prompts[0]
+    two = next((p for p in prompts if p.columns[column] != one.columns[column] and p.size == one.size), None)
+    if two is not None:
+        keys = [("apart", config.seed, k) for k in range(2)]
+        inputs = batch_inputs(sampling.inputs, [one, two])
+        with torch.compiler.set_stance("force_eager"):  # not for two calls
+            require_apart(
+                policy, Batch([one.text, two.text], list(keys), batch_arguments(sampling, [one]), inputs=inputs)
+            )
+
+
 def _all_placed(config: Config) -> bool:
     """Whether the whole pipeline stays on the device."""
     return config.model.offload == Offload() and not config.shards
@@ -300,7 +317,7 @@ def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None 
 
 
 def use_kernels(policy: Policy, kernels: Kernels) -> str:
-    """Set the fused kernels and attention back-ends that a configuration asks for; returns what runs, in a line, empty
+    """Set the fused parts and attention back-ends that a configuration asks for; returns what runs, in a line, empty
     where it asks for none.
 
     Raises ValueError where the model does not fit, or what is named cannot run on its device in its precision.
@@ -309,19 +326,18 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
         return ""
     computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
     like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
-    running = [f"{name} by {choose(FUSED[name], like, kernels.backend)}" for name in kernels.fused]
+    running = ["fused by torch.compile"] if kernels.fused else []
+    if kernels.fused and (problem := compile_problem(like.device)):
+        raise ValueError(f"kernels.fused: {problem}; write kernels.fused: false")
     for key, name in (("attention", kernels.attention), ("evaluation_attention", kernels.evaluation_attention)):
         problem = None if name is None else attention_problem(name, like.device, like.dtype, masked=False)
         if problem is not None:
             raise ValueError(f"kernels.{key}: {name}: {problem}; that can run here: {', '.join(usable(like))}")
         running += [] if name is None else [f"{key} {name}"]
     switches = policy.switches
-    switches.qk_norm_rope, switches.adaln = "qk_norm_rope" in kernels.fused, "adaln" in kernels.fused
-    switches.backend, switches.attention = kernels.backend, kernels.attention
+    switches.fused, switches.attention = kernels.fused, kernels.attention
     if kernels.attention is None and kernels.evaluation_attention is not None:
         switches.attention = "auto"  # diffusers' processors cannot be told to use another one
-    if "step" in kernels.fused:
-        policy.actions.fused = kernels.backend
     return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.config import ConfigError, load
-from genrl.diffusion.chosen import choose
+from genrl.diffusion.chosen import adapter_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
@@ -86,7 +86,7 @@ def test_commands_take_the_best(ended: Path, tmp_path: Path) -> None:
     out = CliRunner().invoke(app, ["export", str(ended), "--best", "--out", str(tmp_path / "out")])
     assert out.exit_code == 0 and "the best evaluation's checkpoint, after 1 iterations" in out.output
     assert equal(adapter(tmp_path / "out"), adapter(ended / "lora-best"))
-    assert choose(str(ended), None, None, {}, 1).adapter == str(Run(ended).checkpoints / "step-000001" / "lora")
+    assert adapter_of(ended, 1) == str(Run(ended).checkpoints / "step-000001" / "lora")
     lost = CliRunner().invoke(app, ["sample", str(tmp_path), "--best", "--prompt", "p"])
     assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.cli.folders import is_policy
+from genrl.cli.arguments import is_policy
 from genrl.config import ConfigError, check_files
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.config.schema import VLAConfig

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
-from genrl.diffusion.config.kernels import BUILT_IN
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -16,21 +15,7 @@ HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 
 def kernel_rules(config: Config) -> Iterator[Finding]:
     """Kernels that have nothing to do, or cannot do it in this precision."""
-    kernels, trainer, model = config.kernels, config.trainer, config.model
-    fused = kernels.fused
-    if len(set(fused)) < len(fused):
-        yield ("kernels.fused",), "names a kernel twice; name each once"
-    if "step" in fused:
-        kernel = trainer.transition
-        if kernel is None:
-            text = f"{trainer.algorithm} takes no stochastic step with a log-probability; leave step out"
-            yield ("kernels.fused", "trainer.algorithm"), text
-        elif kernel == "ddim":
-            text = "step is for flow models, whose mean is linear in state and velocity; leave it out with ddim"
-            yield ("kernels.fused", "trainer.kernel"), text
-        elif kernel not in BUILT_IN:
-            text = "step is for transitions that are linear in state and velocity, as this package's are; leave it out"
-            yield ("kernels.fused", "trainer.kernel"), text
+    kernels, model = config.kernels, config.model
     yield from _compiled(config)
     if model.dtype == "float32" and model.autocast is None:
         for key in ("attention", "evaluation_attention"):

@@ -82,15 +82,12 @@ class Model(Section):
 
 
 class Kernels(Section):
-    """Fused kernels, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: docs/gpu.md
+    """Fused parts, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: docs/gpu.md
     says what has been timed on a GPU."""
 
-    fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
-    """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
-    FLUX, Qwen-Image and Wan); a stochastic step and its log-probability (flow models)."""
-    backend: Literal["auto", "torch", "triton"] = "auto"
-    """What computes them: auto = Triton on a GPU, else the torch functions that define them; a name = that or an
-    error."""
+    fused: Flag = False
+    """Compile what lies between the matrix products of the blocks of SD3.5, FLUX, Qwen-Image and Wan: norm and rotation
+    of queries and keys; gate, residual, norm and modulation."""
     attention: Attention | None = None
     """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
     evaluation_attention: Attention | Literal["sage"] | None = None

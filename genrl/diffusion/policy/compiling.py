@@ -21,7 +21,6 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
 
 MOST = 16
@@ -29,6 +28,12 @@ MOST = 16
 with the adapter and without, and a few segments of trees."""
 
 logger = logging.getLogger(__name__)
+
+
+class TooManyGraphs(RuntimeError):
+    """A compiled model was compiled again and again: its inputs change from call to call."""
+
+
 _times: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How often each denoiser was compiled."""
 

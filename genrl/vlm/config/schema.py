@@ -17,9 +17,8 @@ from genrl.config.errors import Finding
 from genrl.config.kinds import Kind
 from genrl.config.method import ByName, Method, built_in_names, class_of
 from genrl.config.run_config import FileFinding, RunConfig
-from genrl.config.section import Count, Flag, Positive, Section, Text, Whole
+from genrl.config.section import AnyOf, Count, Flag, Positive, Section, Text, Whole
 from genrl.config.sections import labels_of
-from genrl.config.unions import AnyOf
 from genrl.vlm.config.environment import Environment
 from genrl.vlm.config.sections import (
     VLM,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from genrl.config.errors import Finding
-from genrl.config.section import Count
-from genrl.config.unions import AnyOf
+from genrl.config.section import AnyOf, Count
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod

@@ -3,7 +3,6 @@ per graph, so most tests compile by torch's back-end `eager`, which traces and g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,14 @@ from torch import nn
 
 from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
-from genrl.diffusion.policy.compiling import compile_denoisers
+from genrl.diffusion.policy.attention import Switches
+from genrl.diffusion.policy.blocks import install
+from genrl.diffusion.policy.compiling import TooManyGraphs, compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.steps.replays import off_policy
 from genrl.diffusion.train import train
-from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.recorded import Recorded
@@ -38,11 +38,6 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 def ratios(run: Path) -> list[float]:
@@ -203,7 +198,7 @@ def test_unequal_noise_levels_need_no_graph_per_group(
 
 
 EVERYWHERE: dict[str, Any] = {
-    "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
+    "kernels": {"fused": True, "attention": "auto", "compile": True},
     "model": {"autocast": "bfloat16", "offload": Offload(text_encoders="between", vae="between"), "slice_vae": True},
     "sampling": {"guidance_scale": 3.0, "score_in_background": True},
     "optimizer": {"lr": 1e-3},
@@ -238,12 +233,16 @@ def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, 
 
 
 @pytest.mark.slow
-def test_by_inductor_the_ratio_is_one() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_by_inductor_the_ratio_is_one(fused: bool) -> None:
     """In bfloat16, where its graphs with and without gradients differ by 0.06 of the model's output."""
     family = FAMILIES["sd3"]()
     policy = Policy(family.pipe, autocast=torch.bfloat16)
     policy.denoiser.requires_grad_(True)
-    compile_denoisers(policy.denoisers.values())
+    if fused:
+        install(policy.denoisers.values(), Switches(fused=True))
+    else:
+        compile_denoisers(policy.denoisers.values())
     names = set(policy.denoiser.state_dict())
     with torch.no_grad():
         recorded = policy.roll_out(batch_of(family), Kernel("flow_sde", 0.7), (0, 1, 2))

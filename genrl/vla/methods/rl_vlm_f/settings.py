@@ -111,7 +111,7 @@ class RLVLMF(VLAMethod):
         yield from on_the_table(config, self.algorithm)
         labels = self.labels
         if labels.outage.policy == "drop":
-            text = "pairs without an answer would be remembered as answers that cannot be read; write stop or pause"
+            text = "pairs without an answer would be remembered as answers that cannot be read; write stop"
             yield ("trainer.labels.outage.policy",), text
         if labels.remote is not None:
             if labels.args:

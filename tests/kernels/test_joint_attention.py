@@ -1,59 +1,17 @@
-"""What runs is chosen by rule and said in one line; what is named and cannot run is an error."""
+"""Attention by a library that is named: it runs, or is an error."""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from genrl.kernels import backend, joint_attention, machine
-from genrl.kernels.adaln import adaln
-from genrl.kernels.backend import choose
-from genrl.kernels.machine import KERNELS, summary
-from genrl.kernels.qk_norm_rope import qk_norm_rope
+from genrl.kernels import joint_attention, machine
+from genrl.kernels.fused import fused, modulated, qk_norm_rope
 from genrl.runtime.weights.devices import without_cudnn_attention
-from tests.kernels.kernel_errors import needs_triton
-
-
-@pytest.fixture(autouse=True)
-def unsaid() -> Iterator[None]:
-    backend._chosen.cache_clear()
-    yield
-    backend._chosen.cache_clear()
-
-
-def test_auto_on_the_cpu_is_torch_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "genrl.kernels.backend"):
-        assert [choose("adaln", torch.zeros(1)) for _ in range(3)] == ["torch"] * 3
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("kernel adaln: torch (no Triton: ")
-    assert caplog.records[0].levelno == logging.WARNING  # shown without any set-up of logging
-
-
-def test_triton_is_an_error_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "triton_problem", lambda device: "triton is not installed")
-    with pytest.raises(ValueError, match="kernel adaln: .*triton was asked for, but triton is not installed"):
-        choose("adaln", torch.zeros(1), "triton")
-    assert choose("adaln", torch.zeros(1), "torch") == "torch"
-    with pytest.raises(ValueError, match="must be auto, torch or triton, not 'cuda'"):
-        choose("adaln", torch.zeros(1), "cuda")  # type: ignore[arg-type]
-    why = "triton is not installed" if torch.cuda.is_available() else "Triton needs a GPU"
-    assert summary() == {name: f"torch (no Triton: {why})" for name in KERNELS}
-
-
-@needs_triton
-def test_triton_runs_interpreted_where_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("kernels are not interpreted beside a GPU")
-    with caplog.at_level(logging.INFO, "genrl.kernels.backend"):
-        assert choose("adaln", torch.zeros(1), "triton") == "triton"
-    assert caplog.messages == ["kernel adaln: triton (interpreted)"]
-    with pytest.raises(ValueError, match="computes in float32, and the tensors are float64"):
-        choose("adaln", torch.zeros(1, dtype=torch.float64), "triton")
 
 
 def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
@@ -175,14 +133,18 @@ def test_flash_takes_no_mask() -> None:
         machine.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_what_is_chosen_breaks_no_compiled_graph() -> None:
-    def block(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q = qk_norm_rope(x, weight, cos, sin)
+    def block(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        q = fused(qk_norm_rope, x, weight, None, None, 1e-6)
         h = joint_attention.joint_attention(q, q, x).flatten(2)
-        return adaln(h, h, h, h, h)[1]
+        y: torch.Tensor = fused(modulated, h, scale, scale, 1e-6)
+        return y
 
-    angle = torch.randn(5, 4)
-    given = (torch.randn(2, 5, 2, 8), torch.ones(8), angle.cos(), angle.sin())
+    inputs = torch.randn(2, 5, 2, 8), torch.ones(8), torch.randn(2, 1, 16)
     whole = torch.compile(block, backend="eager", fullgraph=True)
-    assert torch.equal(whole(*given), block(*given))
+    assert torch.equal(whole(*inputs), block_by_hand(*inputs))
+
+
+def block_by_hand(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    q = qk_norm_rope(x, weight, None, None, 1e-6)
+    return modulated(joint_attention.joint_attention(q, q, x).flatten(2), scale, scale, 1e-6)
