@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from genrl.quiet import hush
+from genrl.torchvision_import import watch
 
 if TYPE_CHECKING:
     __version__: str
@@ -31,6 +32,7 @@ _FUNCTIONS = {
 }
 
 hush()
+watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -86,10 +86,15 @@ def check(
     for part in checked.summary:
         console.print(part)
     failing = _print_rows(checked.config) if rows else 0
-    for part in _cards(file, changes, checked, card):
+    cards = _cards(file, changes, checked, card)
+    for part in cards:
         console.print(part)
     if explain:
         print_keys(checked.config)
+    from genrl.cli.unchecked import unchecked
+
+    known = bool(cards) if checked.config.kind == "diffusion" else card is not None
+    console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=known)))}")
     if failing:
         raise typer.Exit(1)
 

@@ -10,7 +10,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass
 from pydantic_core import CoreSchema
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -27,7 +28,20 @@ Range = tuple[Number, Number]  # [low, high]
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
 
 
-class Section(BaseModel):
+class _Explained(ModelMetaclass):
+    """What a script makes by calling the class is refused with the words and suggestions of YAML files. Sections within
+    others do not come this way, so that their errors keep their places."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            from genrl.config.constructed import explained  # which knows the schemas of all sections
+
+            raise (explained(cls, values, error) or error) from None
+
+
+class Section(BaseModel, metaclass=_Explained):
     """What every section shares: unknown keys are errors, values cannot be changed after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

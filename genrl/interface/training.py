@@ -64,6 +64,12 @@ class Result:
     complete: bool
     """False where it was interrupted: `genrl.resume(result.folder, ...)` goes on."""
 
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "interrupted: genrl.resume goes on"
+        lora = f", LoRA in {self.lora}" if self.lora else ""
+        steps = self.metrics[-1]["step"] if self.metrics else 0
+        return f"<Result: {self.folder}, {steps} iterations, {state}{lora}>"
+
     @property
     def pipeline(self) -> Any:
         """The trained pipeline; its own scheduler is back in it."""
@@ -113,7 +119,8 @@ def train(
     its parameters name. method: `genrl.FlowGRPO(...)` and others, a name, or a class of yours. lora: peft's LoraConfig,
     `genrl.LoRA(...)`, or None to train all weights. sampling, generation, optimizer, evaluation: these sections of a
     configuration, `genrl.Sampling(...)` or a mapping. config: a YAML file or a mapping of its keys, for all else; what
-    is given here wins. on_iteration: called after each iteration with the loop and what was logged.
+    is given here wins. on_iteration: called after each iteration with the loop and what was logged, of which
+    `step` counts iterations.
 
     The run folder (`output`) is that of `genrl train`; its config.yaml has `python:NAME` where an object was given, and
     `resume` takes the objects again. Without `evaluation` and held-out prompts nothing is evaluated. A first Ctrl-C (or

@@ -83,9 +83,10 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers
         model=pipe,
         rewards=[warm, Bright(), {"name": "shapes", "weight": 0}],
         prompts=[{"prompt": "a red circle", "kind": "one"}],
-        on_iteration=lambda loop, metrics: seen.append((loop.iteration, metrics["reward/total_mean"])),
+        on_iteration=lambda loop, metrics: seen.append((metrics["step"], metrics["reward/total_mean"])),
     )
     assert result.complete and result.folder == tmp_path / "run"
+    assert repr(result) == f"<Result: {result.folder}, 2 iterations, complete, LoRA in {result.lora}>"
     assert result.pipeline is pipe and pipe.scheduler is scheduler and type(pipe) is kind and set(vars(pipe)) == before
     assert [step for step, _ in seen] == [row["step"] for row in result.metrics] == [1, 2]
     assert {"reward/warm_mean", "reward/Bright_mean", "reward/shapes_mean"} <= result.metrics[0].keys()

@@ -37,7 +37,7 @@ from genrl_rewards.given import is_given
 EDITABLE = (
     *("iterations", "idle_iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
-    *("environment.workers", "environment.timeout_s", "environment.worker_gb"),  # where simulators run
+    *("environment.workers", "environment.timeout_s"),  # where simulators run
     *("engine", "engine.*"),  # where samples are drawn
     *("distributed.fsdp", "distributed.shard"),  # which processes hold the weights
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
@@ -25,6 +25,7 @@ from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import descend
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
@@ -156,9 +157,11 @@ def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
     with runs.opened(runs.config(folder, model, kernels={"compile": compiled})) as run:
         run.begin(None)
         run.start_training(2)
-        for _ in range(2):
-            loss = torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]
-            run.loop.optimization.backward(run.settings, {"loss": loss}, Recorded(run.probe, {}), divisor=1)
+
+        def loss(*_: Any) -> dict[str, Tensor]:
+            return {"loss": torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]}
+
+        descend(run.loop, run.settings, run.policy, [Recorded(run.probe, {})] * 2, lambda part: part, loss)
     assert len(seen) == marks
 
 

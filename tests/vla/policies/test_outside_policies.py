@@ -16,7 +16,7 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.setup import load_trained
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import judge_policy, train
 from tests.vla import vla_runs
 
