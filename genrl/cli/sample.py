@@ -18,7 +18,7 @@ from genrl.cli.arguments import (
     Width,
     best_adapter,
     call_arguments,
-)
+)  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:

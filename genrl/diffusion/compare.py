@@ -31,6 +31,7 @@ from genrl.runtime.show.compare.page import Page, Pair, check_size
 from genrl.runtime.weights.devices import default_device, empty_cache
 
 INDEX = "model_index.json"
+NEWEST: Mapping[str, int] = MappingProxyType({})
 TOGETHER = 64
 """Pairs that are scored together, for rewards that look at groups: the two samples of a pair are one."""
 
@@ -52,12 +53,7 @@ class Side:
 
 
 def sides(
-    a: str,
-    b: str,
-    base: str | None,
-    dtype: str | None,
-    given: Mapping[str, Any],
-    steps: Mapping[str, int] = MappingProxyType({}),
+    a: str, b: str, base: str | None, dtype: str | None, given: Mapping[str, Any], steps: Mapping[str, int] = NEWEST
 ) -> tuple[Side, Side]:
     """The two models: run folders, LoRA folders or files, pipelines. A LoRA is put onto `base`, or else the other
     model or its run's; what is no run is called as the other one's evaluations are.

@@ -1,13 +1,9 @@
-"""Looks: what becomes of held-out pictures whatever their rewards say, at no model call.
-
-A collapsing model first moves far from where it began, then makes the same picture of a prompt from every noise, or
-confetti: energy of high frequencies. All three are seen in the pictures that an evaluation makes anyway.
-"""
+"""Looks: what becomes of held-out pictures whatever their rewards say, at no model call: a collapsing model moves far
+from where it began, and makes one picture of a prompt from every noise, or confetti."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +13,10 @@ from torch.nn import functional
 SIDE = 8
 
 
-@dataclass
 class Before:
     """The thumbnails of the evaluation before training, uint8 [N, D]; empty until then. Part of every checkpoint."""
 
-    thumbnails: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
+    thumbnails: Tensor = torch.zeros(0, dtype=torch.uint8)
 
     def state_dict(self) -> dict[str, Any]:
         return {"thumbnails": self.thumbnails}

@@ -165,10 +165,8 @@ _EVALUATION = {
         "Two evaluations that differ by less than one of it, times sqrt(2), do not differ.",
     ),
     "eval/moved": MetricDoc(
-        "root mean squared difference of the held-out pictures, reduced to 8 x 8, from those before training, of the "
-        "same prompts and noise",
-        "How far the model has gone from its start, without a model call. Rises fast at first, then slowly; where it "
-        "rises ever faster, or beside a reward that falls, the model is breaking.",
+        "root mean squared difference of held-out pictures, reduced to 8 x 8, from those before training, same noise",
+        "How far the model has gone. Where it rises ever faster, or beside a reward that falls, the model is breaking.",
         "of 1 = white",
     ),
     "eval/high_frequencies": MetricDoc(
@@ -177,36 +175,23 @@ _EVALUATION = {
         "of 1 = white",
     ),
     "eval/diversity": MetricDoc(
-        "standard deviation over the held-out pictures of a prompt, reduced to 8 x 8, mean over prompts; only where "
-        "prompts have several (`evaluation.group_size`)",
+        "standard deviation over a prompt's held-out pictures (`evaluation.group_size`), reduced to 8 x 8; mean",
         "Falls to 0 where every noise gives the same picture.",
         "of 1 = white",
     ),
     "eval/below_best": MetricDoc(
         "best evaluation so far - this one, of the figure that judges the run: total, success, accuracy or loss, or "
         "that of `evaluation.monitor`; a best is better than the one before by more than noise",
-        "Above three standard errors of the difference (or the monitor's tolerance) in two evaluations in a row: a "
-        "collapse, and `evaluation.on_collapse` acts.",
+        "Above three standard errors (or the monitor's tolerance) twice in a row: `evaluation.on_collapse` acts.",
         "the reward's own",
     ),
 }
 
 _COLLAPSE = {
     "collapse/<name>": MetricDoc(
-        "of total, success, accuracy, monitor/NAME (held out): how far below its best; of loss, grad_norm, kl: the "
-        "value that left its history; only in the iteration in which it is noticed",
-        "The run collapses: what moved, and when. The console, the live page and the report say what helps.",
-    ),
-    "collapse/back": MetricDoc(
-        "iteration of the checkpoint that the run went back to, with half the learning rate; only in the iteration "
-        "after which it did",
-        "The weights that follow are those of then; iterations go on.",
-        "iteration",
-    ),
-    "collapse/stopped": MetricDoc(
-        "iteration of the best evaluation; only in the last row of a run that `evaluation.on_collapse: stop` ended",
-        "`--best` takes its checkpoint.",
-        "iteration",
+        "of a held-out figure (total, success, a monitor's): how far below its best; of loss, grad_norm, kl: the "
+        "value that left its history; back, stopped: the iteration that the run went back to, or that was its best",
+        "The run collapses. Only where it is noticed; console, live page and report say what helps.",
     ),
 }
 

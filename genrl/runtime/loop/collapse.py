@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from genrl.objectives.collapse import Score, has_fallen, has_left, is_better
 
@@ -83,9 +83,7 @@ def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
             found[f"{KEY}/{name}"] = value
         outside = [one for one in outside if one != name] + [name] * left
     loop.memory[KEY] = state | {"histories": histories, "outside": outside}
-    if loop.is_main:
-        for key, value in found.items():
-            loop.process.progress.say(described(key, value, loop.iteration))
+    _say(loop, found)
     evaluated = any(name.startswith("eval/") for name in state["figures"])
     if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
         found |= _without_evaluation(loop, histories)
@@ -105,8 +103,7 @@ def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
 
 def best(loop: State) -> int | None:
     """The iteration of the best evaluation, by the monitor where there is one; None before the first."""
-    found: int | None = _state(loop)["best"]
-    return found
+    return cast("int | None", _state(loop)["best"])
 
 
 def forget_histories(loop: State) -> None:
@@ -188,25 +185,27 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None, patie
     if low == patience:  # said once: again only after it has recovered
         key = f"{KEY}/{SHORT.get(name) or name.partition('/')[2]}"
         found[key] = top.mean - score.mean
-        if loop.is_main:
-            loop.process.progress.say(described(key, found[key], step))
+        _say(loop, {key: found[key]})
     return found
 
 
 def _acted(loop: State, found: Mapping[str, float]) -> dict[str, float]:
     """Do what `on_collapse` says about what was noticed, if anything was; what to log of it."""
     action, to = loop.config.evaluation.on_collapse, best(loop)
-    noticed = any(key.startswith(f"{KEY}/") for key in found)
-    if not noticed or action == "warn" or to is None or to == loop.iteration:
+    if not any(key.startswith(f"{KEY}/") for key in found) or action == "warn" or to is None or to == loop.iteration:
         return {}
-    done = "back" if action == "back" else "stopped"
     if action == "back":
         _go_back(loop, to)
     else:
         loop.memory[KEY] = _state(loop) | {"ended": True}
-    if loop.is_main:
-        loop.process.progress.say(described(f"{KEY}/{done}", to, loop.iteration))
-    return {f"{KEY}/{done}": float(to)}
+    done = {f"{KEY}/{'back' if action == 'back' else 'stopped'}": float(to)}
+    _say(loop, done)
+    return done
+
+
+def _say(loop: State, found: Mapping[str, float]) -> None:
+    for key, value in found.items() if loop.is_main else ():
+        loop.process.progress.say(described(key, value, loop.iteration))
 
 
 def _go_back(loop: State, step: int) -> None:
@@ -215,9 +214,8 @@ def _go_back(loop: State, step: int) -> None:
     from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch
 
     then, now = saving.go_back(loop, step)[KEY], _state(loop)
-    rate = now["rate"] / 2
+    rate, histories = now["rate"] / 2, then["histories"]
     figures = {name: one | {"low": 0} for name, one in now["figures"].items()}
-    histories = then["histories"]
     loop.memory[KEY] = now | {"figures": figures, "histories": histories, "outside": [], "rate": rate}
     loop.optimization.slowed = rate
 

@@ -256,12 +256,10 @@ def say_result(
 def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], object]) -> str:
     """Write the model of the best evaluation beside the last; what to say of the two."""
     step = collapse.best(loop)
-    if step is None:
-        return "which iteration was best is not known: nothing was evaluated, and there was no reward"
     if step == loop.iteration:
         return "this is the last iteration, and the best"
-    if step == 0:
-        return "this is the last iteration; none was better than the model before training by more than noise"
+    if not step:
+        return "this is the last iteration; no evaluation was better than one before training by more than noise"
     if place is not None:
         with whole_folder(place) as whole:
             write(whole, step)

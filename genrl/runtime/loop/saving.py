@@ -104,5 +104,4 @@ def go_back(loop: State, step: int) -> dict[str, Any]:
     loaded = checkpoint.load(checkpoint.of_step(loop.process.run.checkpoints, step), in_shares=True)
     _fill(loop, loaded)
     loop.kept.put_back(loaded.tensors, loaded.state["kept"])
-    memory: dict[str, Any] = loaded.state["memory"]
-    return memory
+    return dict(loaded.state["memory"])
