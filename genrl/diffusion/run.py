@@ -293,7 +293,8 @@ class DiffusionRun(Run[Config]):
         if len(self.before.thumbnails):  # a run that was begun without has none to compare with
             metrics["eval/moved"] = looks.moved(found.thumbnails, self.before.thumbnails)
         if again is not None:
-            metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in again.metrics.items()}
+            figures = {key.removeprefix("eval/"): one for key, one in again.metrics.items() if key not in again.looks}
+            metrics |= {f"eval_rewritten/{key}": value for key, value in figures.items()}
         if self.is_main:
             samples, log = self.process.run.samples, self.process.log
             show(found, samples, log, iteration)
