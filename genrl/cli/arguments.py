@@ -112,13 +112,6 @@ def best_of(run: Path | str) -> int:
     return step
 
 
-def best_adapter(run: str) -> str:
-    """The adapter of that checkpoint of a pipeline's run. Raises ValueError for one without."""
-    from genrl.diffusion.chosen import adapter_of
-
-    return adapter_of(Path(run), best_of(run))
-
-
 def is_policy(folder: Path) -> bool:
     """Whether a folder holds a policy in LeRobot's layout, or an OpenVLA."""
     from genrl.vla.config.openvla import is_openvla

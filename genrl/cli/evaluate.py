@@ -19,7 +19,6 @@ from genrl.cli.arguments import (
     Precision,
     Steps,
     Width,
-    best_adapter,
     best_of,
     call_arguments,
     is_policy,
@@ -141,11 +140,12 @@ def evaluate(
 
 def _evaluate_pipeline(name: str, options: Options) -> None:
     """Print the scores of a pipeline, or of a run's, over a prompt file, and write them to `options.out`."""
+    from genrl.diffusion.chosen import adapter_of
     from genrl.interface.using import judge_pipeline
 
     found = judge_pipeline(
         name, options.prompts, [{"name": reward} for reward in options.reward], options.call_arguments(),
-        lora=best_adapter(name) if options.best else options.lora, dtype=options.dtype,
+        lora=adapter_of(Path(name), best_of(name)) if options.best else options.lora, dtype=options.dtype,
         num_prompts=options.num_prompts, batch_size=options.batch_size, seed=options.seed,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from genrl.cli.arguments import (
     Precision,
     Steps,
     Width,
-    best_adapter,
+    best_of,
     call_arguments,
 )  # fmt: skip
 
@@ -55,10 +55,11 @@ def sample(
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter('give --prompt "text" (also several times) or --prompts FILE')
 
+    from genrl.diffusion.chosen import adapter_of
     from genrl.interface.using import sample as generate
 
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
-    lora = best_adapter(model) if best else lora
+    lora = adapter_of(Path(model), best_of(model)) if best else lora
     pictures = generate(
         model, prompts or prompt, lora=lora, out=out, seed=seed, arguments=given, dtype=dtype, rewriter=rewriter
     )
