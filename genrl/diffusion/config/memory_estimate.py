@@ -174,9 +174,6 @@ def _half(config: Config) -> bool:
 def snapshots(config: Config) -> list[str]:
     """Copies of the trained parameters that a run comes to keep, by what they are for."""
     names = ["average (ema)"] if config.ema is not None else []
-    monitor = config.evaluation.monitor
-    if monitor is not None and monitor.action == "roll_back":
-        names += ["best evaluation (monitor)"]
     names += config.trainer.snapshots(config)
     lora = config.model.lora
     is_base = lora is not None and (config.trainer.refers_to_base or not (lora.begin or lora.frozen))

@@ -55,10 +55,6 @@ def memory_rules(config: Config) -> Iterator[Finding]:
     if config.trains_shards and config.distributed.fsdp and model.offload.denoiser:
         text = "gradients of all weights that wait on the CPU are not summed over processes; leave one of them out"
         yield ("distributed.fsdp", "model.offload.denoiser"), text
-    monitor = config.evaluation.monitor
-    if config.trains_shards and monitor is not None and monitor.action == "roll_back":
-        by = config.sharded_by
-        yield ("evaluation.monitor.action", by), "the state of weights in shards is not put back; write stop"
     if model.lora is None and any(not name or name in DENOISERS for _, name, _ in named):
         text = "quantised weights cannot be trained, only adapters on them; write quantize: null, or give lora"
         yield ("model.quantize", "model.lora"), text

@@ -39,18 +39,17 @@ SHARED = {entry for title in COMMON for entry in by_heading()[title]} - {
 GROUPS = set(by_heading()["Groups and advantages"])
 ASSETS = Path(__file__).parents[3] / "assets"
 JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
-MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
 FLOW: dict[str, Any] = {"kernel": "flow_sde", "noise_level": 0.7}
 PLAIN = USED | KL | EVALUATION
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     # settings of the trainer, entries of all runs and of its method that such a run does not log, other sections
-    "flow_grpo": ({"kl_weight": 0.01}, USED | MONITOR, {"evaluation": {"every": 2}}),
+    "flow_grpo": ({"kl_weight": 0.01}, USED, {"evaluation": {"every": 2, "group_size": 2}}),
     "adv_grpo": (
         {"kl_weight": 0.01, "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"}},
         {"used/<name>_weight", "used/<name>_gated"},
         {
             "prompts": {"train": str(ASSETS / "prompts/shapes_train.txt")},
-            "evaluation": {"every": 1, "monitor": {"reward": "redness", "tolerance": 1.0}},
+            "evaluation": {"every": 1, "group_size": 2, "monitor": {"reward": "redness", "tolerance": 1.0}},
         },
     ),
     "dynamic_tree_rpo": (
@@ -66,8 +65,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
     "prompt_rl": (
         {"retained": 1, "kl_weight": 0.0, "rewriter": {"path": str(ASSETS / "tiny-lm"), "max_new_tokens": 4}},
-        USED | KL | MONITOR,
-        {"evaluation": {"every": 2}},
+        USED | KL,
+        {"evaluation": {"every": 2, "group_size": 2}},
     ),
     "talk2move": (
         {"step_evaluation": {"prompts": 1, "samples": 2}},
@@ -91,7 +90,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
 ONE_OF_EACH_ROOM = ("flow_grpo", "diffusion_nft", "d3po", "draft", "diff_instruct", "sft")
 
 KEPT: dict[str, set[str]] = {
-    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer", "kept-best", "snapshot-best"},
+    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer"},
     "diffusion_nft": {"snapshot-old"},
     "prompt_rl": {"kept-rewriter"},
     "awm": {"snapshot-ema_reference", "snapshot-old"},
@@ -145,7 +144,8 @@ def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kon
         assert sum(row["model_calls/sample"] for row in trained) == pytest.approx(2 * expected.sample_calls)
         assert sum(row["model_calls/train"] for row in trained) == pytest.approx(2 * expected.train_calls)
     average = {"snapshot-average"} if config.ema else set()
-    assert runs.last_state(run).tensors.keys() == {"weights", "optimizer"} | average | KEPT.get(name, set())
+    evaluated = {"kept-before"} if config.prompts.eval and config.evaluation.every else set()
+    assert runs.last_state(run).tensors.keys() == {"weights", "optimizer"} | average | evaluated | KEPT.get(name, set())
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ METRICS = {
     "eval_rewritten/<name>_std": MetricDoc("as `eval/<name>_std`", "As there.", "the reward's own"),
     "eval_rewritten/<name>_failed": MetricDoc("as `eval/<name>_failed`", "As there.", "samples"),
     "eval_rewritten/total_mean": MetricDoc("as `eval/total_mean`", "As `eval_rewritten/<name>_mean`."),
+    "eval_rewritten/total_se": MetricDoc("as `eval/total_se`", "As there."),
 }
 
 
