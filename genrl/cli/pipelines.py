@@ -91,15 +91,13 @@ def _rows(source: str, config: Config | None, options: Options) -> list[Prompt]:
 
 
 def rewards_of_run(config: Config, run: Path) -> Scorers:
-    """The rewards of a run; one that is trained beside the model as the newest checkpoint has it, or as a method that
-    has a `load_trained` of its own finds it."""
+    """The rewards of a run; one that is trained beside the model as its method finds it in the run (`load_trained`)."""
     from genrl.config.method import module_of
-    from genrl.diffusion.rollout.adversary import load_trained
     from genrl.diffusion.rollout.scoring import open_scorers
 
     scorers = open_scorers(config, default_device())
     if config.trainer.trains_reward:
-        getattr(module_of(config.trainer), "load_trained", load_trained)(scorers, run)
+        module_of(config.trainer).load_trained(scorers, run)
     return scorers
 
 

@@ -23,7 +23,7 @@ from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
-from genrl.diffusion.policy.context import divide
+from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
@@ -31,14 +31,12 @@ from genrl.diffusion.policy.encoding_store import open_store
 from genrl.diffusion.policy.export import probe_of
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.unconditional import Unconditional
-from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
-from genrl.diffusion.rollout.ray_rollouts import RayRollouts
+from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun

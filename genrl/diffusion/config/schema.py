@@ -63,8 +63,8 @@ class DiffusionMethod(Method):
     differentiates_rewards: ClassVar[bool] = False
     """Whether gradients come through the rewards and the decoder."""
     trains_reward: ClassVar[bool] = False
-    """Whether one of the rewards is trained beside the model. `genrl eval RUN` loads it from what the run saved as
-    `adversary`; a module that saves it otherwise defines `load_trained(scorers, folder)`."""
+    """Whether one of the rewards is trained beside the model. Its module has `load_trained(scorers, folder)`, by which
+    `genrl eval RUN` puts the reward into the state of the run's newest checkpoint."""
     reads_pictures: ClassVar[bool] = False
     """Whether it reads the pictures of a data set by itself, row by row."""
     checks_data: ClassVar[bool] = False

@@ -31,7 +31,6 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
-from genrl.diffusion.policy.untouched import Untouched
 from genrl.kernels.backend import TooManyGraphs
 from genrl.mdp.gaussian import Reduction
 
@@ -271,3 +270,27 @@ class Policy:
         if self._writes and torch.is_grad_enabled():  # into what the graph holds (Kandinsky 5)
             return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
         return None
+
+
+class Untouched:
+    """What `Policy` and its loading change on a pipeline beside its networks: class, scheduler, wrapped methods.
+
+    Adapters and weights stay as they are trained.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.kind, self.attributes = type(pipe), dict(vars(pipe))
+        vae = pipe.components.get("vae")
+        self.decode = getattr(vae, "__dict__", {}).get("decode")
+
+    def put_back(self, pipe: Pipeline) -> None:
+        """Undo the changes, in place."""
+        pipe.__class__ = self.kind
+        held = vars(pipe)
+        held.clear()
+        held.update(self.attributes)
+        vae = pipe.components.get("vae")
+        if vae is not None and "decode" in vars(vae):
+            del vae.decode
+            if self.decode is not None:
+                vae.decode = self.decode

@@ -21,8 +21,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.layout import roots_together
-from genrl.diffusion.steps.plans import Steps, choose_kernel
-from genrl.diffusion.steps.replays import Tensors, check_on_policy, evidence, replayed
+from genrl.diffusion.steps.plans import Steps, Tensors, check_on_policy, choose_kernel, evidence, replayed
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.updating import EVIDENCE, Meter, descend
 from genrl.objectives.surrogates.policy_losses import (

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from genrl.config import ConfigError, LoRA, check_files, dump, load, load_located
-from genrl.diffusion.config.adapter_layers import layer_problems
-from genrl.diffusion.config.estimate import Component
+from genrl.diffusion.config.estimate import Component, layer_problems
 
 QUICK = Path("configs/flow_grpo.yaml")
 SHAPES = {f"blocks.0.{name}.weight": (8, 8) for name in ("attn.to_q", "attn.to_out.0", "ff")}

@@ -19,8 +19,7 @@ from genrl.data.prompts import PromptError
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
 from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
-from genrl.diffusion.methods.adv_grpo.train import turns
-from genrl.diffusion.rollout.adversary import Pairs, load_trained, trainable_of
+from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainable_of, turns
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train

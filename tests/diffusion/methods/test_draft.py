@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from genrl.diffusion.direct import gradient as direct
 from torch import Tensor
 
 from genrl.config import ConfigError, check_files
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.direct import gradient as direct
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch

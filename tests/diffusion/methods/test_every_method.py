@@ -14,7 +14,7 @@ from PIL import Image
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy import inverse
+from genrl.diffusion.policy import decoding
 from genrl.diffusion.updating import Meter
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
@@ -127,7 +127,7 @@ def brief(name: str, folder: Path, model: Path, kontext: Path, **further: Any) -
 
 @pytest.fixture(autouse=True)
 def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverse, "MOST", 10.0)  # it need not give pictures back
+    monkeypatch.setattr(decoding, "MOST", 10.0)  # it need not give pictures back
 
 
 @pytest.mark.parametrize("name", tiered(CONFIGURATIONS, ONE_OF_EACH_ROOM))

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from genrl.config import ConfigError, check_files, load_located
 from genrl.config import load as load_config
-from genrl.diffusion.config.rewriter import Rewriter as Rewritten
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.config.sections import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
-from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
-from genrl.diffusion.policy.text_room import TextRoom
+from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample

@@ -16,7 +16,7 @@ from genrl.data.prompts import PromptError
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.sft import train as sft
-from genrl.diffusion.policy import inverse
+from genrl.diffusion.policy import decoding
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
@@ -46,7 +46,7 @@ def config(folder: Path, kontext: Path, **changes: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverse, "MOST", 10.0)  # it need not give pictures back
+    monkeypatch.setattr(decoding, "MOST", 10.0)  # it need not give pictures back
 
 
 def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, kontext: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, 
                 COLOURS[int(row.text.split()[1])] for row in rows
             ]
             with torch.no_grad():
-                clean = inverse.encode(run.policy, piece.batch, pictures)
+                clean = decoding.encode(run.policy, piece.batch, pictures)
             noisy, sigma, target = (piece.given[name] for name in ("noisy", "sigma", "target"))
             noise = target + clean
             assert torch.allclose(noisy, torch.lerp(clean, noise, sigma.view(-1, *[1] * (clean.dim() - 1))), atol=1e-5)

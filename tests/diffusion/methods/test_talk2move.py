@@ -14,7 +14,7 @@ from genrl.config import ConfigError
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.talk2move import train as talk2move
-from genrl.diffusion.methods.talk2move.shortcut import take_shortcut
+from genrl.diffusion.methods.talk2move.train import take_shortcut
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.steps.plans import Steps, choose_kernel

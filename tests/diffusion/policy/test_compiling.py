@@ -19,7 +19,7 @@ from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.steps.replays import off_policy
+from genrl.diffusion.steps.plans import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem

@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from genrl.config import LoRA
-from genrl.diffusion.config.rewriter import Rewriter as Settings
+from genrl.diffusion.config.sections import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from tests.diffusion.tiny_parts import decoder_sizes
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from genrl.config import load
-from genrl.diffusion.config.rewriter import Rewriter as Settings
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.config.sections import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe

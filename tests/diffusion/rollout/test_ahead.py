@@ -13,7 +13,7 @@ import torch
 
 from genrl.config import ConfigError
 from genrl.diffusion.forward.noising import solved
-from genrl.diffusion.rollout import ahead
+from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.ray_rollouts import Order
 from genrl.diffusion.rollout.rollout import Finishing, Job, Sheet, Worker
 from genrl.diffusion.steps import transitions
@@ -125,7 +125,7 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         def slow(order: Order, jobs: Iterable[Job], here: Worker, counted: Callable[[int], None]) -> Finishing:
             for _ in range(3):
                 here.beat()
-                time.sleep(2 * ahead.POLL_S)
+                time.sleep(2 * ray_rollouts.POLL_S)
             yield from real(order, jobs, here, counted)
 
         monkeypatch.setattr(run.far, "drawn", slow)

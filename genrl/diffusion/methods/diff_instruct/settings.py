@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
 from genrl.diffusion.config.schema import Calls, Guided
-from genrl.diffusion.direct.settings import Differentiating
+from genrl.diffusion.forward.settings import Differentiating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.forward.noising import own_noise, solved
-from genrl.diffusion.methods.diff_instruct.one_step import check_one_step
-from genrl.diffusion.methods.diff_instruct.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.policy.guidance import without_prompts
+from genrl.diffusion.policy.guidance import guides_by_negative, without_prompts
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
@@ -38,7 +38,9 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import Meter, descend
 from genrl.mdp.gaussian import per_sample
+from genrl.mdp.noise import generator
 from genrl.objectives.forward import diff_instruct as objective
+from genrl.objectives.forward.diff_instruct import score_from_prediction, score_from_velocity
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.optimizers import make_optimizer
@@ -154,3 +156,72 @@ def spread(rollouts: Rollouts) -> Tensor:
         for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
             samples[int(rollouts.group[slot])].append(final.float())
     return torch.tensor([float(torch.stack(same).std(dim=0).mean()) for same in samples.values() if len(same) > 1])
+
+
+LARGEST_SIGNAL = 0.9  # alpha_bar where the generator reads its noise; .43 at timestep 399 of Stable Diffusion
+
+
+def check_one_step(policy: Policy, probe: Batch) -> None:
+    """Raise ValueError where the one step would return its noise, or is guided."""
+    if guides_by_negative(policy, probe):
+        raise ValueError(
+            "sampling.pipeline_args: the generator itself has no guidance, and this pipeline guides by a negative "
+            "prompt; write true_cfg_scale: 1"
+        )
+    head = policy.head
+    if head.parametrisation == "flow":
+        return
+    with torch.no_grad(), policy.uncounted():
+        policy.roll_out(probe)  # puts the step where a run of the pipeline has it
+    time = int(head.timesteps[0])
+    if (alpha_bar := float(head.alphas_cumprod[time])) > LARGEST_SIGNAL:
+        raise ValueError(
+            f"model.scheduler: the one step is at timestep {time}, where alpha_bar is {alpha_bar:.3f} and the network "
+            "hardly changes what it reads; write {timestep_spacing: trailing} for the last timestep, or "
+            "{timestep_spacing: leading, steps_offset: 399}"
+        )
+
+
+LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
+GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
+
+
+class Noised(NamedTuple):
+    """Samples on the forward process: x_t and eps, [B, ...]; the `time` that the network is told (sigma of a flow, else
+    the timestep), a (`signal`) and s (`sigma`), [B]."""
+
+    noisy: Tensor
+    noise: Tensor
+    time: Tensor
+    signal: Tensor
+    sigma: Tensor
+
+
+def drawn_levels(batch: Batch, *names: int | str) -> Tensor:
+    """Levels for `noised_at`, uniform between LOW and HIGH, by each sample's key and `names`, [B]."""
+    uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", *names)) for key in batch.keys])
+    return LOW + (HIGH - LOW) * uniform
+
+
+def noised_at(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Noised:
+    """clean, noise [B, ...]; level [B] in [0, 1): sigma of a flow, else the share of the training timesteps."""
+    if policy.head.parametrisation == "flow":
+        time = sigma = level.to(noise)
+        signal = 1.0 - sigma
+    else:
+        alphas = policy.head.alphas_cumprod
+        time = (level * len(alphas)).long()
+        alpha_bar = alphas[time.to(alphas.device)].to(noise)
+        time, signal, sigma = time.to(noise.device), alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt()
+    a, s = (per_sample(value, noise, noise.dtype) for value in (signal, sigma))
+    return Noised(a * clean + s * noise, noise, time, signal, sigma)
+
+
+def score_of(policy: Policy, batch: Batch, given: Noised) -> Tensor:
+    """The score of the model under its present weights at x_t, [B, ...]."""
+    head = policy.head
+    if head.parametrisation == "diffusion":
+        output = policy.velocity(batch, given.noisy, given.time)
+        return score_from_prediction(given.noisy, output, given.signal**2, head.prediction_type)
+    fine = replace(batch, sampling={**batch.sampling, "num_inference_steps": GRID})
+    return score_from_velocity(given.noisy, policy.velocity(fine, given.noisy, given.time), given.sigma)

@@ -21,8 +21,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import Edges, estimate, progress_table
-from genrl.diffusion.steps.plans import Steps
-from genrl.diffusion.steps.replays import Tensors, replayed
+from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import Action, collect, penalised, step_of, update
 from genrl.diffusion.updating import Meter
 from genrl.mdp.tree import Tree, grow

@@ -26,8 +26,7 @@ from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import every_step
-from genrl.diffusion.steps.replays import Tensors, check_on_policy, evidence, replayed
+from genrl.diffusion.steps.plans import Tensors, check_on_policy, every_step, evidence, replayed
 from genrl.diffusion.updating import Meter, descend
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient

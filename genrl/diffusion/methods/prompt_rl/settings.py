@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
 from genrl.config.section import NonNegative, Text, Whole
-from genrl.diffusion.config.rewriter import Rewriter
+from genrl.diffusion.config.sections import Rewriter
 from genrl.diffusion.steps.aggregation import named_rewards
 from genrl.diffusion.steps.settings import Windowed
 

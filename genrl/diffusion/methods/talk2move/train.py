@@ -13,25 +13,29 @@ docs/talk2move.md has the settings and the curves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.talk2move.settings import Talk2Move
-from genrl.diffusion.methods.talk2move.shortcut import draw, take_shortcut
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps, choose_kernel
-from genrl.diffusion.steps.replays import check_on_policy
+from genrl.diffusion.steps.plans import Steps, check_on_policy, choose_kernel
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import update
 from genrl.diffusion.updating import Meter
+from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
-from genrl.mdp.early_exit import exit_step, exit_variance
+from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards import compose
 
@@ -111,3 +115,31 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
     scored = score(run.scorers, pieces, rows * (steps - 1), group.tolist(), run.loop.alive)
     total = compose.evaluate(scored.values, run.scorers.components).view(steps - 1, counts.prompts, counts.samples)
     return torch.cat([torch.full_like(total[:1], torch.nan), total]).transpose(0, 1)
+
+
+def draw(
+    policy: Policy,
+    batch: Batch,
+    slots: list[int],
+    *,
+    beat: Callable[[], None],
+    kernel: Kernel,
+    exit_at: int,
+    shortcut: int,
+    keep: bool,
+) -> Drawn:
+    """Samples whose steps before `exit_at` are drawn and recorded, with their graph if it is to be kept, and whose end
+    is a shortcut of so many steps."""
+    drawn = range(exit_at)
+    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=drawn if keep else ())
+    beat()
+    final = take_shortcut(policy, batch, trajectory.final, trajectory.sigmas, exit_at, shortcut)
+    return independent(replace(trajectory, final=final), slots)
+
+
+def take_shortcut(policy: Policy, batch: Batch, state: Tensor, sigmas: Tensor, exit_at: int, steps: int) -> Tensor:
+    """From the state at step `exit_at` [B, ...] to sigma = 0, in `steps` Euler steps (never more than the grid has)."""
+    levels = shortcut_sigmas(sigmas, exit_at, min(steps, len(sigmas) - 1 - exit_at))
+    for sigma, sigma_next in pairwise(levels):
+        state = kernels.ode(state, policy.velocity(batch, state, sigma), sigma, sigma_next).mean
+    return state

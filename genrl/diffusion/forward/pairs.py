@@ -14,7 +14,7 @@ from genrl.diffusion.forward.noising import (
     noised_by,
     under,
 )
-from genrl.diffusion.pairs.settings import DiffusionDPO
+from genrl.diffusion.forward.settings import DiffusionDPO
 from genrl.diffusion.policy.guidance import without_guidance
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
