@@ -28,12 +28,10 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.encoding_store import open_store
-from genrl.diffusion.policy.export import probe_of
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
@@ -110,7 +108,6 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if far is not None and run.versions is not None:
         run.ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(run.ahead.close)
-    detach_where_asked(config, policy, prompts[0])
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)
@@ -194,11 +191,11 @@ def open_policy(
     policy = _unplaced(config, home)
     pipe = policy.pipe
     model = config.model
-    spare_vae(pipe, offload=offload.vae is not None, sliced=model.slice_vae, tiled=model.tile_vae)
+    spare_vae(pipe, sliced=model.slice_vae, tiled=model.tile_vae)
     if offload.text_encoders == "encode_then_free":
         encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
     if not _all_placed(config):  # nothing is placed that is to leave again
-        idle = [*(text_encoders(pipe) if offload.text_encoders else ()), *(["vae"] if offload.vae else ())]
+        idle = text_encoders(pipe) if offload.text_encoders else []
         idle += policy.denoisers if config.shards else ()
         place(pipe, home, stay=idle)
     return policy
@@ -221,7 +218,6 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
     policy = Policy(
         pipe,
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
-        reduction=config.trainer.reduction,
         text_encoders=config.model.offload.text_encoders,
         encodings=open_store(config, home),
         trains_encoders=config.model.lora is not None and config.model.lora.text_encoders,
@@ -261,14 +257,7 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
     policy = open_policy(config, device)
     use_kernels(policy, config.kernels)
     weights = trainable_weights(config, policy)
-    detach_where_asked(config, policy, _read(config, config.prompts.train, 1)[0])
     return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
-
-
-def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prompt) -> None:
-    """No gradient through guidance's unconditional prediction, where the method asks for that."""
-    if config.trainer.detaches_unconditional:
-        Unconditional(policy, probe_of(config, prompt))
 
 
 def _all_placed(config: Config) -> bool:
@@ -311,23 +300,20 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
 
     Raises ValueError where the model does not fit, or what is named cannot run on its device in its precision.
     """
-    if not (kernels.fused or kernels.attention or kernels.evaluation_attention):
+    if not (kernels.fused or kernels.attention):
         return ""
     computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
     like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
-    running = [f"{name} by {choose(FUSED[name], like, kernels.backend)}" for name in kernels.fused]
-    for key, name in (("attention", kernels.attention), ("evaluation_attention", kernels.evaluation_attention)):
-        problem = None if name is None else attention_problem(name, like.device, like.dtype, masked=False)
-        if problem is not None:
-            raise ValueError(f"kernels.{key}: {name}: {problem}; that can run here: {', '.join(usable(like))}")
-        running += [] if name is None else [f"{key} {name}"]
+    running = [f"{name} by {choose(FUSED[name], like, 'auto')}" for name in kernels.fused]
+    if (name := kernels.attention) is not None:
+        if problem := attention_problem(name, like.device, like.dtype, masked=False):
+            raise ValueError(f"kernels.attention: {name}: {problem}; that can run here: {', '.join(usable(like))}")
+        running.append(f"attention {name}")
     switches = policy.switches
     switches.qk_norm_rope, switches.adaln = "qk_norm_rope" in kernels.fused, "adaln" in kernels.fused
-    switches.backend, switches.attention = kernels.backend, kernels.attention
-    if kernels.attention is None and kernels.evaluation_attention is not None:
-        switches.attention = "auto"  # diffusers' processors cannot be told to use another one
+    switches.attention = kernels.attention
     if "step" in kernels.fused:
-        policy.actions.fused = kernels.backend
+        policy.actions.fused = "auto"
     return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 

@@ -51,9 +51,6 @@ def _compiled(config: Config) -> Iterator[Finding]:
         yield ("kernels.compile", key), text
     if mode != "cuda_graphs":
         return
-    if trainer.detaches_unconditional:
-        text = "an unconditional call without gradients would write over the graph of the one before; write true"
-        yield ("kernels.compile", "trainer.guidance_in_training"), text
     if not trainer.one_call_at_a_time:
         text = f"{trainer.algorithm} makes further model calls before a backward pass, and a recorded call's memory is "
         yield ("kernels.compile", "trainer.algorithm"), f"{text}that of the one before; write true"

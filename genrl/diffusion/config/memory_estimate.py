@@ -71,10 +71,7 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     offload = config.model.offload
     weights = {component.name: weight_bytes(config, component) for component in components}
     encoders = sum(size for name, size in weights.items() if is_text_encoder(name))
-    vae = weights.get("vae", 0)
-    away = [
-        name for name in weights if (is_text_encoder(name) and offload.text_encoders) or (name == "vae" and offload.vae)
-    ]
+    away = [name for name in weights if is_text_encoder(name) and offload.text_encoders]
     parts = [(f"weights of {name}", size) for name, size in weights.items() if name not in away]
     trained = trained_parameters(config, components)
     if config.trains_shards and offload.denoiser:  # a share waits on the CPU with its gradients and optimiser state
@@ -86,7 +83,7 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     training += [("rounded weights of autocast, for the backward pass", _rounded(config, components))]
     parts += training
     taken = sum(size for _, size in training)
-    decoding = _decoding(config, components) + (vae if offload.vae else 0)
+    decoding = _decoding(config, components)
     parts.append(("decoding, beyond what training needs", max(0, decoding - taken)))
     waits = encoders if offload.text_encoders == "between" else 0
     parts.append(("text encoders while they encode, beyond that", max(0, waits - max(taken, decoding))))
@@ -327,7 +324,6 @@ def _changes(config: Config) -> Iterator[str]:
         yield "model.offload.text_encoders=between"
     yield "model.slice_vae=true"
     yield "model.gradient_checkpointing=true"
-    yield "model.offload.vae=between"
     if model.dtype == "float32":
         yield "model.dtype=bfloat16 model.autocast=null"
     yield "optimizer.name=adamw_8bit"

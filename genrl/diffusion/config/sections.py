@@ -17,7 +17,7 @@ from genrl.config.errors import Finding
 from genrl.config.folders import PROCESSORS, no_transformers_model, read_json
 from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Text, Whole
-from genrl.config.sections import EvaluationBase, LoRA, LowRank, Outage, Precision, Quantized
+from genrl.config.sections import EvaluationBase, LoRA, Outage, Precision, Quantized
 
 Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 
@@ -39,8 +39,6 @@ class Offload(Section):
     between = they are on the CPU except while they encode; null = always on the device."""
     denoiser: Literal["blocks"] | None = None
     """blocks = its frozen weights wait on the CPU, and a block is on the device while it computes; null = they stay."""
-    vae: Literal["between"] | None = None
-    """between = it is on the CPU except while it encodes or decodes; null = always on the device."""
 
 
 class Model(Section):
@@ -74,9 +72,8 @@ class Model(Section):
     offload: Offload = Offload()
     """What leaves the device while it is idle."""
     encodings: Text | None = None
-    """Folder in which encodings of prompts are kept for other processes and later runs; null = only in memory."""
-    encodings_gb: Positive = 20.0
-    """Most that the folder may hold, in GB; what was used longest ago goes first."""
+    """Folder in which encodings of prompts are kept for other processes and later runs, up to 20 GB: what was used
+    longest ago goes first; null = only in memory."""
     slice_vae: Flag = False
     """Decode pictures one at a time: less memory for large ones; equal up to rounding."""
     tile_vae: Flag = False
@@ -90,14 +87,10 @@ class Kernels(Section):
 
     fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
     """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
-    FLUX, Qwen-Image and Wan); a stochastic step and its log-probability (flow models)."""
-    backend: Literal["auto", "torch", "triton"] = "auto"
-    """What computes them: auto = Triton on a GPU, else the torch functions that define them; a name = that or an
-    error."""
+    FLUX, Qwen-Image and Wan); a stochastic step and its log-probability (flow models). By Triton on a GPU, else by
+    the torch functions that define them."""
     attention: Attention | None = None
     """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
-    evaluation_attention: Attention | Literal["sage"] | None = None
-    """Another one for evaluation, where no ratio depends on it; null = as in training."""
     compile: Flag | Literal["cuda_graphs"] = False
     """Compile the denoiser with torch, in sampling, training and evaluation: true, or cuda_graphs = with its launches
     recorded too (a GPU; algorithms flow_grpo and diffusion_nft; not tried on one yet)."""
@@ -266,8 +259,6 @@ class Rewriter(Section):
     that sees is shown the pictures of sampling.inputs before its instruction."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
-    lora: LowRank = LowRank(rank=16, alpha=32.0)
-    """Low-rank adapters of the language model, all that is trained. targets: null = all linear layers but the last."""
     instruction: Text = (
         "Rewrite this prompt for an image generator, so that the image shows exactly what it asks for. "
         "Write the new prompt between <answer> and </answer>.\n\n{prompt}"
@@ -276,8 +267,6 @@ class Rewriter(Section):
     has a chat template."""
     max_new_tokens: Count = 128
     """Longest answer; one that does not end by then has format reward 0."""
-    temperature: Positive = 1.0
-    """Of its sampling, in training and in evaluation."""
     lr: Positive = 1e-4
     """Learning rate of its own AdamW, constant (PromptRL, all weights: 3e-7)."""
     kl_weight: NonNegative = 0.01

@@ -83,15 +83,6 @@ def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Te
     return torch.stack([noises[g] for g in group.tolist()]).to(clean)
 
 
-def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:
-    """Raise ValueError where the reference is to have its own guidance, and guidance is an input of the network."""
-    if scale is not None and run.policy.embeds_guidance:
-        raise ValueError(
-            f"trainer.reference_guidance: {run.config.model.path} takes guidance as an input of its network, so "
-            f"at {scale:g} the starting model would be judged under another condition than the policy; write null"
-        )
-
-
 def solved(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
     """Samples by the deterministic solver."""
     return independent(policy.roll_out(batch), slots)

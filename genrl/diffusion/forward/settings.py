@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Positive
-from genrl.diffusion.config.schema import AdvantageScale, Calls, DiffusionMethod, GuidanceInTraining, Guided, Updating
+from genrl.config.section import Count, Flag, Positive
+from genrl.diffusion.config.schema import AdvantageScale, Calls, DiffusionMethod, Guided, Updating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -118,9 +118,9 @@ class DiffusionDPO(Preference):
     (Diffusion-DPO)."""
     timesteps_per_pair: Count = 1
     """Noise levels trained per pair, each sampled separately (Diffusion-DPO: 1)."""
-    guidance_in_training: GuidanceInTraining = False
-    """Train with the guidance of sampling (other trainers: false); detached = without a gradient through its
-    unconditional prediction. If it is an input of the model (FLUX.1-dev), it stays."""
+    guidance_in_training: Flag = False
+    """Train with the guidance of sampling (other trainers: false). If it is an input of the model (FLUX.1-dev), it
+    stays."""
 
     @property
     def uses_reference(self) -> bool:
@@ -160,9 +160,6 @@ class Differentiating(DiffusionMethod):
         for index, reward in enumerate(config.rewards):
             if reward.weight != 0:
                 yield from self._gradients_end(config, index)
-        if config.model.offload.vae is not None:
-            text = f"{self.algorithm} goes backward through the VAE, which has to stay; write null"
-            yield ("model.offload.vae", "trainer.algorithm"), text
 
     def _gradients_end(self, config: Config, index: int) -> Iterator[Finding]:
         """Settings of a reward behind which it has no gradients."""

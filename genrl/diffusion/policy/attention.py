@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,16 +32,6 @@ class Switches:
     def processors(self) -> bool:
         """Whether the processors have to be ours."""
         return self.qk_norm_rope or self.attention is not None
-
-    @contextmanager
-    def attending(self, attention: AttentionBackend | None) -> Iterator[None]:
-        """Within the block this attention back-end runs; None: no other."""
-        before = self.attention
-        self.attention = attention or before
-        try:
-            yield
-        finally:
-            self.attention = before
 
 
 class Norm(Protocol):

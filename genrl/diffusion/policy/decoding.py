@@ -1,43 +1,33 @@
-"""The autoencoder (VAE) between its uses: off the device, and one picture at a time."""
+"""The autoencoder (VAE): one picture or tile at a time, and backwards, from pictures to the states that decode to them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.interfaces import Autoencoder, Decoder
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 
 
-def spare_vae(pipe: Any, *, offload: bool = False, sliced: bool = False, tiled: bool = False) -> None:
-    """offload: the VAE waits on the CPU and is on the pipeline's device only while it encodes or decodes, without a
-    backward pass through it. sliced: it decodes one picture after the other, which differs by rounding.
-    tiled: it encodes and decodes in tiles.
+def spare_vae(pipe: Any, *, sliced: bool = False, tiled: bool = False) -> None:
+    """Have the VAE decode one picture after the other (sliced), which differs by rounding, or encode and decode in tiles
+    (tiled).
 
     Raises ValueError, naming the key, where the pipeline has no VAE, or none that can.
     """
-    vae, home = pipe.components.get("vae"), pipe._execution_device
-    keys = (("offload.vae", offload, "null"), ("slice_vae", sliced, "false"), ("tile_vae", tiled, "false"))
-    for key, asked, instead in keys:
-        if asked and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
-            raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write {instead}")
+    vae = pipe.components.get("vae")
+    for key, wanted in (("slice_vae", sliced), ("tile_vae", tiled)):
+        if wanted and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
+            raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write false")
     if tiled:
         _enable(vae, "enable_tiling", "tile_vae", "tiles")
     if sliced:
         _enable(vae, "enable_slicing", "slice_vae", "slices")
-    if offload:
-        keep_execution_device(pipe, home)
-        vae.to("cpu")
-        vae.decode = _fetched(vae, vae.decode, home)
-        if isinstance(vae, Autoencoder):
-            vae.encode = _fetched(vae, vae.encode, home)
 
 
 def _enable(vae: Any, method: str, key: str, parts: str) -> None:
@@ -46,18 +36,6 @@ def _enable(vae: Any, method: str, key: str, parts: str) -> None:
         getattr(vae, method)()
     except (AttributeError, NotImplementedError) as error:
         raise ValueError(f"model.{key}: {type(vae).__name__} does not decode in {parts}; write false") from error
-
-
-def _fetched(vae: Any, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        vae.to(home)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            vae.to("cpu")
-
-    return call
 
 
 MOST = 0.1  # mean absolute difference of pictures in [0, 1] from themselves, encoded and decoded; good ones: 0.03

@@ -32,7 +32,6 @@ from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
 from genrl.kernels.backend import TooManyGraphs
-from genrl.mdp.gaussian import Reduction
 
 
 class Policy:
@@ -50,7 +49,6 @@ class Policy:
         pipe: Pipeline,
         *,
         autocast: torch.dtype | None = None,
-        reduction: Reduction = "mean",
         text_encoders: Literal["encode_then_free", "between"] | None = None,
         encodings: Store | None = None,
         trains_encoders: bool = False,
@@ -85,7 +83,7 @@ class Policy:
             store=encodings,
         )
         self.calls = PipelineCalls(pipe, self.head, self.denoiser, autocast)
-        self.actions = Actions(self.head, reduction)
+        self.actions = Actions(self.head)
         source = source_of(name)
         self._writes = source is not None and source.loop is not None and source.loop.writes
         self.switches = Switches()
@@ -280,8 +278,6 @@ class Untouched:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.kind, self.attributes = type(pipe), dict(vars(pipe))
-        vae = pipe.components.get("vae")
-        self.decode = getattr(vae, "__dict__", {}).get("decode")
 
     def put_back(self, pipe: Pipeline) -> None:
         """Undo the changes, in place."""
@@ -289,8 +285,3 @@ class Untouched:
         held = vars(pipe)
         held.clear()
         held.update(self.attributes)
-        vae = pipe.components.get("vae")
-        if vae is not None and "decode" in vars(vae):
-            del vae.decode
-            if self.decode is not None:
-                vae.decode = self.decode

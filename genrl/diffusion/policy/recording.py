@@ -13,7 +13,7 @@ from genrl.diffusion.policy.scheduler import PolicyHead, Step
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory, of_rows, step_noise
 from genrl.kernels.backend import Backend
 from genrl.kernels.sde_step import sde_step
-from genrl.mdp.gaussian import Reduction, log_prob, sample
+from genrl.mdp.gaussian import log_prob, sample
 from genrl.mdp.kernels import Transition
 
 
@@ -28,7 +28,6 @@ class Actions:
     """How stochastic steps are sampled, and evaluated under the current parameters."""
 
     head: PolicyHead
-    reduction: Reduction
     fused: Backend | None = None
     """Back-end of the fused stochastic step and log-probability (`genrl.kernels.sde_step`); None: apart."""
 
@@ -52,7 +51,7 @@ class Actions:
 
     def _replayed(self, step: Step, transition: Transition, next_state: Tensor, rows: Tensor | None) -> Replayed:
         output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
-        logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
+        logp = log_prob(next_state, transition.mean, transition.std, "mean")
         return Replayed(logp, transition.mean, transition.std, output, step)
 
     def _fused(
@@ -72,7 +71,7 @@ class Actions:
             for state, velocity in ((unit, 0.0 * unit), (0.0 * unit, unit))
         )
         coefficients = (t.flatten() for t in (on_state.mean, on_velocity.mean, on_state.std))
-        found = sde_step(x, output, *coefficients, noise=noise, taken=taken, reduction=self.reduction, backend=backend)
+        found = sde_step(x, output, *coefficients, noise=noise, taken=taken, reduction="mean", backend=backend)
         std = on_state.std.to(found.mean).view(-1, *[1] * (x.dim() - 1))
         return found.next, Replayed(found.log_prob, found.mean, std, output, step)
 

@@ -73,16 +73,13 @@ class Rewriter:
         self.forbidden = torch.tensor(_placeholders(base, self.tokenizer) if self.see else [], dtype=torch.int64)
         """Ids that stand for pictures or turns: never drawn, and left out of the normalisation of log-probabilities."""
         config = LoraConfig(
-            r=settings.lora.rank,
-            lora_alpha=settings.lora.alpha,  # type: ignore[arg-type]  # peft takes any number
-            target_modules=list(settings.lora.targets) if settings.lora.targets else "all-linear",
+            r=16,
+            lora_alpha=32,
+            target_modules="all-linear",
             exclude_modules=_outside(base) if self.see else None,
             task_type="CAUSAL_LM",
         )
-        try:
-            self.model = adapted(base, config, seed)
-        except ValueError as error:
-            raise ValueError(f"trainer.rewriter.lora.targets: {error}") from error
+        self.model = adapted(base, config, seed)
         self.model.to(device).eval()  # dropout off: what is trained is what wrote
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, weight_decay=0.0)
 
@@ -168,9 +165,9 @@ class Rewriter:
         return self._log_softmax(logits).gather(2, written.tokens[..., None])[..., 0]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
-        """Of what may be drawn, at the temperature of sampling, float32 [..., V]."""
+        """Log-probabilities of what may be drawn, float32 [..., V]."""
         allowed = logits.float().index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
-        return (allowed / self.settings.temperature).log_softmax(-1)
+        return allowed.log_softmax(-1)
 
     def rewrite(
         self,

@@ -18,7 +18,7 @@ from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.updating import Meter
 from genrl.mdp import tree as trees
-from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
+from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.credit import (
     PromptHistory,
     branch_extremes,
@@ -62,7 +62,7 @@ def estimate(
 
     grouped: whether these compare the samples of a prompt, whose spread is then logged.
     """
-    config, iteration = run.config, run.iteration
+    iteration = run.iteration
     advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     meter.add_advantages(advantages, settings.advantage_clip)
     if grouped:
@@ -80,7 +80,7 @@ def estimate(
         log_probs = run.gather(mine, log_probs)
     edges = tree_edges(
         settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
-        clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
+        clip=settings.advantage_clip, iteration=iteration,
     )  # fmt: skip
     meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)
     if edges.skipped and iteration == 0:
@@ -121,7 +121,6 @@ def tree_edges(
     *,
     clip: float,
     iteration: int,
-    iterations: int,
 ) -> Edges:
     """Of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of sampling.
 
@@ -144,9 +143,8 @@ def tree_edges(
         skipped = [depth for depth in skipped if depth - 1 in trained]
     counts = leaf_counts(parent, scored.view(-1, leaves))
     kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
-    if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
-        rewards = rewards.view(-1, leaves)
-        kept = kept & unpruned(settings.prune, tree, plan, rewards, iteration=iteration, iterations=iterations)
+    if settings.prune is not None:
+        kept = kept & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
     moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
     return Edges(
         to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
@@ -156,11 +154,9 @@ def tree_edges(
     )
 
 
-def unpruned(
-    settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, *, iteration: int, iterations: int
-) -> Tensor:
+def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
     """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
-    depths = pruned_depths(settings, plan, iteration=iteration, iterations=iterations)
+    depths = pruned_depths(settings, plan, iteration)
     kept = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
     if settings.width is None:
         return kept
@@ -168,7 +164,7 @@ def unpruned(
     if settings.width == "best_sibling":
         good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
     else:
-        good = extreme_leaves(rewards, extreme_count(rewards.shape[-1], settings.keep))
+        good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
     good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
     return kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
 

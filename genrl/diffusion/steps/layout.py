@@ -7,16 +7,13 @@ is here.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from genrl.config.section import Count, NonNegative, Number, Positive, Section, Share, Ways, Whole
-from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, pruning_is_on, sliding_depths, unpruned_steps
+from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, sliding_depths, unpruned_steps
 from genrl.mdp.windows import (
     backward_interval,
     check_window,
-    constant_hold,
-    exponential_hold,
     geometric_start_probabilities,
     growing_noise,
     moving_window,
@@ -39,15 +36,13 @@ class Window(Section):
     high: Count | None = None
     """The window ends before this step; null = before the last step, which only ddim can draw (with the number of steps
     here)."""
-    schedule: Literal["random", "progressive", "decaying", "geometric", "backward"] = "random"
-    """Its position in an iteration: uniform; moving down the schedule (MixGRPO), or faster and faster; early positions
-    more likely (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
+    schedule: Literal["random", "progressive", "geometric", "backward"] = "random"
+    """Its position in an iteration: uniform; moving down the schedule (MixGRPO); early positions more likely
+    (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
     every: Count = 25
-    """Iterations that it stays in one place (progressive; decaying: at first)."""
+    """Iterations that it stays in one place (progressive)."""
     stride: Whole = 1
-    """Steps that it moves by (progressive, decaying); 0 = never (MixGRPO's frozen window)."""
-    decay_from: Whole = 13
-    """Start from which on it stays exp(-0.1) times shorter per step (decaying; MixGRPO: 13 of 25)."""
+    """Steps that it moves by (progressive); 0 = never (MixGRPO's frozen window)."""
     ratio: Share = 0.5
     """Likelihood of a start against the one before it (geometric; TreeGRPO: 0.5); 1 = uniform."""
     shortest: Count | None = None
@@ -62,11 +57,8 @@ class Prune(Section):
     slide_every: Count | None = None
     """Move `depths` up the tree by one every so many iterations, as far as the last split; null = never."""
     width: Literal["best_sibling", "extremes"] | None = None
-    """Below the last split keep the better leaf of each parent, or the best and worst leaves; null = all."""
-    keep: Share = 0.5
-    """Share of the leaves that `extremes` keeps, half best and half worst."""
-    until: Share = 1.0
-    """Share of the iterations in which pruning is on, from the first."""
+    """Below the last split keep the better leaf of each parent, or half of the leaves, the best and the worst; null =
+    all."""
 
 
 class Contrast(Section):
@@ -149,10 +141,7 @@ def fixed_window(window: Window, *, steps: int, iteration: int, iterations: int)
     if window.schedule == "backward":
         shortest = window.size if window.shortest is None else window.shortest
         return backward_interval(high, shortest=shortest, longest=window.size, stages=iterations, stage=iteration)
-    hold = partial(constant_hold, every=window.every)
-    if window.schedule == "decaying":
-        hold = partial(exponential_hold, every=window.every, threshold=window.decay_from)
-    return moving_window(window.size, window.low, high, iteration=iteration, hold=hold, stride=window.stride)
+    return moving_window(window.size, window.low, high, iteration=iteration, every=window.every, stride=window.stride)
 
 
 def random_windows(window: Window, *, steps: int) -> dict[range, float]:
@@ -222,9 +211,9 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
     return plan if layout.tail_ratio is None else compress_tail(plan, layout.tail_ratio)
 
 
-def pruned_depths(settings: Prune, plan: SamplingPlan, *, iteration: int, iterations: int) -> range:
+def pruned_depths(settings: Prune, plan: SamplingPlan, iteration: int) -> range:
     """Depths (step + 1) whose edges are not trained in this iteration."""
-    if not settings.depths or not pruning_is_on(iteration, iterations, settings.until):
+    if not settings.depths:
         return range(0)
     depths = range(min(settings.depths), max(settings.depths) + 1)
     if settings.slide_every is None:
@@ -253,7 +242,7 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
                 plans[place] = plan_of(sampling, layout, place)
             depths = range(0)
             if prune is not None:
-                depths = pruned_depths(prune, plans[place], iteration=iteration, iterations=iterations)
+                depths = pruned_depths(prune, plans[place], iteration)
             shares[place, depths] = shares.get((place, depths), 0.0) + share
             first.setdefault((place, depths), iteration)
     whole = sum(shares.values())

@@ -62,7 +62,7 @@ class Steps(NamedTuple):
         trained = stochastic_steps(layout, window, steps=config.sampling.num_inference_steps)
         pruned = range(0)
         if layout.prune is not None:
-            pruned = pruned_depths(layout.prune, plan, iteration=iteration, iterations=config.iterations)
+            pruned = pruned_depths(layout.prune, plan, iteration)
         return cls(plan, trained, unpruned_steps(trained, pruned) if settings.keep_graph else (), window)
 
     @property

@@ -27,7 +27,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
-from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
+from genrl.mdp.noise_levels import stratified_steps
 from genrl.objectives.advantages.groups import informative
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
@@ -88,10 +88,6 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
 def levels(settings: AWM, grid: Tensor, drawn: torch.Generator) -> Tensor:
     """Noise levels of one pass over the samples, [K]; grid: the levels of sampling, [T + 1]."""
     count = settings.timesteps_per_sample
-    if settings.levels == "logit_normal":
-        return logit_normal_draws(count, drawn, factor=3.0)
-    if settings.levels == "uniform":
-        return 0.2 + 0.8 * uniform_draws(count, drawn)
     # Neither the first level, at which the state says nothing of the sample, nor the last tenth.
     return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), drawn)]
 

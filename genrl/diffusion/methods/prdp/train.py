@@ -61,9 +61,8 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
         new = old if epoch == 0 else evaluated(run, rollouts, empty)
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
         out, gradient = prdp_gradient(
-            now, start, before, rewards,
-            beta=settings.beta, clip=settings.clip_range, reduction=settings.step_reduction, pairs=settings.pairs,
-        )  # fmt: skip
+            now, start, before, rewards, beta=settings.beta, clip=settings.clip_range, reduction="mean"
+        )
         coefficients = gradient.flatten(0, 1).T.float()
         prepare = partial(recorded_of, run, coefficients)
         parts = [(m, i) for m in rollouts.mine.values() for i in m.pieces[0].trajectory.log_probs]
@@ -96,7 +95,7 @@ def loss(settings: PRDP, policy: Policy, given: Recorded) -> Tensors:
 
 def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
     """How well log-ratios [P, B, T'] predict differences of rewards [P, B], over the pairs of different rewards."""
-    total = log_ratio.sum(2) if settings.step_reduction == "sum" else log_ratio.mean(2)
+    total = log_ratio.mean(2)
     above = rewards[:, :, None] > rewards[:, None, :]
     predicted = (total[:, :, None] - total[:, None, :])[above]
     target = (rewards[:, :, None] - rewards[:, None, :])[above] / settings.beta

@@ -34,14 +34,13 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.aggregation import named_rewards
 from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps, check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import sampler, update
 from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss, tagged_rewards
+from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
 from genrl.objectives.surrogates.policy_losses import kl_k3
 
 __all__ = ["loss", "train"]
@@ -57,9 +56,6 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
     fits.check(run.prompts, config.prompts.train, config.model.path)
     fits.check(run.eval_prompts, config.prompts.eval, config.model.path)
-    if settings.reward_column is not None:  # of a data set, the rows are known only now
-        for _, text in named_rewards(config, run.prompts, settings.reward_column):
-            raise ValueError(f"trainer.reward_column: {text}")
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=run.accelerator.device)
     if not rewriter.see:  # how long pictures are is known when they are read
         for row in (*run.prompts, *run.eval_prompts):
@@ -78,9 +74,6 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = rollouts.total.view(-1, size)
-        if (tag := settings.reward_column) is not None:
-            tags = [prompts[group].columns[tag] for group in rollouts.group.tolist()]
-            generation = tagged_rewards(rollouts.parts, tags).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
         rollouts = replace(rollouts, total=total.flatten())

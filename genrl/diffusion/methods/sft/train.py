@@ -60,7 +60,7 @@ def train(run: DiffusionRun, settings: PipelineSFT) -> None:
         pictures = given_pictures(run, reader, size, rewards=(0.0,))
         # 2. Update.
         meter = Meter()
-        update(run, settings, pictures, settings.timesteps_per_picture, prepare, loss, meter)
+        update(run, settings, pictures, 1, prepare, loss, meter)
         del pictures
         run.finish(meter.result())
 
