@@ -15,7 +15,7 @@ import genrl_rewards
 from genrl.config.method import code_of
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
-from genrl.diffusion.config.memory_rules import experts_problem
+from genrl.diffusion.config.model_rules import experts_problem
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload

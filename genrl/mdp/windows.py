@@ -64,8 +64,8 @@ def backward_interval(steps: int, *, shortest: int, longest: int, stages: int, s
     """
     if not 1 <= shortest <= longest <= steps or stages < 1 or stage < 0:
         raise ValueError(
-            f"an interval that grows from {shortest} to {longest} of {steps} steps over {stages} stages is impossible "
-            f"(stage {stage}): it needs 1 <= shortest <= longest <= steps"
+            f"window: an interval that grows from {shortest} to {longest} of {steps} steps over {stages} stages is "
+            f"impossible (stage {stage}): it needs 1 <= shortest <= longest <= steps"
         )
     length = min(longest, shortest + stage * (longest - shortest + 1) // stages)
     return range(steps - length, steps)
@@ -82,4 +82,4 @@ def growing_noise(base: float, growth: float, depths: int) -> tuple[float, ...]:
 
 def check_window(size: int, low: int, high: int) -> None:
     if low < 0 or size < 1 or size > high - low:
-        raise ValueError(f"a window of {size} steps does not fit into steps {low} .. {high - 1}")
+        raise ValueError(f"window: {size} steps do not fit into steps {low} .. {high - 1}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from genrl.config.folders import read_json
 from genrl.config.sections import LoRA
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 

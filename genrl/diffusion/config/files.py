@@ -17,9 +17,14 @@ from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
 from genrl.data.sizes import NAMES, short_bucket, sized, unread
-from genrl.diffusion.config.context_rules import context_problems
 from genrl.diffusion.config.estimate import HeaderError, layer_problems, read_components, read_header, side_step
-from genrl.diffusion.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
+from genrl.diffusion.config.model_rules import (
+    DENOISERS,
+    context_problems,
+    experts_problem,
+    missing_components,
+    missing_packages,
+)
 from genrl.diffusion.config.pipeline_classes import (
     CONSISTENCY,
     NOT_DDIM,

@@ -20,7 +20,7 @@ from genrl.config.loading import load
 from genrl.config.optimizers import LARGEST_COPY
 from genrl.config.sections import BITS
 from genrl.diffusion.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder, quantized
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
 HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -70,8 +70,6 @@ class DiffusionMethod(Method):
     """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
     not_in_float16: ClassVar[str] = ""
     """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
-    not_fitted: ClassVar[str] = ""
-    """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
     not_divided: ClassVar[str] = ""
     """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
     takes_older_samples: ClassVar[bool] = False

@@ -148,7 +148,6 @@ class Differentiating(DiffusionMethod):
 
     deterministic: ClassVar[bool] = True
     differentiates_rewards: ClassVar[bool] = True
-    not_fitted: ClassVar[str] = "goes backward through the decoder too"
 
     @property
     def stands_alone(self) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from genrl.config import LoRA
 from genrl.config.folders import hub_file
 from genrl.diffusion.config.estimate import fits, matches
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 

@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
-from genrl.diffusion.config.context_rules import DIVIDED, KEY
+from genrl.diffusion.config.model_rules import CONTEXT, DIVIDED
 from genrl.diffusion.policy.adapters import quiet_loading
 from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
@@ -111,7 +111,7 @@ def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.devi
     mesh = init_device_mesh(device.type, (replicas, 1, context), mesh_dim_names=("replica", "ring", "ulysses"))
     for name, denoiser in denoisers.items():
         if not any(one.__name__ in DIVIDED for one in type(denoiser).mro()):  # FSDP makes a subclass of it
-            raise ValueError(f"{KEY}: the tokens of a {type(denoiser).__name__} ({name}) are not divided; write 1")
+            raise ValueError(f"{CONTEXT}: the tokens of a {type(denoiser).__name__} ({name}) are not divided; write 1")
         settings = ContextParallelConfig(ulysses_degree=context, mesh=mesh["ring", "ulysses"])
         with quiet_loading(), _one_device_each(device):
             denoiser.enable_parallelism(config=settings)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The autoencoder (VAE): one picture or tile at a time, and backwards, from pictures to the states that decode to them."""
+"""The autoencoder (VAE): in parts, and backwards, from pictures to the states that decode to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from genrl.diffusion.policy.trajectory import Batch
 
 
 def spare_vae(pipe: Any, *, sliced: bool = False, tiled: bool = False) -> None:
-    """Have the VAE decode one picture after the other (sliced), which differs by rounding, or encode and decode in tiles
-    (tiled).
+    """Have the VAE decode one picture after the other (sliced), which differs by rounding, or work in tiles (tiled).
 
     Raises ValueError, naming the key, where the pipeline has no VAE, or none that can.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.model_rules import is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.evaluate import evaluation_arguments

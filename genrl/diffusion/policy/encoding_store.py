@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl.diffusion.config.files import model_folder
-from genrl.diffusion.config.memory_rules import is_text_encoder, quantized
+from genrl.diffusion.config.model_rules import is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
 MOST_BYTES = 20 * 10**9

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from genrl.diffusion.config.memory_rules import DENOISERS
+from genrl.diffusion.config.model_rules import DENOISERS
 from genrl.diffusion.config.pipeline_classes import source_of
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls

@@ -7,9 +7,12 @@ is here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from genrl.config.errors import Finding
 from genrl.config.section import Count, NonNegative, Number, Positive, Section, Share, Ways, Whole
+from genrl.diffusion.config.kernels import UP_TO_ONE
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, sliding_depths, unpruned_steps
 from genrl.mdp.windows import (
     backward_interval,
@@ -22,6 +25,7 @@ from genrl.mdp.windows import (
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
     from genrl.diffusion.config.sections import Sampling
+    from genrl.diffusion.steps.settings import PolicyGradient
 
 RANDOM = ("random", "geometric")  # schedules whose windows are placed at random
 
@@ -264,3 +268,71 @@ def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> in
     if math.ceil(roots / max(1, together)) < num_processes:  # 5 roots in twos are 3 micro-batches, too few for 4
         together = roots // num_processes
     return max(1, min(config.sampling.batch_size, together))
+
+
+# Fields that the arithmetic of plans and windows complains about -> the keys they come from.
+PLAN_KEYS = {
+    "window": ("trainer.window",),
+    "roots": ("sampling.group_size", "trainer.tree"),
+    "splits": ("trainer.tree.at", "sampling.num_inference_steps"),
+    "at": ("trainer.tree.at", "trainer.window"),
+    "branching": ("trainer.tree.at",),
+    "noise": ("trainer.window",),
+    "ratio": ("trainer.tail_ratio", "trainer.window"),
+    "tail": ("trainer.tail_ratio",),
+    "depths": ("trainer.tree.prune.depths",),
+}
+
+
+def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Finding]:
+    """What is wrong with how a policy gradient is to sample, and which transitions it is to train. What the arithmetic
+    of windows and plans refuses is refused in its words."""
+    layout, steps = settings.layout, config.sampling.num_inference_steps
+    if steps < 2:
+        return
+    is_ddim, window = settings.kernel == "ddim", layout.window
+    last = steps if is_ddim else steps - 1
+    if window is not None and window_end(window, steps) > last:
+        text = f"there are {steps} steps" if is_ddim else f"the last of {steps} steps is never stochastic"
+        text = f"{text}, so the window must end by {last}; use {last} or null"
+        yield ("trainer.window.high", "sampling.num_inference_steps"), text
+        return
+    if layout.tail_ratio is not None and is_ddim:
+        text = "the solver of the tail is for flow models, ddim for others; write null"
+        yield ("trainer.tail_ratio", "trainer.kernel"), text
+    try:
+        settings.rounds(config)
+    except ValueError as error:
+        field, _, text = str(error).partition(": ")
+        yield PLAN_KEYS.get(field, ("trainer.tree",)), text
+    if layout.tree is not None:
+        yield from _tree(config, settings, layout.tree)
+
+
+def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
+    window, level, growth = settings.layout.window, settings.noise_level, settings.layout.noise_growth
+    steps, count, updates = config.sampling.num_inference_steps, most_splits(tree, window), settings.updates
+    reaches = settings.kernel == "ddim" and window is not None and window_end(window, steps) == steps
+    last = steps - 1 if reaches else steps - 2  # DDIM draws the last step where a window reaches it
+    if isinstance(tree.at, tuple) and (not tree.at or list(tree.at) != sorted(set(tree.at))):
+        yield ("trainer.tree.at",), "the steps that branch must rise, each named once"
+    elif isinstance(tree.at, tuple) and tree.at[-1] > last:
+        text = f"step {tree.at[-1]} cannot branch: those with noise are 0 to {last} (later ones have none); use these"
+        yield ("trainer.tree.at", "sampling.num_inference_steps"), text
+    roots = config.sampling.images_per_iteration // tree.ways**count
+    if updates > roots > 0:
+        text = f"a tree is trained on as a whole: {roots} trees are too few for {updates} updates"
+        yield ("trainer.updates_per_iteration", "trainer.tree"), f"{text}; use {roots} or less, or more prompts"
+    if config.in_step:
+        text = "sharded processes must make their model calls together, trees make different ones; write false, or null"
+        yield (config.sharded_by, "trainer.tree"), text
+    if level is not None and settings.kernel in UP_TO_ONE and level <= 1 < level * (1 + growth) and count > 1:
+        text = f"{settings.kernel} has levels up to 1, and {level:g} would grow to {level * (1 + growth):g}"
+        keys = ("trainer.tree.noise_growth", "trainer.noise_level", "trainer.kernel")
+        yield keys, f"{text}; use {1 / level - 1:g} or less"
+    if tree.contrast is not None and count > 1:
+        text = "the best and worst of one split are compared, and there are several; write at: window_start"
+        yield ("trainer.tree.contrast", "trainer.tree.at"), text
+    if tree.contrast is not None and tree.normalise == "depth":
+        text = "contrast has advantages of its own, over a prompt's history; write group"
+        yield ("trainer.tree.normalise", "trainer.tree.contrast"), text

@@ -76,7 +76,6 @@ class AdvGRPO(Windowed):
     checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     trains_reward: ClassVar[bool] = True
-    not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"
 
     algorithm: Literal["adv_grpo"] = "adv_grpo"
     """Which trainer."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import genrl_rewards
 from genrl.config.errors import Finding
 from genrl.config.run_config import FileFinding
-from genrl.diffusion.steps.aggregation import plain_scores
-from genrl.diffusion.steps.settings import Windowed
+from genrl.diffusion.steps.settings import Windowed, plain_scores
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

@@ -70,7 +70,6 @@ class PromptRL(Windowed):
     one_size: ClassVar[str] = "lays out the samples of a prompt by its own rewritings"
     title: ClassVar[str] = "PromptRL"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"
     pictures_per_prompt: ClassVar[int] = 2  # of the prompts as they are, and rewritten
 
     algorithm: Literal["prompt_rl"] = "prompt_rl"
