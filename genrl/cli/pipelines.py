@@ -46,13 +46,13 @@ def evaluate(name: str, options: Options) -> None:
     chosen = choose(name, options.lora, options.dtype, options.call_arguments())
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
-    from genrl.diffusion.config.sections import Evaluation
+    from genrl.diffusion.config.sections import EVALUATION_SEED, Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.sample import evaluate_pipeline, load
 
     check_inputs(chosen.inputs, rows, source)
     own = Evaluation() if config is None else config.evaluation
-    seed = own.seed if options.seed is None else options.seed
+    seed = EVALUATION_SEED if options.seed is None else options.seed
     num_prompts = len(rows)
     rows = [row for row in rows for _ in range(own.group_size)]
     scorers = named_rewards(options.reward) if options.reward or not config else rewards_of_run(config, Path(name))

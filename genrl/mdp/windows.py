@@ -17,20 +17,15 @@ def moving_window(
     *,
     iteration: int,
     every: int,
-    stride: int = 1,
 ) -> range:
     """`size` steps inside [low, high) that move down the schedule: MixGRPO's windows (arXiv 2507.21802, section 3).
 
-    Starts are low, low + stride, ... and, last, high - size, so that every window is full and every step is reached.
-    A window stays for `every` iterations (tau), after the last start for good. stride 0 never moves.
+    Starts are low, low + 1, ... and, last, high - size, where it stays for good; each is in force for `every`
+    iterations (tau).
     A pure function of its arguments, for any iteration >= 0. Raises ValueError where the window does not fit.
     """
     check_window(size, low, high)
-    if stride < 0 or iteration < 0:
-        raise ValueError(f"the stride and the iteration cannot be negative, got {stride} and {iteration}")
-    last = high - size
-    starts = [low] if stride == 0 else [*range(low, last, stride), last]
-    start = starts[min(iteration // max(1, every), len(starts) - 1)]
+    start = min(low + iteration // every, high - size)
     return range(start, start + size)
 
 

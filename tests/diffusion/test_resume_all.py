@@ -118,4 +118,4 @@ def test_resumed_and_drawn_elsewhere(name: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", NOT_ELSEWHERE)
 def test_not_drawn_elsewhere(name: str) -> None:
     with pytest.raises(ConfigError, match=NOT_ELSEWHERE[name]):
-        load(FILES[name], ["engine.kind=ray", "engine.rollout_workers=1"])
+        load(FILES[name], ["engine.rollout_workers=1"])

@@ -69,7 +69,7 @@ def model_folder(config: Config) -> Path | None:
 def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     yield from ((tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
-        yield ("engine", "kind"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
+        yield ("engine",), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
     if is_given(config.model.path):
         yield from _given_pipeline(config)
         return
@@ -122,7 +122,7 @@ def _given_pipeline(config: Config) -> Iterator[FileFinding]:
         yield ("model", "offload", "text_encoders"), text
     if config.engine is not None:
         text = "Ray's workers load the pipeline themselves; give its hub id or folder as the model"
-        yield ("engine", "kind"), text
+        yield ("engine",), text
     read = partial(_settings_in_memory, pipe)
     if not read("model_index.json"):
         found = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline"

@@ -54,8 +54,6 @@ class Model(Section):
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
     variant: Text | None = None
     """Variant of the weight files, for example fp16; null = the plain ones."""
-    use_safetensors: Flag = True
-    """Refuse pickled weight files, which may run code; false = take them where there are no others."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights are always float32 (docs/adapters.md)."""
     autocast: Literal["bfloat16", "float16"] | None = None
@@ -215,6 +213,10 @@ class Sampling(Section):
         return -(-self.images_per_iteration // self.batch_size)
 
 
+EVALUATION_SEED = 1234
+"""Seed of the noise that held-out prompts are drawn from."""
+
+
 class Evaluation(EvaluationBase):
     """Held-out prompts, fixed noise, deterministic sampling."""
 
@@ -232,18 +234,14 @@ class Evaluation(EvaluationBase):
     """Pixels; null = sampling.width."""
     batch_size: Count | None = None
     """Samples per call of the denoiser; null = sampling.batch_size."""
-    seed: Whole = 1234
-    """Seed of the fixed noise."""
 
 
 class Engine(Section):
     """Where samples are generated, if not in the processes that train (docs/ray.md)."""
 
-    kind: Literal["ray"]
-    """ray = by Ray actors, each with a copy of the pipeline."""
     rollout_workers: Count
-    """Actors that generate samples, over all processes; together with those that score, at most one per CPU of the
-    cluster."""
+    """Ray actors that generate samples, each with a copy of the pipeline, over all processes; together with those that
+    score, at most one per CPU of the cluster."""
     reward_workers: Whole = 0
     """Actors that score, each with all rewards that are on no server; 0 = the processes that train score."""
     address: Text | None = None
@@ -271,8 +269,6 @@ class Rewriter(Section):
     """Learning rate of its own AdamW, constant (PromptRL, all weights: 3e-7)."""
     kl_weight: NonNegative = 0.01
     """Weight of the divergence (k3) from the model before training (PromptRL: 0.01)."""
-    format_weight: NonNegative = 1.0
-    """Weight of the format reward, 0 or 1 per answer, beside the rewards of the pictures (PromptRL: 1)."""
 
     def problems(self) -> Iterator[Finding]:
         """What cannot work."""

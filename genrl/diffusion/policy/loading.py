@@ -72,15 +72,17 @@ def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
             model.path,
             revision=model.revision,
             variant=model.variant,
-            use_safetensors=True if model.use_safetensors else None,
+            use_safetensors=True,
             dtype=getattr(torch, model.dtype),
             **({} if held is None else {"quantization_config": held}),
             **given,
         )
     except (OSError, ValueError) as error:
         text = f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}"
-        if model.use_safetensors and "safetensors" in str(error):
-            text += "; model.use_safetensors: false takes pickled weights, which may run code"
+        if "safetensors" in str(error):
+            text += (
+                "; pickled weights, which may run code, are not read: save the pipeline by pipe.save_pretrained(folder)"
+            )
         raise ValueError(text) from error
     return pipe
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.layout import Contrast, Prune, Tree, pruned_depths
+from genrl.diffusion.steps.layout import Prune, Tree, pruned_depths
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.updating import Meter
@@ -70,8 +70,8 @@ def estimate(
     if settings.layout.tree is None:
         return independent_edges(advantages, steps)
     rewards = rollouts.total
-    if settings.layout.tree.contrast is not None:
-        advantages = contrasted(run, settings, settings.layout.tree, settings.layout.tree.contrast, rollouts)
+    if settings.layout.tree.contrast:
+        advantages = contrasted(run, settings, settings.layout.tree, rollouts)
         rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
     log_probs = torch.full((steps.plan.steps, rollouts.num_samples), torch.nan)
     if settings.layout.tree.credit != "mean":
@@ -90,15 +90,13 @@ def estimate(
     return edges
 
 
-def contrasted(
-    run: DiffusionRun, settings: PolicyGradient, tree: Tree, contrast: Contrast, rollouts: Rollouts
-) -> Tensor:
+def contrasted(run: DiffusionRun, settings: PolicyGradient, tree: Tree, rollouts: Rollouts) -> Tensor:
     """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
-    history = PromptHistory(contrast.history)
+    history = PromptHistory(8)
     history.rewards = run.loop.memory.setdefault("prompt_history", {})
     scores = history.normalise(rollouts.total, rollouts.prompts)
     branch = torch.arange(rollouts.num_samples) // tree.ways
-    chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
+    chosen = branch_extremes(scores, branch, high=0.5, low=-0.5)
     clip = settings.advantage_clip
     return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
 
@@ -135,7 +133,7 @@ def tree_edges(
         values = mean_of_leaves(parent, leaf_values)
     else:
         backup = path_softmax if settings.credit == "path_softmax" else level_softmax
-        values = backup(parent, leaf_values, from_table(log_probs, tree), settings.sharpness)
+        values = backup(parent, leaf_values, from_table(log_probs, tree), 1.0)
     skipped: list[int] = []
     if settings.normalise == "depth":
         values, skipped = normalise_per_depth(values, tree.depth)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from genrl.config.errors import Finding
-from genrl.config.section import Count, NonNegative, Number, Positive, Section, Share, Ways, Whole
+from genrl.config.section import Count, Flag, Positive, Section, Share, Ways, Whole
 from genrl.diffusion.config.kernels import UP_TO_ONE
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, sliding_depths, unpruned_steps
 from genrl.mdp.windows import (
@@ -44,9 +44,7 @@ class Window(Section):
     """Its position in an iteration: uniform; moving down the schedule (MixGRPO); early positions more likely
     (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
     every: Count = 25
-    """Iterations that it stays in one place (progressive)."""
-    stride: Whole = 1
-    """Steps that it moves by (progressive); 0 = never (MixGRPO's frozen window)."""
+    """Iterations that it stays in one place, to move by a step (progressive)."""
     ratio: Share = 0.5
     """Likelihood of a start against the one before it (geometric; TreeGRPO: 0.5); 1 = uniform."""
     shortest: Count | None = None
@@ -63,17 +61,6 @@ class Prune(Section):
     width: Literal["best_sibling", "extremes"] | None = None
     """Below the last split keep the better leaf of each parent, or half of the leaves, the best and the worst; null =
     all."""
-
-
-class Contrast(Section):
-    """Train only the best and the worst leaf of each split, by scores over a prompt's history (B2-DiffuRL)."""
-
-    high: Number = 0.5
-    """The best is trained if its score is at least this."""
-    low: Number = -0.5
-    """The worst is trained if its score is below this."""
-    history: Whole = 8
-    """Earlier iterations of a prompt that its scores are measured against, besides the running one."""
 
 
 class Branching(Section):
@@ -93,16 +80,15 @@ class Tree(Branching):
     credit: Literal["mean", "path_softmax", "level_softmax"] = "mean"
     """Value of a shared edge: the mean of its leaves, or weighted by their likelihood along the path or level by
     level (TreeGRPO)."""
-    sharpness: NonNegative = 1.0
-    """Factor on the log-probabilities in the softmax weights; 0 = mean."""
     normalise: Literal["group", "depth"] = "group"
     """Advantages are those of the leaves, or of all values at one depth (BranchGRPO; four or more)."""
     weight: Literal["leaf_multiplicity", "per_edge"] = "leaf_multiplicity"
     """An edge counts as often as it has leaves (as if rollouts were separate), or once (BranchGRPO, TreeGRPO)."""
     prune: Prune | None = None
     """Edges that are not trained; null = all are."""
-    contrast: Contrast | None = None
-    """Train only the extremes of each split; null = all."""
+    contrast: Flag = False
+    """Train only the best and the worst leaf of each split, by scores over a prompt's last eight iterations: at least
+    0.5, or below -0.5 (B2-DiffuRL)."""
 
 
 class Layout(NamedTuple):
@@ -145,7 +131,7 @@ def fixed_window(window: Window, *, steps: int, iteration: int, iterations: int)
     if window.schedule == "backward":
         shortest = window.size if window.shortest is None else window.shortest
         return backward_interval(high, shortest=shortest, longest=window.size, stages=iterations, stage=iteration)
-    return moving_window(window.size, window.low, high, iteration=iteration, every=window.every, stride=window.stride)
+    return moving_window(window.size, window.low, high, iteration=iteration, every=window.every)
 
 
 def random_windows(window: Window, *, steps: int) -> dict[range, float]:
@@ -328,11 +314,11 @@ def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Find
         yield (config.sharded_by, "trainer.tree"), text
     if level is not None and settings.kernel in UP_TO_ONE and level <= 1 < level * (1 + growth) and count > 1:
         text = f"{settings.kernel} has levels up to 1, and {level:g} would grow to {level * (1 + growth):g}"
-        keys = ("trainer.tree.noise_growth", "trainer.noise_level", "trainer.kernel")
+        keys = ("trainer.tree.at", "trainer.noise_level", "trainer.kernel")
         yield keys, f"{text}; use {1 / level - 1:g} or less"
-    if tree.contrast is not None and count > 1:
+    if tree.contrast and count > 1:
         text = "the best and worst of one split are compared, and there are several; write at: window_start"
         yield ("trainer.tree.contrast", "trainer.tree.at"), text
-    if tree.contrast is not None and tree.normalise == "depth":
+    if tree.contrast and tree.normalise == "depth":
         text = "contrast has advantages of its own, over a prompt's history; write group"
         yield ("trainer.tree.normalise", "trainer.tree.contrast"), text

@@ -299,7 +299,7 @@ class PolicyGradient(Stochastic, Updating):
                 yield f"steps {trained} trained, in {one.share:.1%} of the iterations ({len(rounds)} shapes)"
             yield describe(one.plan, one.trained, calls_per_state=guidance, replays_per_state=replays)
         tree, prune = self.layout.tree, self.layout.prune
-        if (tree is not None and tree.contrast is not None) or (prune is not None and prune.width is not None):
+        if (tree is not None and tree.contrast) or (prune is not None and prune.width is not None):
             yield "which leaves are trained depends on their scores: training calls are at most these"
 
 

@@ -92,7 +92,7 @@ def cluster() -> Iterator[Any]:
 
 
 def engine(drawing: int, scoring: int = 0) -> dict[str, Any]:
-    return {"kind": "ray", "rollout_workers": drawing, "reward_workers": scoring}
+    return {"rollout_workers": drawing, "reward_workers": scoring}
 
 
 def config(folder: Path, model: Path, trainer: dict[str, Any], *names: str, **changes: Any) -> Config:

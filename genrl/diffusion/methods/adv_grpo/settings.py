@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
-from genrl.config.section import Count, Fraction, Positive, Section, Text, Whole
+from genrl.config.section import Count, Positive, Section, Text, Whole
 from genrl.data import references
 from genrl.data.prompts import PromptError, is_data_set
 from genrl.diffusion.steps.settings import Windowed
@@ -62,9 +62,8 @@ class Adversary(Section):
     steps: Count = 1
     """Optimiser steps of the reward in an iteration that trains it, each on all its samples (Adv-GRPO: 1)."""
     lr: Positive = 1e-4
-    """Learning rate of its Adam, constant (Adv-GRPO: 1e-4 for DINO heads, 5e-6 for PickScore's last layer)."""
-    betas: tuple[Fraction, Fraction] = (0.5, 0.999)
-    """Its Adam's averaging factors (Adv-GRPO: 0.5, 0.999)."""
+    """Learning rate of its Adam, constant (Adv-GRPO: 1e-4 for DINO heads, 5e-6 for PickScore's last layer); betas are
+    theirs, 0.5 and 0.999."""
 
 
 class AdvGRPO(Windowed):

@@ -55,7 +55,7 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
     pictures = references.read(settings.adversary.references)
     for parameter in adversary.parameters():  # one reward in all processes, whatever a user's drew its weights from
         parameter.data.copy_(broadcast(parameter.data.clone()))
-    optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=settings.adversary.betas)
+    optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=(0.5, 0.999))
     run.loop.keep(ADVERSARY, adversary)
     run.loop.keep("adversary_optimizer", optimizer)
     for iteration in run.iterations():

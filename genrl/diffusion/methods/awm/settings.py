@@ -38,8 +38,6 @@ class AWM(Matching):
 
     algorithm: Literal["awm"] = "awm"
     """Which trainer."""
-    weighting: Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"] = "ghuber"
-    """How the matching error becomes a log-likelihood: times 1, sigma, sigma^2, or a root of it times sigma."""
     timesteps_per_sample: Count = 6
     """Noise levels trained per sample, of the sampling grid without the first and the last tenth: stratified, the same
     for all of an iteration (AWM: 6)."""

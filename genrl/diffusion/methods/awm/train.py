@@ -5,7 +5,7 @@ One iteration, with the paper's symbols (sigma is its t):
 1. collect   x_0 of each prompt from the present policy, by any solver; no log-probabilities
 2. score     R(x_0, c)
 3. estimate  A~ = clip(A, -5, 5) / 5, the group-relative advantage in [-1, 1]
-4. update    x_t = (1 - t) x_0 + t eps;  log p(x_0) = -w(t, m),  m = <(v_theta(x_t, t) - (eps - x_0))^2>
+4. update    x_t = (1 - t) x_0 + t eps;  log p(x_0) = -w(t, m),  w = ghuber,  m = <(v_theta(x_t, t) - (eps - x_0))^2>
              rho = p_theta / p_old;  minimise  max(-A~ rho, -A~ clip(rho, 1 +- c))
                                               + b |v_theta - v_ref|^2 + b_ema |v_theta - v_ema|^2
 5. follow    v_ema <- d v_ema + (1 - d) v_theta,  d = min(.001 n, .3) after n optimiser steps
@@ -96,10 +96,10 @@ def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics."""
     velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, sigma, advantage = given["target"], given["sigma"], given["advantage"]
-    log_prob = awm_log_prob(velocity, target, sigma, settings.weighting)
+    log_prob = awm_log_prob(velocity, target, sigma, "ghuber")
     old = log_prob.detach()
     if "old" in given:
-        old = awm_log_prob(given["old"], target, sigma, settings.weighting)
+        old = awm_log_prob(given["old"], target, sigma, "ghuber")
     surrogate = clipped_surrogate(log_prob, old, advantage, settings.clip_range, settings.clip_range)
     value, terms = surrogate.loss, {}
     for name, metric, weight in (("reference", "kl", settings.kl_weight), ("ema", "kl/ema", settings.ema_kl_weight)):

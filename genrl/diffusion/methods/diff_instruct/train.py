@@ -9,12 +9,10 @@ and eps drawn anew in (2) and (3):
              samples by denoising score matching: s^2 |s_phi(x_t) + eps / s|^2
 3. update    minimise  -alpha r(x_0, c) + L_reg,  with y = s_phi(x_t) - s_ref(x_t), of which the parameters are frozen,
              L_reg = -s^2 d'(y)^T (s_phi(x_t) + eps / s),  d'(y) = y / sqrt(|y|^2 + c^2)
-             whose gradient is that of the divergence s^2 d(y), d pseudo-Huber (score projection, 2410.16794);
-             divergence: kl takes s^2 sg(y)^T x_t instead (Diff-Instruct, 2305.18455)
+             whose gradient is that of the divergence s^2 d(y), d pseudo-Huber (score projection, 2410.16794)
 
-alpha are the rewards' weights; without any this is distillation. Guidance g of the teacher: in s_ref itself ("inner":
-s_0 + g (s_c - s_0)), or as a reward of its own ("outer": -g s^2 sg(s_c - s_0)^T x_t). docs/diff_instruct.md has
-metrics and figures.
+alpha are the rewards' weights; without any this is distillation. Guidance g of the teacher is in s_ref itself:
+s_0 + g (s_c - s_0). docs/diff_instruct.md has metrics and figures.
 """
 
 from __future__ import annotations
@@ -115,29 +113,23 @@ def divergence_gradient(
     to x_t while its weights are in place.
     """
     policy, weights = run.policy, run.weights
-    through = settings.divergence == "score"  # the Kullback-Leibler form takes the scores as constants
     noisy = given.noisy.detach().requires_grad_()
     given = given._replace(noisy=noisy)
-    with torch.set_grad_enabled(through):
+    with torch.enable_grad():
         with weights.use(ASSISTANT):
             score = score_of(policy, batch, given)
         with weights.reference():
-            blank = conditioned = score_of(policy, batch, given)
-            if settings.guidance != "none":  # in calls of its own: the pipeline's guidance takes one level for all
+            reference = score_of(policy, batch, given)
+            if settings.guidance_scale != 1:  # in calls of its own: the pipeline's guidance takes one level for all
                 blank = score_of(policy, without_prompts(batch), given)
-    inner = settings.guidance_scale if settings.guidance == "inner" else 1.0
-    reference = objective.guided_score(blank, conditioned, inner)
+                reference = objective.guided_score(blank, reference, settings.guidance_scale)
     ours, theirs = score.detach().requires_grad_(), reference.detach().requires_grad_()
-    loss, divergence = objective.regularisation(noisy, given.noise, given.sigma, ours, theirs, through=through)
-    if settings.guidance == "outer":
-        outer = objective.outer_guidance_loss(noisy, blank, conditioned, weight=given.sigma**2)
-        loss = loss + settings.guidance_scale * outer
+    loss, divergence = objective.regularisation(noisy, given.noise, given.sigma, ours, theirs)
     gradient, on_score, on_reference = torch.autograd.grad(loss.sum(), (noisy, ours, theirs), materialize_grads=True)
-    if through:
-        with weights.use(ASSISTANT):
-            gradient = gradient + torch.autograd.grad(score, noisy, on_score)[0]
-        with weights.reference():
-            gradient = gradient + torch.autograd.grad(reference, noisy, on_reference)[0]
+    with weights.use(ASSISTANT):
+        gradient = gradient + torch.autograd.grad(score, noisy, on_score)[0]
+    with weights.reference():
+        gradient = gradient + torch.autograd.grad(reference, noisy, on_reference)[0]
     return per_sample(given.signal, noisy, noisy.dtype) * gradient, divergence
 
 

@@ -54,7 +54,7 @@ class FlowGRPO(Windowed):
             if self.advantage_scale != "group":
                 text = "gdpo divides each reward by its group's spread; use group"
                 yield ("trainer.advantage_scale", "trainer.aggregate"), text
-            if self.tree is not None and (self.tree.normalise == "depth" or self.tree.contrast is not None):
+            if self.tree is not None and (self.tree.normalise == "depth" or self.tree.contrast):
                 text = "normalise: depth and contrast have advantages of their own; leave them out"
                 yield ("trainer.tree", "trainer.aggregate"), text
             yield from plain_scores(config, "gdpo")

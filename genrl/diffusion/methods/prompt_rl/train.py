@@ -27,6 +27,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
+from genrl.diffusion.config.sections import EVALUATION_SEED
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, Written
@@ -75,7 +76,7 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = rollouts.total.view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
-        total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
+        total = joint_rewards(generation, formats)
         rollouts = replace(rollouts, total=total.flatten())
         # 4, 5. Estimate and update; the flow model's advantages are the same function of the same rewards.
         relative = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
@@ -170,7 +171,7 @@ def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Se
     """A new prompt for each of the prompts, the same in all processes."""
     mine = {}
     for row, prompt in own(run, prompts):
-        key = (run.config.evaluation.seed, row)
+        key = (EVALUATION_SEED, row)
         mine[row] = rewriter.rewrite(prompt.text, key, fits, pictures(run, prompt))
         run.loop.alive()
     return of_all(mine)
