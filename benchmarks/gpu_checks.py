@@ -254,8 +254,7 @@ def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]
         for number, (way, changes) in enumerate(ways.items()):
             if found.knows(way):
                 continue
-            backend = ("kernels.backend=triton",) if "fused" in way and not dry else ()
-            rows, output = (*HALF, *ONE, *changes, *backend), Path(place) / f"run-{number}"
+            rows, output = (*HALF, *ONE, *changes), Path(place) / f"run-{number}"
             try:
                 row = _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows)
             except Exception as error:  # noqa: BLE001 - it is what was found

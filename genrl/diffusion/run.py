@@ -31,7 +31,6 @@ from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
@@ -39,6 +38,7 @@ from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
     Worker,
+    downsampled,
     drawn_here,
     gathered,
     handed_on,

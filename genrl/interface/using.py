@@ -157,7 +157,7 @@ def _of_pipeline(
 ) -> dict[str, float]:
     from genrl.data.prompts import load as load_prompts
     from genrl.diffusion.chosen import config_of
-    from genrl.diffusion.config.sections import Evaluation
+    from genrl.diffusion.config.sections import EVALUATION_SEED, Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.rollout.scoring import open_scorers, plain
     from genrl.diffusion.sample import evaluate_pipeline
@@ -191,7 +191,7 @@ def _of_pipeline(
                 [row for row in rows for _ in range(own.group_size)],
                 scorers,
                 batch_size=batch_size,
-                seed=own.seed if seed is None else seed,
+                seed=EVALUATION_SEED if seed is None else seed,
                 num_pictures=0,
                 arguments=chosen.arguments,
                 inputs=chosen.inputs,

@@ -17,15 +17,16 @@ def moving_window(
     *,
     iteration: int,
     every: int,
+    stride: int = 1,
 ) -> range:
     """`size` steps inside [low, high) that move down the schedule: MixGRPO's windows (arXiv 2507.21802, section 3).
 
-    Starts are low, low + 1, ... and, last, high - size, where it stays for good; each is in force for `every`
+    Starts are low, low + stride, ... and, last, high - size, where it stays for good; each is in force for `every`
     iterations (tau).
     A pure function of its arguments, for any iteration >= 0. Raises ValueError where the window does not fit.
     """
     check_window(size, low, high)
-    start = min(low + iteration // every, high - size)
+    start = min(low + stride * (iteration // every), high - size)
     return range(start, start + size)
 
 
@@ -77,4 +78,4 @@ def growing_noise(base: float, growth: float, depths: int) -> tuple[float, ...]:
 
 def check_window(size: int, low: int, high: int) -> None:
     if low < 0 or size < 1 or size > high - low:
-        raise ValueError(f"window: {size} steps do not fit into steps {low} .. {high - 1}")
+        raise ValueError(f"window: {size} steps do not fit between {low} and {high}; use fewer, or another low or high")

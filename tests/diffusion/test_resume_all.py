@@ -43,7 +43,7 @@ FURTHER = {
     "flow_grpo_fast": ["trainer.tree.ways=4", "sampling.group_size=4", "sampling.batch_size=4"],
     "tree_grpo": ["trainer.window.size=2", "sampling.group_size=9", "sampling.batch_size=9"],
     "tree_rpo": ["trainer.window.size=2", "sampling.group_size=4", "sampling.batch_size=4"],
-    "talk2move": ["trainer.exit_step=null", "trainer.step_evaluation={prompts: 1, samples: 2}"],
+    "talk2move": ["trainer.exit_step=null"],
 }
 NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw", "talk2move_sft": "nothing to draw"}
 

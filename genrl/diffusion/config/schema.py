@@ -192,12 +192,10 @@ class Updating(DiffusionMethod):
 
     @property
     def updates(self) -> int:
-        """Optimiser steps in one pass over the samples of an iteration."""
         return self.updates_per_iteration
 
     @property
     def epochs(self) -> int:
-        """Passes over the samples of an iteration."""
         return self.inner_epochs
 
 
@@ -258,7 +256,6 @@ class Config(RunConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.trainer.uses_reference
 
     @property

@@ -124,7 +124,6 @@ class DiffusionDPO(Preference):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.reference_every is None
 
     @property
@@ -139,7 +138,6 @@ class DiffusionDPO(Preference):
         return matching_calls(config, guided, trained=trained, states=states, train=states * 2.0 * self.epochs)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return [] if self.reference_every is None else ["refreshed reference"]
 
 

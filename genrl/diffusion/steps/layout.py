@@ -7,7 +7,7 @@ is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from genrl.config.errors import Finding
@@ -190,7 +190,9 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
         noise |= dict(zip(branching, growing_noise(level, layout.noise_growth, len(branching)), strict=True))
     leaves = ways ** len(branching)
     if sampling.group_size % leaves:
-        raise ValueError(f"roots: {sampling.group_size} samples are not whole trees of {leaves} leaves")
+        near = max(leaves, sampling.group_size // leaves * leaves)
+        text = f"{sampling.group_size} samples are not whole trees of {leaves} leaves"
+        raise ValueError(f"roots: {text}; use {near} or {near + leaves}, or fewer splits")
     plan = make_plan(
         steps,
         noise=noise,
@@ -201,14 +203,11 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
     return plan if layout.tail_ratio is None else compress_tail(plan, layout.tail_ratio)
 
 
-def pruned_depths(settings: Prune, plan: SamplingPlan, iteration: int) -> range:
+def pruned_depths(settings: Prune, plan: SamplingPlan, iteration: int) -> Sequence[int]:
     """Depths (step + 1) whose edges are not trained in this iteration."""
-    if not settings.depths:
-        return range(0)
-    depths = range(min(settings.depths), max(settings.depths) + 1)
-    if settings.slide_every is None:
-        return depths
-    return sliding_depths(depths, iteration=iteration, interval=settings.slide_every, stop=max(plan.splits))
+    if settings.slide_every is None or not settings.depths:
+        return settings.depths
+    return sliding_depths(settings.depths, iteration=iteration, interval=settings.slide_every, stop=max(plan.splits))
 
 
 def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round]:
@@ -218,8 +217,8 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
     """
     steps, window, prune = sampling.num_inference_steps, layout.window, layout.prune
     still = prune is None and (window is None or window.schedule in RANDOM)
-    shares: dict[tuple[range | None, range], float] = {}
-    first: dict[tuple[range | None, range], int] = {}
+    shares: dict[tuple[range | None, tuple[int, ...]], float] = {}
+    first: dict[tuple[range | None, tuple[int, ...]], int] = {}
     plans: dict[range | None, SamplingPlan] = {}
     for iteration in range(1 if still else iterations):
         places: list[tuple[range | None, float]] = [(None, 1.0)]
@@ -230,9 +229,7 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
         for place, share in places:
             if place not in plans:
                 plans[place] = plan_of(sampling, layout, place)
-            depths = range(0)
-            if prune is not None:
-                depths = pruned_depths(prune, plans[place], iteration)
+            depths = () if prune is None else tuple(pruned_depths(prune, plans[place], iteration))
             shares[place, depths] = shares.get((place, depths), 0.0) + share
             first.setdefault((place, depths), iteration)
     whole = sum(shares.values())

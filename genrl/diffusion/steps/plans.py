@@ -7,7 +7,7 @@ number is in `layout`. `choose_kernel` asks the loaded model too whether the tra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, Self
 
@@ -60,7 +60,7 @@ class Steps(NamedTuple):
         layout, window = settings.layout, window_of(config, settings, iteration)
         plan = plan_of(config.sampling, layout, window)
         trained = stochastic_steps(layout, window, steps=config.sampling.num_inference_steps)
-        pruned = range(0)
+        pruned: Sequence[int] = ()
         if layout.prune is not None:
             pruned = pruned_depths(layout.prune, plan, iteration)
         return cls(plan, trained, unpruned_steps(trained, pruned) if settings.keep_graph else (), window)

@@ -100,7 +100,6 @@ class EveryStep(Stochastic):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return True
 
     def problems(self, config: Config) -> Iterator[Finding]:
@@ -118,7 +117,6 @@ class EveryStep(Stochastic):
         return Calls(float(drawn), 2.0 * backward, float(backward), float(trained))
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
         trained = range(config.sampling.num_inference_steps - 1)
         noise = dict.fromkeys(trained, self.noise_level or 0.0)
         chains = make_plan(len(trained) + 1, noise=noise, roots=config.sampling.group_size)
@@ -163,22 +161,18 @@ class PolicyGradient(Stochastic, Updating):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.kl_weight > 0
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether the graphs of sampling are kept for training."""
         return self.keep_graph
 
     @property
     def varies(self) -> bool:
-        """Whether iterations train different steps."""
         return self.layout.window is not None
 
     @property
     def grows_trees(self) -> bool:
-        """Whether samples share prefixes, so that updates and processes share out trees."""
         return self.layout.tree is not None
 
     def rounds(self, config: Config) -> list[Round]:
@@ -318,7 +312,6 @@ class Windowed(GroupRelative):
 
     @property
     def layout(self) -> Layout:
-        """Which steps are noisy, branch and are trained."""
         return Layout(self.noise_level, self.window)
 
 

@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from genrl.diffusion.policy.guidance import without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts

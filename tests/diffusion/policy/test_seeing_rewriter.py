@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def opened_settings(path: Path) -> Settings:
-    plain = {"path": str(path), "instruction": "Say {prompt}", "max_new_tokens": 12, "lora": {"rank": 4, "alpha": 8}}
+    plain = {"path": str(path), "instruction": "Say {prompt}", "max_new_tokens": 12}
     return Settings.model_validate(plain)
 
 

@@ -141,14 +141,22 @@ def test_refused(folder: Path, model: Path) -> None:
     reward = [runs.reward(folder, "redness", offload=True)]
     runs.config(folder, model, **changes("window", rewards=reward))  # scored before the model is trained
     for change, text in (
-        ({"trainer": {"algorithm": "awm"}}, "awm learns from samples of the present weights; write 0"),
+        (
+            {"trainer": {"algorithm": "awm"}},
+            "awm learns from samples of the present weights; write sampling.staleness: 0",
+        ),
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
-        ({"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "of the weights that drew; write false"),
-        ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another one is trained"),
+        (
+            {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
+            "of the weights that drew; write sampling.staleness: 0",
+        ),
+        (
+            {"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}},
+            "weighted by another policy than trained",
+        ),
         ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"distributed": {"context": 2}}, "was not tried with it"),
-        ({"trainer": {"algorithm": "ddpo", "objective": "score_function"}}, "by which older samples would count"),
         ({"rewards": reward, "engine": far_here.ENGINE}, "scored while the model is trained"),
     ):
         with pytest.raises(ConfigError, match=text):

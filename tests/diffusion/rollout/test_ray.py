@@ -294,7 +294,6 @@ def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None
     entry = runs.reward(folder, "redness")
     for changes, says in (
         ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
-        ({"rewards": [entry | {"args": {"device": "cuda:1"}}]}, "Ray gives each worker its device"),
         ({"rewards": [entry | {"isolate": True, "outage": {"policy": "pause"}}]}, "a reward worker that is silent is"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -89,7 +89,6 @@ class AdvGRPO(Windowed):
         return adversary.schedule != "alternate" or (iteration + 1) % adversary.every == 0
 
     def model_iterations(self, iterations: int) -> int:
-        """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
         return sum(map(self.trains_model, range(iterations)))
 
     def problems(self, config: Config) -> Iterator[Finding]:

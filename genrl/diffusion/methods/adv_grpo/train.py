@@ -124,7 +124,11 @@ def judge(run: DiffusionRun, adversary: Trainable, pairs: list[Pairs], num_sampl
 
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     """Raise ValueError where no reward is trainable, or a prompt has no reference or one that cannot be read."""
-    trainable_of(scorers)
+    label, _ = trainable_of(scorers)
+    reward = dict(zip(config.reward_labels, config.rewards, strict=True))[label]
+    if reward.cache or reward.weight == 0:
+        key, why = ("cache", "its scores change") if reward.cache else ("weight", "the samples are not rewarded by it")
+        raise ValueError(f"rewards: {label} is trained beside the model, and {key} is {getattr(reward, key):g}: {why}")
     pictures = references.read(cast(AdvGRPO, config.trainer).adversary.references)
     try:
         pictures.require(prompts, config.prompts.train)

@@ -56,7 +56,6 @@ class AWM(Matching):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.kl_weight > 0
 
     def problems(self, config: Config) -> Iterator[Finding]:
@@ -76,5 +75,4 @@ class AWM(Matching):
         return matching_calls(config, guided, trained=trained, states=states * guidance, train=states * calls)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["slow copy", *(["old policy"] if self.updates * self.epochs > 1 else [])]

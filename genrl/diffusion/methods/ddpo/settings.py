@@ -42,7 +42,6 @@ class DDPO(PolicyGradient):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
         return True
 
     def problems(self, config: Config) -> Iterator[Finding]:

@@ -61,7 +61,6 @@ class DGPO(Matching):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return True
 
     @property
@@ -85,5 +84,4 @@ class DGPO(Matching):
         return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["slow copy"]

@@ -20,8 +20,7 @@ import torch
 from genrl.diffusion.forward import noising
 from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.methods.dgpo.settings import DGPO
-from genrl.diffusion.policy.guidance import without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun

@@ -96,5 +96,4 @@ class DiffInstruct(Differentiating):
         return Calls(float(images * sampling.num_inference_steps * guidance), train, backward, 1.0)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["assistant", "assistant's first moment", "assistant's second moment"]

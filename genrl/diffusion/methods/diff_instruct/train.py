@@ -28,8 +28,7 @@ from torch import Tensor
 from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.forward.noising import own_noise, solved
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.policy.guidance import guides_by_negative, without_prompts
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, guides_by_negative, without_prompts
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts

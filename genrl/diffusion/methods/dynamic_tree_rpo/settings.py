@@ -50,7 +50,6 @@ class DynamicTreeRPO(Windowed):
 
     @property
     def layout(self) -> Layout:
-        """Which steps are noisy, branch and are trained."""
         tree = Tree(ways=self.tree.ways, at=self.tree.at)
         return Layout(self.noise_level, self.window, tree, noise_growth=NOISE_GROWTH)
 
@@ -73,7 +72,6 @@ class DynamicTreeRPO(Windowed):
         return mean_of(config, rounds, lambda one: len(one.trained))
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
         yield from super().rollout(config, guidance)
         if self.layer_tuning.target == "best_path":
             yield "layer_tuning evaluates the best path once more, one state per trained step, before the updates"

@@ -39,7 +39,6 @@ class FlowGRPO(Windowed):
 
     @property
     def layout(self) -> Layout:
-        """Which steps are noisy, branch and are trained."""
         return Layout(
             self.noise_level,
             self.window,

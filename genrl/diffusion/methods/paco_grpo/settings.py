@@ -31,7 +31,6 @@ class PaCoGRPO(Windowed):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
         return self.aggregate == "log_tame_released"
 
     def problems(self, config: Config) -> Iterator[Finding]:

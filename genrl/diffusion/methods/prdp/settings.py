@@ -50,5 +50,4 @@ class PRDP(EveryStep):
 
     @property
     def epochs(self) -> int:
-        """Passes over the samples of an iteration."""
         return self.inner_epochs

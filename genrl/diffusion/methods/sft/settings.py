@@ -39,7 +39,6 @@ class PipelineSFT(Updating):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
         return True
 
     @property

@@ -27,8 +27,7 @@ from genrl.diffusion.forward.noising import (
     picture_size,
 )
 from genrl.diffusion.methods.sft.settings import PipelineSFT
-from genrl.diffusion.policy.guidance import without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.rollout.scoring import Scorers

@@ -57,7 +57,6 @@ class Talk2Move(GroupRelative):
 
     @property
     def varies(self) -> bool:
-        """Whether iterations train different steps."""
         return False
 
     def latest_exit(self, steps: int) -> int:
