@@ -40,7 +40,7 @@ $(VENV)/genrl-dev: $(VENV)/genrl
 	@touch $@
 
 demo: $(VENV)/genrl
-	$(BIN)/genrl train configs/quickstart.yaml output=runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+	$(BIN)/genrl demo $(ARGS)
 
 demo-vla: $(VENV)/genrl
 	OMP_NUM_THREADS=1 $(BIN)/genrl train configs/vla/flow_sde.yaml output=runs/demo-vla-$$(date +%Y%m%d-%H%M%S)

@@ -38,7 +38,7 @@ from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.diffusion.updating import Meter
+from genrl.runtime.loop.updating import Meter
 from genrl.runtime.weights.devices import default_device
 
 COMMON = (

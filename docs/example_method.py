@@ -18,11 +18,12 @@ from genrl.diffusion.forward.noising import noised, own_noise, require_flow, sol
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import Meter, update
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 
 class RewardWeighted(Updating):

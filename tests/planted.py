@@ -38,7 +38,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Te
     backward = Optimization.backward
 
     def plant(
-        self: Optimization, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, divisor: float
+        self: Optimization, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float
     ) -> None:
         loss = results["loss"]
         if not norms and self.iteration == iteration and loss.requires_grad:
@@ -50,7 +50,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Te
             if norm > 0:  # a micro-batch of groups without spread teaches nothing
                 norms.append(norm)
                 results = {**results, "loss": Planted.apply(loss)}
-        backward(self, settings, results, recorded, divisor)
+        backward(self, settings, results, recorded, divisor=divisor)
 
     with monkeypatch.context() as patched:
         patched.setattr(Optimization, "backward", plant)

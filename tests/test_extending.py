@@ -38,7 +38,6 @@ class Own(VLAMethod):
 
     metrics: ClassVar = {"own/strength": MetricDoc("the key", "As it was set.")}
     imitates: ClassVar[str] = "always"
-    whole_chain: ClassVar[bool] = True
 
     strength: Positive = 1.0
     """Factor on the loss."""
@@ -46,6 +45,7 @@ class Own(VLAMethod):
 TRAIN = """
 import torch
 from genrl.mdp.noise import generator
+from genrl.runtime.loop.updating import Meter, descend
 from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.rollout.sampling import Acting
 
@@ -55,10 +55,12 @@ def train(run, settings):
         rng = generator(run.config.seed, "own", iteration)
         index = torch.randint(len(run.frames["action"]), (16,), generator=rng)
         recorded = recorded_frames(run.policy, run.frames, index, rng, torch.ones(1))
-        results = loss(settings, Acting(run.policy, None), recorded)
-        run.loop.backward(settings, results, recorded)
-        norms = run.loop.step(["policy"])
-        row = {"loss": float(results["loss"].detach()), "grad_norm/policy": norms["policy"], "lr": run.loop.lr}
+        meter = Meter()
+        norms = descend(
+            run.loop, settings, Acting(run.policy, None), [recorded], lambda part: part, loss,
+            groups=["policy"], measure=lambda part, results, _: meter.add("loss", results["loss"]),
+        )
+        row = meter.result() | {"grad_norm/policy": norms["policy"], "lr": run.loop.lr}
         run.loop.finish(row | {"own/strength": settings.strength})
 
 

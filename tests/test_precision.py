@@ -17,7 +17,7 @@ from genrl.config import RunConfig
 from genrl.config.method import code_of
 from genrl.diffusion.train import KIND as PIPELINES
 from genrl.runtime.loop.frame import Kind
-from genrl.runtime.loop.loop import Loop
+from genrl.runtime.weights.optimization import Optimization
 from genrl.runtime.weights.optimizers import AdamW
 from genrl.vla.train import KIND as POLICIES
 from genrl.vlm.train import KIND as ANSWERS
@@ -36,13 +36,13 @@ def micro_batches(config: RunConfig, kind: Kind, monkeypatch: pytest.MonkeyPatch
     """(settings, recorded, divisor) of the first iteration's backward passes."""
     found: Given = []
 
-    def kept(self: Loop, settings: Any, results: Any, recorded: Any, *, divisor: float = 1.0) -> None:
+    def kept(self: Optimization, settings: Any, results: Any, recorded: Any, *, divisor: float = 1.0) -> None:
         found.append((settings, recorded, divisor))
         backward(self, settings, results, recorded, divisor=divisor)
 
-    backward = Loop.backward
+    backward = Optimization.backward
     with monkeypatch.context() as patched, opened(config, kind) as run:
-        patched.setattr(Loop, "backward", kept)
+        patched.setattr(Optimization, "backward", kept)
         run.begin(None)
         code_of(config.trainer).train(run, config.trainer)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Plan:
     recipes: Mapping[str, Recipe]
     claims: tuple[Claim, ...]
     tables: Mapping[str, Mapping[str, Any]]
+    papers: Mapping[str, list[tuple[str, str, str, list[str], str]]] = field(default_factory=dict)
+    """By part: (paper, its idea, where it is in genrl/, names of claims, what is left out)."""
 
 
 def read(file: Path = FILE) -> Plan:
@@ -91,7 +93,11 @@ def read(file: Path = FILE) -> Plan:
             old = recipes[name]
             first, seeds = min(old.priority, claim.priority), max(old.seeds, claim.seeds)
             recipes[name] = replace(old, priority=first, seeds=seeds)
-    return Plan(recipes, claims, found["tables"])
+    known = {claim.name for claim in claims}
+    for paper, _, _, names, _ in (row for part in found["papers"].values() for row in part):
+        if missing := set(names) - known:
+            raise ValueError(f"paper {paper}: no claim {', '.join(sorted(missing))}")
+    return Plan(recipes, claims, found["tables"], found["papers"])
 
 
 def _group(group: str, of_group: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[Recipe]:

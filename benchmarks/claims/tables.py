@@ -1,7 +1,9 @@
 """The marked parts of the pages, made of stored runs: tables, figures, and the verdicts on a page's claims.
 
 A page has `<!-- claims: NAME -->` and `<!-- /claims -->` where the table of that name in benchmarks/claims.yaml goes;
-`verdicts` is that of the page's own claims. A table has `rows` (run: title, or [title, note]; `run@place` for another
+`verdicts` is that of the page's own claims, `papers` that of docs/papers.md.
+
+A table has `rows` (run: title, or [title, note]; `run@place` for another
 evaluation), `columns` (head: cell, benchmarks/claims/cells.py), and may have `group` (of its runs), `sort` (`METRIC PER
 COST`, best first), `equal` (`METRIC PER`: rows are compared at equal cost), and `figure`.
 """
@@ -52,10 +54,12 @@ def page(text: str, name: str, given: Plan, kept: Kept) -> str:
 
     def made(match: re.Match[str]) -> str:
         asked = match["name"]
-        if asked != "verdicts" and asked not in given.tables:
+        if asked not in ("verdicts", "papers") and asked not in given.tables:
             raise ValueError(f"{name}: no table {asked} in benchmarks/claims.yaml")
         if asked == "verdicts":
             inner = verdicts(given, kept, name)
+        elif asked == "papers":
+            inner = papers(given, kept)
         else:
             inner = table(given.tables[asked], given, kept)
         return f"{match[1]}{inner}\n{match[3]}"
@@ -162,6 +166,25 @@ def verdicts(given: Plan, kept: Kept, name: str | None = None) -> str:
         told = "no runs yet | 0" if found is None else f"{cells.interval(found)} | {found.count}"
         lines.append(f"| {claim.says} | {told} | **{word}** |")
     return "\n".join(lines)
+
+
+def papers(given: Plan, kept: Kept) -> str:
+    """A table for each part: where a paper's idea lives, and what runs say of it."""
+    claims = {claim.name: claim for claim in given.claims}
+    lines = []
+    for part, rows_of_part in given.papers.items():
+        lines += [f"## {part}", "", "| paper | idea | in `genrl/` | what runs here say | left out |"]
+        lines.append("| --- " * 5 + "|")
+        for title, idea, where, names, left_out in rows_of_part:
+            says = [_linked(claims[name], decided(claims[name], given, kept)[1]) for name in names]
+            lines.append(f"| {title} | {idea} | `{where}` | {'<br>'.join(says)} | {left_out} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _linked(claim: Claim, word: str) -> str:
+    """A claim with its verdict, linked to the table that has its figures."""
+    return f"{claim.says.removeprefix('... ')}: [{word}]({claim.page.removeprefix('docs/')})"
 
 
 def _same(file: Path, text: str) -> bool:

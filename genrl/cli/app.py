@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli import check, collect, compare, doctor, encode, evaluate, plan, rewards, runs, sample, train
+from genrl.cli import check, collect, compare, doctor, encode, evaluate, init, plan, rewards, runs, sample, train
 from genrl.cli.errors import CleanErrors
 
 app = typer.Typer(
@@ -19,8 +19,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Fine-tune generative models by reinforcement learning, from one YAML file: any diffusers pipeline, "
     "policies in simulation, vision-language models.\n\n"
-    "First steps: `genrl check configs/quickstart.yaml`, then `genrl train configs/quickstart.yaml`; "
-    "or `configs/vla/flow_sde.yaml`, `configs/vlm/quickstart.yaml`.",
+    "First steps: `genrl demo`; then `genrl init` lists recipes, `genrl init NAME` writes one, for `genrl check FILE` "
+    "and `genrl train FILE`.",
 )
 
 
@@ -35,7 +35,7 @@ def _global(
         raise typer.Exit
 
 
-for group in (train, encode, sample, collect, evaluate, compare, check, plan, runs, doctor, rewards):
+for group in (init, train, encode, sample, collect, evaluate, compare, check, plan, runs, doctor, rewards):
     group.add_to(app)
 
 

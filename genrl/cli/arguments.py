@@ -10,7 +10,7 @@ import typer
 
 ConfigFile = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="YAML configuration: configs/ocr.yaml, or hub:org/name/config.yaml."),
+    typer.Argument(metavar="FILE", help="YAML configuration: mine.yaml, or hub:org/name/config.yaml."),
 ]
 Overrides = Annotated[
     list[str] | None,

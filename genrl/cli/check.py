@@ -48,18 +48,17 @@ def check(
 ) -> None:
     """Validate configurations, and estimate the cost of one, without loading any weights.
 
-    Example: `genrl check configs/quickstart.yaml sampling.group_size=16 --explain`
+    Example: `genrl check quickstart.yaml sampling.group_size=16 --explain`
 
     A configuration on the hub is written `hub:org/name/config.yaml`.
 
     `--memory 24GB` says whether a run that trains a pipeline fits on such a card, and if not which keys to change, in
-    their order (docs/memory.md); of a vision-language model it says in which ways it can be trained there
-    (docs/vlm_models.md).
+    their order; of a vision-language model it says in which ways it can be trained there.
 
     `--rows` goes over all rows of the data, data sets included: pictures are opened, questions are put together, and
-    those that would fail are named. It exits with code 1 if there are any (docs/data.md).
+    those that would fail are named. It exits with code 1 if there are any.
 
-    Several files, or a folder: `genrl check configs mine.yaml trackers=[]` prints a line for each that is valid, all
+    Several files, or a folder: `genrl check folder mine.yaml trackers=[]` prints a line for each that is valid, all
     problems of the others and a total, and exits with code 2 if any is wrong.
     """
     names, overrides = _told_apart(arguments)

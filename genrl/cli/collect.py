@@ -35,7 +35,7 @@ def collect(
     """Sample answers to the training questions and keep good ones, as data for supervised fine-tuning.
 
     Example: `genrl collect runs/vlm/grpo --samples 8 --threshold 1.2 --out data/own`, then
-    `genrl train configs/vlm/sft.yaml task.name=null task.train=data/own/train.jsonl trainer.target=response`
+    `genrl train vlm_sft.yaml task.name=null task.train=data/own/train.jsonl trainer.target=response`
     """
     from genrl.cli.tables import console, safe
     from genrl.config import check_files, load_located

@@ -83,7 +83,7 @@ def compare(
 ) -> None:
     """Have people judge two models blind, on one offline page with the same prompts and noise; then read their votes.
 
-    Example: `genrl compare assets/tiny-t2i runs/quickstart --num-prompts 40`, then
+    Example: `genrl compare org/model runs/quickstart --num-prompts 40`, then
     `genrl compare --read votes.json`
 
     Send the page to judges and keep its key, compare.key.json: only the key tells which side was which.

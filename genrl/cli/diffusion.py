@@ -30,7 +30,7 @@ def components_of(config: Config) -> tuple[Component, ...]:
     from genrl.diffusion.config.files import model_folder
 
     folder = model_folder(config)
-    return read_components(folder, config.model.variant) if folder else ()
+    return read_components(folder, config.model.variant, config.model.without) if folder else ()
 
 
 def summary(config: Config) -> list[RenderableType]:

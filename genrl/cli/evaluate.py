@@ -99,13 +99,13 @@ def evaluate(
 ) -> None:
     """Score a model by rewards over a prompt file, or a policy by its success in simulation, without exploration.
 
-    Example: `genrl eval assets/tiny-t2i --prompts assets/prompts/words_eval.txt --reward ocr --out scores.json`
+    Example: `genrl eval runs/quickstart --prompts prompts/words_eval.txt --reward ocr --out scores.json`
 
     A policy: `genrl eval runs/vla/flow_sde --episodes 1024 --videos films`, or a folder in the environment of a
-    configuration: `genrl eval assets/tiny-vla --config configs/vla/flow_sde.yaml`
+    configuration: `genrl eval assets/tiny-vla --config flow_sde.yaml`
 
     A vision-language model by held-out questions: `genrl eval runs/vlm/grpo`, or a folder:
-    `genrl eval assets/tiny-vlm --config configs/vlm/grpo.yaml`
+    `genrl eval assets/tiny-vlm --config vlm_grpo.yaml`
     """
     options = Options(
         further=pipeline_args or [], prompts=prompts, reward=reward or [], num_prompts=num_prompts, out=out, lora=lora,

@@ -22,12 +22,12 @@ def add_to(app: typer.Typer) -> None:
 def plan(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the rollout tree of a configuration: its steps, branching, noise, trained edges and model calls.
 
-    Example: `genrl plan configs/diffusion/tree_grpo.yaml sampling.group_size=81 trainer.window.size=4`
+    Example: `genrl plan tree_grpo.yaml sampling.group_size=81 trainer.window.size=4`
 
     One row is a run of steps that are alike. `states` are evaluated by the model, once each; `ways` is how many next
     states are sampled from each (shared prefixes are computed once); `noise` is the level of the noise, none where the
     step is deterministic; `trained` counts the transitions in the loss. A ratio below 1 is what the shared prefixes
-    save against independent rollouts with as many samples. docs/trees.md explains the settings.
+    save against independent rollouts with as many samples.
     """
     from genrl.cli.diffusion import components_of
     from genrl.cli.tables import printable

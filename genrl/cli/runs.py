@@ -49,7 +49,7 @@ def export(
     A policy is written in LeRobot's layout: `genrl export runs/vla/flow_sde --out my-policy`; a vision-language model
     as transformers saves it (a LoRA as PEFT does; `--full` merges it).
 
-    `--push org/name` uploads the folder with the card, the configuration and pictures (docs/hub.md).
+    `--push org/name` uploads the folder with the card, the configuration and pictures.
     """
     from genrl.config import load
     from genrl.diffusion.config.schema import Config

@@ -41,7 +41,7 @@ def train(
 ) -> None:
     """Train as a YAML file says.
 
-    Example: `genrl train configs/quickstart.yaml iterations=50 optimizer.lr=1e-4`
+    Example: `genrl train quickstart.yaml iterations=50 optimizer.lr=1e-4`
 
     A configuration on the hub: `genrl train hub:org/name/config.yaml`
 

@@ -17,6 +17,7 @@ from genrl.config.json_schemas import with_installed
 from genrl.config.kinds import KINDS, Kind, schema_class
 from genrl.config.kinds import kind_of as kind_of_data
 from genrl.config.messages import explain
+from genrl.config.places import locate
 from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 from genrl_rewards.given import PREFIX
@@ -42,8 +43,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
     in the file names one base file, relative to it: sections are merged (those of another algorithm or kind replaced),
     lists and values replaced. Where the file names no `output`, it is the file's path below its folder `configs`,
-    below `runs` and without ending: `configs/vlm/grpo.yaml` trains into `runs/vlm/grpo`. ConfigError lists everything
-    that is wrong.
+    below `runs` and without ending: `configs/vlm/grpo.yaml` trains into `runs/vlm/grpo`. What a file names by a path is
+    looked up from the current folder, and else from the file's (`places`). ConfigError lists everything that is wrong.
     """
     return load_located(path, overrides)[0]
 
@@ -56,6 +57,7 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCo
     if problems:
         raise ConfigError(problems)
     tree.value.setdefault("output", str(_default_output(path)))
+    locate(tree.value, tree.origins)
     return _validated(tree)
 
 
@@ -67,6 +69,7 @@ def load_given(
     if isinstance(base, str | Path):
         tree = _with_base(_read(Path(base)), Path(base))
         tree.value.setdefault("output", str(_default_output(Path(base))))
+        locate(tree.value, tree.origins)
     else:
         tree = _of_objects(base or {}, caller)
     _merge(tree, deepcopy(dict(sections)), _of_objects(sections, caller), ())
@@ -145,7 +148,7 @@ def _read(path: Path) -> _Tree:
         raise ConfigError([Problem(Origin(str(path), line), "", text) for line, text in error.problems]) from None
     if not isinstance(source.value, dict):
         found = "the file is empty" if source.value is None else "found no `key: value` at the top level"
-        raise ConfigError([Problem(Origin(str(path), 1), "", f"{found}; see configs/quickstart.yaml")])
+        raise ConfigError([Problem(Origin(str(path), 1), "", f"{found}; `genrl init quickstart` writes one")])
     return _Tree(source.value, {key: Origin(str(path), line) for key, line in source.lines.items()})
 
 

@@ -14,6 +14,7 @@ from genrl.config.errors import ConfigError, Finding, ImpossibleConfig, Origins,
 from genrl.config.kinds import Kind
 from genrl.config.method import Method
 from genrl.config.optimizers import Optimizer
+from genrl.config.places import with_places
 from genrl.config.section import Count, Flag, Section, Text, Whole
 from genrl.config.sections import EMA, Checkpoint, Distributed, EvaluationBase, Tracker
 from genrl.config.yaml_source import KeyPath
@@ -146,7 +147,8 @@ def check_files(config: RunConfig, origins: Origins | None = None) -> list[str]:
     if why := config.optimizer.missing_package():
         wrong.append((("optimizer", "name"), why))
     if wrong:
-        raise ConfigError([Problem(origin_of(path, origins or {}), dotted(path), text) for path, text in wrong])
+        at = [(origin_of(path, origins or {}), dotted(path), text) for path, text in wrong]
+        raise ConfigError([Problem(origin, key, with_places(text, origin)) for origin, key, text in at])
     output = Path(config.output)
     if output.is_dir() and any(output.iterdir()):
         notes.append(f"output: {output} is in use; continue it by `genrl resume {output}`, or choose another")

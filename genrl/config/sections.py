@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Text, Whole
 
@@ -43,6 +43,10 @@ class LowRank(Section):
     """Name endings of the layers to adapt; null = the attention projections of the denoiser."""
 
 
+OF_THE_FILE = ("type", "rank", "alpha", "targets", "ranks")
+"""Settings that a LoRA to go on with has itself."""
+
+
 class LoRA(LowRank):
     """Low-rank adapters of the denoiser (docs/adapters.md); only they are trained."""
 
@@ -62,6 +66,12 @@ class LoRA(LowRank):
     text_encoders: Flag = False
     """Also adapt the attention of those text encoders whose adapters diffusers loads (CLIP's of Stable Diffusion and
     FLUX.1); prompts are then encoded in every model call."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what the file of `from` says itself: written down as a default it would look as if it were wanted."""
+        values: dict[str, Any] = plain(self)
+        return values if self.begin is None else {k: v for k, v in values.items() if k not in OF_THE_FILE}
 
 
 class EMA(Section):

@@ -7,21 +7,19 @@ sizes are not worth trying, and the largest that is left is tried for real, then
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate.utils import gather_object
 
+from genrl.data.prompts import Prompt
 from genrl.diffusion.config.memory_estimate import snapshots
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.loop.frame import halvings, too_large
+from genrl.runtime.loop.running import Run
 from genrl.runtime.weights.devices import empty_cache, peak_bytes, reset_peak, total_bytes
-
-if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Config
-    from genrl.diffusion.run import DiffusionRun
 
 MEMORY_HINT = (
     "lower sampling.batch_size, or see sampling.fit_batch, model.gradient_checkpointing and model.dtype, or sample "
@@ -31,7 +29,7 @@ MARGIN = 0.92
 """Share of the memory that may be in use: the rest is the allocator's, for pieces of other sizes."""
 
 
-def settle(run: DiffusionRun) -> None:
+def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
     """With `sampling.fit_batch`, make `sampling.batch_size` what fits; a resumed run has it from its checkpoint.
 
     Raises RuntimeError where not even the smallest fits.
@@ -41,7 +39,7 @@ def settle(run: DiffusionRun) -> None:
         return
     if "batch_size" not in run.loop.memory:
         run.loop.phase("finding the batch size", 0)
-        found = largest(sizes(run.config), lambda size: fits(run, size), lambda ok: all(gather_object([ok])))
+        found = largest(sizes(run.config), lambda size: fits(run, prompts, size), lambda ok: all(gather_object([ok])))
         run.loop.memory["batch_size"] = found
         run.process.progress.say(f"{found} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
     run.resize(run.loop.memory["batch_size"])
@@ -62,24 +60,24 @@ def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[boo
     raise too_large(sizes[-1], MEMORY_HINT)
 
 
-def fits(run: DiffusionRun, size: int) -> bool:
+def fits(run: Run[Config], prompts: Sequence[Prompt], size: int) -> bool:
     """Whether this process has room for a micro-batch of this size. Weights and gradients are as before afterwards."""
     device = run.policy.device
     total = total_bytes(device)
     if total is not None and size > 2:
         empty_cache(device)
-        one, two = (peak(run, n) for n in (1, 2))
+        one, two = (peak(run, prompts, n) for n in (1, 2))
         if one is None or two is None or one + (size - 1) * (two - one) > MARGIN * total:
             return False
-    return peak(run, size) is not None
+    return peak(run, prompts, size) is not None
 
 
-def peak(run: DiffusionRun, size: int) -> int | None:
+def peak(run: Run[Config], prompts: Sequence[Prompt], size: int) -> int | None:
     """Most bytes in use during a trial of this size (0 on a CPU); None where they did not suffice."""
     device = run.policy.device
     reset_peak(device)
     try:
-        attempt(run, size)
+        attempt(run, prompts, size)
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -88,11 +86,11 @@ def peak(run: DiffusionRun, size: int) -> int | None:
     return peak_bytes(device)
 
 
-def attempt(run: DiffusionRun, size: int) -> None:
+def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
     """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside the
     gradients of the one before it and room for the copies of every trained number still to come (`copies_to_come`)."""
     config, policy = run.config, run.policy
-    rows = [run.prompts[k % len(run.prompts)] for k in range(size)]
+    rows = [prompts[k % len(prompts)] for k in range(size)]
     keys: list[NoiseKey] = [("fit", k) for k in range(size)]
     texts = [row.text for row in rows]
     batch = Batch(texts, keys, call_arguments(config.sampling), inputs=batch_inputs(config.sampling.inputs, rows))
@@ -108,7 +106,7 @@ def attempt(run: DiffusionRun, size: int) -> None:
     del room
 
 
-def copies_to_come(run: DiffusionRun) -> int:
+def copies_to_come(run: Run[Config]) -> int:
     """The optimiser's two moments, the snapshots that the trainer takes after the trials (an old policy, ...), and the
     copies of all that an iteration changes (`runtime.undo`)."""
     kept = len(snapshots(run.config))

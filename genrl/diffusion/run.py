@@ -10,13 +10,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -51,69 +50,49 @@ from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.monitor import ended_at
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.versions import Versions
+from genrl.runtime.loop.running import Run
 from genrl.runtime.show.pictures import before_after, save_png
 from genrl.runtime.weights.weights import Weights
 from genrl_rewards.compose import Running
 
 
-@dataclass
-class DiffusionRun:
-    """One process of one training run; `loop` is set once it is opened."""
+class DiffusionRun(Run[Config]):
+    """One process of one training run.
 
-    process: Process
+    far: where samples are drawn, if not in this process. ahead: the iterations that are drawn while another is trained.
+    """
+
     policy: Policy
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
-    scorers: Scorers
-    far: RayRollouts | None = None
-    """Where samples are drawn, if not in this process."""
-    versions: Versions | None = None
-    """The weights that draw, where they are not the newest."""
-    ahead: Ahead | None = None
-    """The iterations that are drawn while another one is trained."""
-    loop: Loop = field(init=False, repr=False)
-    rollouts: Rollouts | None = None
-    """Samples of the running iteration."""
-    replays: bool = False
-    """Whether it was seen in this process that training replays what sampling did."""
-    passes: int = 1
-    """Micro-batches that this process trains on in the running iteration: each is as much of its progress."""
-    rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
-    """Where prompts are rewritten: their new texts. Evaluation renders both."""
-    _train_started: float = 0.0
-    _calls: int = 0
-    _sample_calls: int = 0
 
-    @property
-    def config(self) -> Config:
-        config: Config = self.loop.config
-        return config
-
-    @property
-    def settings(self) -> Any:
-        """Of the method."""
-        return self.config.trainer
-
-    @property
-    def weights(self) -> Weights:
-        return self.loop.weights
-
-    @property
-    def accelerator(self) -> Accelerator:
-        return self.process.accelerator
-
-    @property
-    def is_main(self) -> bool:
-        return self.process.is_main
-
-    @property
-    def iteration(self) -> int:
-        """Finished iterations: the number of the running one."""
-        return self.loop.iteration
+    def __init__(
+        self,
+        config: Config,
+        process: Process,
+        policy: Policy,
+        weights: Weights,
+        prompts: list[Prompt],
+        eval_prompts: list[Prompt],
+        scorers: Scorers,
+        far: RayRollouts | None = None,
+        ahead: Ahead | None = None,
+    ) -> None:
+        groups = {"policy": (weights.parameters, config.optimizer.lr)}
+        sampling, steps = config.sampling, config.optimizer_steps
+        super().__init__(
+            config, process, policy, weights, groups,
+            staleness=sampling.staleness, retries=sampling.fit_batch, steps=steps,
+        )  # fmt: skip
+        self.prompts, self.eval_prompts, self.scorers = prompts, eval_prompts, scorers
+        self.far, self.ahead = far, ahead
+        self.rollouts: Rollouts | None = None
+        """Samples of the running iteration."""
+        self.replays = False
+        """Whether it was seen in this process that training replays what sampling did."""
+        self.rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
+        """Where prompts are rewritten: their new texts. Evaluation renders both."""
+        self._train_started, self._calls, self._sample_calls = 0.0, 0, 0
 
     @property
     def iteration_prompts(self) -> list[Prompt]:
@@ -130,20 +109,10 @@ class DiffusionRun:
         """What the samples of prompts have been worth before the running iteration; empty without a selection."""
         return economy.of(self.loop.memory)
 
-    @property
-    def age(self) -> int:
-        """How many iterations the weights are behind that draw the running one."""
-        return 0 if self.versions is None else self.versions.age(self.iteration)
-
-    def drawing(self) -> AbstractContextManager[None]:
-        """Context with the weights that drew the running iteration, where these are older than the present ones."""
-        return nullcontext() if self.versions is None else self.versions.drawing(self.weights, self.iteration)
-
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
-        if self.versions is not None:
-            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
-        settle(self)
+        super().begin(found)
+        settle(self, self.prompts)
         if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
         if self.config.kernels.compile:
@@ -184,7 +153,7 @@ class DiffusionRun:
             drawing = partial(self.weights.use, under)
         if self.versions is not None:
             with drawing():
-                self.versions.note(self.iteration, self.weights.named)
+                self.note_weights()
             drawing = self.drawing if self.age else drawing
         if self.ahead is not None:
             self._begin(draws or (lambda _: draw), sheet_of)
@@ -208,8 +177,7 @@ class DiffusionRun:
     def _begin(self, draws: Callable[[int], Draw], sheet_of: Callable[[int], Sheet]) -> None:
         """Let all iterations be drawn whose weights are there, from the running one on."""
         assert self.ahead is not None and self.far is not None and self.versions is not None
-        last = min(self.iteration + self.versions.staleness, self.config.iterations - 1)
-        for iteration in range(self.iteration, last + 1):
+        for iteration in self.coming():
             if iteration not in self.ahead.underway:
                 order = self.far.order(draws(iteration), self.versions.of(iteration), self.worker)
                 self.ahead.begin(self.config, sheet_of(iteration), order, self.worker)
@@ -261,8 +229,7 @@ class DiffusionRun:
 
     def start_training(self, passes: int) -> None:
         """The learning half of the iteration begins; this process will go backward so many times."""
-        self.passes = passes
-        self.loop.phase("training", self.config.sampling.images_per_iteration)
+        self.loop.phase("training", self.config.sampling.images_per_iteration, passes)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: what was sampled and how long it took, and the loop's own end."""
@@ -356,8 +323,8 @@ class DiffusionRun:
         self.rollouts = None
 
     def hand_over(self) -> Any:
-        """The pipeline as trained, its average where there is one, for use without this run, which ends."""
-        self.loop.keep_average()
+        """The pipeline as trained, as it was loaded."""
+        super().hand_over()
         return self.policy.release()
 
     def conclude(self) -> None:

@@ -41,13 +41,9 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.kernels.backend import choose
 from genrl.kernels.machine import attention_problem, usable
 from genrl.runtime.loop import frame
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.ray_cluster import cluster, room_for
 from genrl.runtime.loop.replay import Reopened
-from genrl.runtime.loop.versions import Versions
-from genrl.runtime.weights.optimization import Schedule
-from genrl.runtime.weights.optimizers import make_optimizer
 from genrl.runtime.weights.sharding import Sharding
 from genrl.runtime.weights.weights import REFERENCE, Weights
 
@@ -102,15 +98,11 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     weights = trainable_weights(config, policy, sharding_of(config, device))
     if process.context > 1:
         divide(policy.denoisers, process.replicas, device)
-    run = DiffusionRun(process, policy, prompts, eval_prompts, scorers, far)
-    if config.sampling.staleness:
-        run.versions = Versions(config.sampling.staleness)
-    if far is not None and run.versions is not None:
-        run.ahead = Ahead(far, scorers, policy.device, closing)
-        stack.callback(run.ahead.close)
-    optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
-    schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
-    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)
+    ahead = None
+    if far is not None and config.sampling.staleness:
+        ahead = Ahead(far, scorers, policy.device, closing)
+        stack.callback(ahead.close)
+    run = DiffusionRun(config, process, policy, weights, prompts, eval_prompts, scorers, far, ahead)
     if far is not None:
         far.ready()
     return run

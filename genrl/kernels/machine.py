@@ -30,7 +30,7 @@ def interprets() -> bool:
 def triton_problem(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on tensors of this device; None where they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'genrl-diffusion[kernels]')"
+        return "triton is not installed (pip install triton)"
     if device.type != "cuda" and not interprets():
         return f"Triton needs a GPU and the tensors are on {device.type}"
     return None

@@ -6,15 +6,13 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -23,11 +21,12 @@ from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.versions import Versions
+from genrl.runtime.loop.running import Groups, Run, of_all
+from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.weights.sharding import unsharded
+from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.config.sections import Diffusion
 from genrl.vla.data.videos import contact_sheet, write_clips
@@ -47,63 +46,51 @@ from genrl.vla.update.settings import Update
 FPS = 4
 """Of films, which have a frame for every decision."""
 ON_POLICY = 1e-6
-"""How far a ratio may be from 1 where nothing was trained yet."""
+"""How far a log-probability may be from that of sampling where nothing was trained yet, as a part of the largest: no
+more than rounding, as the same batch is computed again."""
 
 
-@dataclass
-class VLARun:
-    """One process of one run; `loop` is set once it is opened. env: this process's share of the environments,
-    first_slot on. The stack closes what is opened later."""
+class VLARun(Run[VLAConfig]):
+    """One process of one run.
 
-    process: Process
-    policy: Any
-    frozen: Any
-    """DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers."""
-    env: Environment | RayRollouts
-    stack: ExitStack
-    first_slot: int = 0
-    versions: Versions | None = None
-    """The weights that act, where they are not the newest."""
-    ahead: Ahead[Acted] | None = None
-    """The rollouts that are collected while an iteration is trained."""
-    frames: Any = None
-    """What supervised training imitates; None where it imitates nothing."""
-    begun: str | None = None
-    """A fingerprint of what is not trained (`setup.untrained`); None for a new policy, which the folder holds."""
-    loop: Loop = field(init=False, repr=False)
-    judge: Callable[[int], dict[str, float]] | None = None
-    """Another evaluation than that of the policy in its environment."""
-    table: Any = None
-    """The environment of evaluations: made when it is first needed, and kept."""
-    told: dict[str, float] = field(default_factory=dict)
-    """Figures of a method's preparation, logged with every iteration."""
-    _dropped: int = 0
-    _seconds: float = 0.0
-    _off: float = 0.0
+    frozen: DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers. env: this
+    process's share of the environments, first_slot on. The stack closes what is opened later. frames: what supervised
+    training imitates; None where it imitates nothing. begun: a fingerprint of what is not trained (`setup.untrained`);
+    None for a new policy, which the folder holds. ahead: the rollouts that are collected while an iteration is trained.
+    """
 
-    @property
-    def config(self) -> VLAConfig:
-        config: VLAConfig = self.loop.config
-        return config
-
-    @property
-    def settings(self) -> Any:
-        """Settings of the method."""
-        return self.config.trainer
+    def __init__(
+        self,
+        config: VLAConfig,
+        process: Process,
+        policy: Any,
+        weights: Weights,
+        groups: Groups,
+        frozen: Any,
+        env: Environment | RayRollouts,
+        stack: ExitStack,
+        *,
+        first_slot: int = 0,
+        frames: Any = None,
+        begun: str | None = None,
+        ahead: Ahead[Acted] | None = None,
+    ) -> None:
+        staleness, retries = config.environment.staleness, config.trainer.retries
+        super().__init__(config, process, policy, weights, groups, staleness=staleness, retries=retries)
+        self.frozen, self.env, self.stack, self.first_slot = frozen, env, stack, first_slot
+        self.frames, self.begun, self.ahead = frames, begun, ahead
+        self.judge: Callable[[int], dict[str, float]] | None = None
+        """Another evaluation than that of the policy in its environment."""
+        self.table: Any = None
+        """The environment of evaluations: made when it is first needed, and kept."""
+        self.told: dict[str, float] = {}
+        """Figures of a method's preparation, logged with every iteration."""
+        self._dropped, self._seconds, self._off = 0, 0.0, 0.0
 
     @property
     def acting(self) -> Acting:
         """The policy with the sampler of the running iteration."""
         return Acting(self.policy, sampler_of(self.config, self.policy, self.loop.iteration))
-
-    @property
-    def accelerator(self) -> Accelerator:
-        return self.process.accelerator
-
-    @property
-    def age(self) -> int:
-        """How many iterations the weights are behind that act in the running one."""
-        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
 
     def begin(self, found: Path | None) -> None:
         """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
@@ -117,16 +104,9 @@ class VLARun:
         elif self.process.is_main:
             if not self.config.distributed.fsdp:  # else it was written when this process had all of it
                 self.save_policy()
-                self.stack.push(self.remove_policy_of_failed_start)
+                self.stack.push(partial(remove_policy_of_failed_start, self.process))
         self.loop.memory["untrained"] = self.begun
-        if self.versions is not None:
-            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
-
-    def remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the policy: else the command, put right, would be refused because of the folder."""
-        run = self.process.run
-        if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
-            shutil.rmtree(run.folder / "policy")
+        super().begin(found)
 
     def collect(self, settings: Update) -> ChunkRollout:
         """The rollout of this iteration, on this process."""
@@ -148,8 +128,7 @@ class VLARun:
             first_slot=self.first_slot,
             keep_contexts=self.keeps_features,
         )
-        if self.versions is not None:
-            self.versions.note(loop.iteration, loop.weights.named)
+        self.note_weights()
         with loop.timed("rollout"):
             found = self._here(plan) if self.ahead is None else self._ahead(self.ahead, plan)
         loop.timings["simulator"] = found.waited_s
@@ -163,11 +142,6 @@ class VLARun:
             loop.check_stop()
         return rollout
 
-    def drawing(self) -> AbstractContextManager[None]:
-        """Context with the weights that act in the running iteration, where these are older than the present ones."""
-        versions = self.versions
-        return nullcontext() if versions is None else versions.drawing(self.loop.weights, self.loop.iteration)
-
     def _here(self, plan: RolloutPlan) -> Acted:
         """The rollout, collected now."""
         acting = Acting(self.policy, sampler_of(self.config, self.policy, plan.iteration), self.frozen)
@@ -177,8 +151,7 @@ class VLARun:
     def _ahead(self, ahead: Ahead[Acted], plan: RolloutPlan) -> Acted:
         """The rollout, collected by weights of before; those begin whose weights are there now."""
         assert self.versions is not None
-        last = min(plan.iteration + self.versions.staleness, self.config.iterations - 1)
-        for iteration in range(plan.iteration, last + 1):
+        for iteration in self.coming():
             if iteration not in ahead.underway:  # actors are made for the first one, which is waited for: nothing moves
                 acting = Acting(self.policy, sampler_of(self.config, self.policy, iteration), self.frozen)
                 by_older = partial(self.acted, weights=self.versions.of(iteration))
@@ -205,11 +178,6 @@ class VLARun:
         own = torch.cat([every, advantages.double().flatten()])
         valid = torch.arange(len(own)) < len(every)
         return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
-
-    def summed(self, values: dict[str, Tensor]) -> dict[str, float]:
-        """Sums of this process, [] each, over all processes; the names are the same in all."""
-        table = torch.stack([value.double() for value in values.values()])
-        return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
 
     def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
@@ -265,29 +233,22 @@ class VLARun:
     def judged(self, iteration: int) -> Judged:
         """All episodes of the evaluation, in their order, shared out to the processes; the same in all of them."""
         config, settings = self.config, self.config.evaluation
-        processes, rank = self.accelerator.num_processes, self.process.rank
-        shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
+        mine = self.process.share(settings.episodes)
         if self.table is None:
-            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
+            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(mine)))
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
         with unsharded(self.policy):
-            mine = evaluate(
+            own = evaluate(
                 Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
                 self.table,
-                episodes=shares[rank],
+                episodes=len(mine),
                 seed=settings.seed,
-                first=sum(shares[:rank]),
-                clips=settings.videos if rank == 0 else 0,
+                first=mine.start,
+                clips=settings.videos if self.process.rank == 0 else 0,
                 advance=self.loop.advance_or_leave,
             )
-        joined = Judged([], [], [], [], [])
-        for part in gather_object([mine]):
-            joined = joined.joined(part)
-        return joined
-
-    def export(self, folder: Path | None) -> None:
-        """Checkpoints hold the trained weights alone."""
+        return of_all(own)
 
     def micro_batch_sizes(self) -> list[int]:
         """Decisions per pass of the policy, and the smaller numbers that can be taken: from those of a whole minibatch,
@@ -302,9 +263,6 @@ class VLARun:
         trainer = self.settings.model_copy(update={"microbatch": size})
         self.loop.config = self.config.model_copy(update={"trainer": trainer})
 
-    def forget(self) -> None:
-        """Rollouts begin with a reset: nothing of an iteration that is undone is left."""
-
     def save_policy(self) -> Path:
         """The policy's folder, with DPPO's frozen half."""
         folder, sampler = self.process.run.folder / "policy", self.config.sampler
@@ -312,11 +270,6 @@ class VLARun:
         if self.frozen is not None and isinstance(sampler, Diffusion):
             save_first_steps(self.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
         return folder
-
-    def hand_over(self) -> Any:
-        """The policy as trained, its average where there is one, for use without this run."""
-        self.loop.keep_average()
-        return self.policy
 
     def conclude(self) -> None:
         """The end of a run, complete or not: the policy's folder, report, and where they are."""
@@ -329,6 +282,13 @@ class VLARun:
         rows = read_metrics(self.process.run.metrics)
         result = f"the policy's folder: {folder}"
         say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
+
+
+def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | None, *_: object) -> None:
+    """Remove the policy: else the command, put right, would be refused because of the folder."""
+    run = process.run
+    if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
+        shutil.rmtree(run.folder / "policy")
 
 
 class Acted(NamedTuple):
@@ -386,11 +346,8 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
     context = context_of(policy, rows.observation, rows.context)
     again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
     off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
-    if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
-        raise RuntimeError(
-            f"the policy assigns its own chunks other log-probabilities than when it sampled them, {off:.2g} off, "
-            "before any update. Look for dropout, statistics that change, or another device or precision."
-        )
+    allowed = ON_POLICY * max(1.0, float(rows.log_prob.abs().max()))
+    require_on_policy(off, allowed, "the log-probability of a sampled chunk", causes=CAUSES)
     return off
 
 

@@ -91,7 +91,7 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
             levels = policy.train_steps
             if given.steps > levels:
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
-            trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
+            trained = given.steps if config.trainer.imitates == "always" else given.ft_denoising_steps
             return Diffusion(levels, given.steps, trained, given.floor)
         case settings.Tokens() as given:
             return Tokens(given.temperature)
@@ -101,7 +101,7 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
 
 def noise_head_of(config: VLAConfig) -> NoiseHead:
     """Flow-Noise's head is on the expert, ReinFlow's beside it."""
-    return "none" if config.trainer.whole_chain else config.sampler.noise_head
+    return "none" if config.trainer.imitates == "always" else config.sampler.noise_head
 
 
 def critic_values(config: VLAConfig, policy: Policy) -> int:
@@ -414,10 +414,10 @@ def longest_episode(env: Environment | RayRollouts) -> int | None:
     return None if env.max_steps is None else -(-env.max_steps // env.chunk)
 
 
-def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The trained parameters, the critic's (in modules named value_...) apart."""
+def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> dict[str, tuple[list[nn.Parameter], float]]:
+    """The trained parameters and their rates by group, the critic's (in modules named value_...) apart."""
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
             groups["critic" if name.startswith("value_") and "critic" in groups else "policy"].append(parameter)
-    return [{"name": name, "params": group} for name, group in groups.items() if group]
+    return {name: (group, rates[name]) for name, group in groups.items() if group}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,10 @@ from genrl.config.plugins import beside
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.loop import frame
 from genrl.runtime.loop.ahead import Ahead
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.progress import Progress
 from genrl.runtime.loop.replay import Reopened
-from genrl.runtime.loop.versions import Versions
 from genrl.runtime.weights.devices import default_device
-from genrl.runtime.weights.optimization import Schedule
-from genrl.runtime.weights.optimizers import make_optimizer
 from genrl.runtime.weights.sharding import Sharding, in_step
 from genrl.runtime.weights.shares import check_torch
 from genrl.runtime.weights.weights import Weights
@@ -34,7 +31,7 @@ from genrl.vla.policies.layers import compute_again, require_layers
 from genrl.vla.policies.shards import hold
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.run import VLARun
+from genrl.vla.run import Acted, VLARun, remove_policy_of_failed_start
 from genrl.vla.setup import (
     adapted,
     check_recorded,
@@ -71,7 +68,8 @@ def check_processes(config: VLAConfig, num_processes: int) -> None:
         raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
     if config.trains_shards:
         check_torch()
-    config.trainer.refuse_processes(num_processes)
+    if config.trainer.one_process and num_processes > 1:
+        raise ValueError(f"trainer.algorithm: {config.trainer.algorithm} runs in one process, not in {num_processes}")
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
         raise ValueError(
@@ -126,29 +124,29 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     opened = open_rollouts if acts_there else open_tables
     env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)
-    settings, rates = config.optimizer, {"policy": config.optimizer.lr}
+    rates = {"policy": config.optimizer.lr}
     if critic_values(config, policy):
-        rates["critic"] = settings.critic_lr
+        rates["critic"] = config.optimizer.critic_lr
     frozen = frozen_of(config, policy)
     begun = untrained(policy, frozen) if config.policy.path else None
-    run = VLARun(process, policy, frozen, env, stack, process.rank * own, frames=frames, begun=begun)
     if config.distributed.fsdp:
         sharding = Sharding.over(config.distributed.shard, process.accelerator.device)
         if process.is_main and not checkpoint.steps(process.run.checkpoints):  # else one of them is complete (`claim`)
             save_policy(policy, process.run.folder / "policy")
-            stack.push(run.remove_policy_of_failed_start)
+            stack.push(partial(remove_policy_of_failed_start, process))
         hold(policy, sharding, adapters=config.policy.lora is not None)
-    if config.environment.staleness:
-        run.versions = Versions(config.environment.staleness)
-        if isinstance(env, RayRollouts):
-            run.ahead = Ahead()
-            stack.callback(run.ahead.close)
+    ahead: Ahead[Acted] | None = None
+    if config.environment.staleness and isinstance(env, RayRollouts):
+        ahead = Ahead()
+        stack.callback(ahead.close)
     named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     weights = Weights(named, is_lora=config.policy.lora is not None, in_step=in_step(policy))
-    optimizer = make_optimizer(parameter_groups(policy, rates), settings)
-    schedule = Schedule(settings, rates, config.iterations)
-    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.retries)
-    return run
+    groups = parameter_groups(policy, rates)
+    first = process.rank * own
+    return VLARun(
+        config, process, policy, weights, groups, frozen, env, stack,
+        first_slot=first, frames=frames, begun=begun, ahead=ahead,
+    )  # fmt: skip
 
 
 def reopen(config: VLAConfig, device: str, iteration: int) -> Reopened:
@@ -194,7 +192,7 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """
-    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
+    if not isinstance(config.sampler, Diffusion) or config.trainer.imitates == "always":
         return None
     done = config.sampler.steps, config.sampler.ft_denoising_steps
     found = load_first_steps(policy_folder(model), *done, device=default_device())
@@ -207,14 +205,14 @@ def fine_tunes_last(config: VLAConfig) -> bool:
     """Whether a run trains the last denoising steps only, and another policy does the first ones (DPPO)."""
     sampler = config.sampler
     trains = isinstance(sampler, Diffusion) and sampler.ft_denoising_steps < sampler.steps
-    return trains and not config.trainer.whole_chain
+    return trains and config.trainer.imitates != "always"
 
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
     before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
     to be trained now."""
-    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
+    if not isinstance(config.sampler, Diffusion) or config.trainer.imitates == "always":
         return None
     begun = None
     if config.policy.path is not None:

@@ -3,29 +3,24 @@ what is said and saved at the end."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
-from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.versions import Versions
-from genrl.runtime.weights.optimization import Schedule
-from genrl.runtime.weights.optimizers import make_optimizer
+from genrl.runtime.loop.running import Groups, Run
 from genrl.runtime.weights.sharding import in_step
 from genrl.runtime.weights.weights import Weights
 from genrl.vlm.config.schema import Stage, VLMConfig
 from genrl.vlm.engines.generation import weights_changed
-from genrl.vlm.engines.vllm import Sampler, use_vllm
+from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.folder import load_trained, open_policy, save_model
@@ -57,13 +52,6 @@ class Headed(NamedTuple):
     heads: Mapping[str, nn.Module]
 
 
-def share_of(process: Process, number: int) -> list[int]:
-    """This process's part of 0 to number - 1."""
-    parts = np.array_split(np.arange(number), process.accelerator.num_processes)
-    numbers: list[int] = parts[process.rank].tolist()
-    return numbers
-
-
 def check_gap(gap: float) -> None:
     """Raise RuntimeError where sampler and trainer do not see the same."""
     if not gap <= SAMPLER_GAP:
@@ -92,38 +80,39 @@ def open_reference(config: VLMConfig, process: Process, policy: Policy) -> Polic
     return reference
 
 
-@dataclass
-class VLMRun:
-    """One process of one run of a vision-language model; `loop` is there after `open_loop`.
+class VLMRun(Run[VLMConfig]):
+    """One process of one run of a vision-language model.
 
-    reference: the model before training where the loss reads it and there is no LoRA."""
+    reference: the model before training where the loss reads it and there is no LoRA. groups, options: as of `Run`.
+    heads: modules whose weights are saved with the policy's.
+    """
 
-    process: Process
-    config: VLMConfig
-    """The configuration of the present stage; `loop.config` is that of the run."""
-    preset: Preset | None
     policy: Policy
-    reference: Policy | None
-    versions: Versions | None = field(default=None, init=False)
-    """The weights that draw, where they are not the newest."""
-    loop: Loop = field(init=False, repr=False)
-
     result: ClassVar[tuple[str, str]]
     """The metric that says how good the model is, and what the report shows."""
 
-    def open_loop(
-        self, groups: Mapping[str, tuple[list[nn.Parameter], float]], heads: Mapping[str, nn.Module], **options: Any
-    ) -> Sampler | None:
-        """Make loop and optimiser. groups: parameters and learning rate by name; heads: modules whose weights are
-        saved with the policy's; options: of `Loop`. Returns the engine that samples, where the model does not."""
-        config = self.config
-        optimizer = make_optimizer([{"params": p, "name": name} for name, (p, _) in groups.items()], config.optimizer)
-        schedule = Schedule(config.optimizer, {name: rate for name, (_, rate) in groups.items()}, config.iterations)
-        weights = trained_weights(self.policy, heads)
-        self.loop = Loop(config, self.process, weights, optimizer, schedule, self, **options)
-        if config.generation.staleness:
-            self.versions = Versions(config.generation.staleness)
-        return use_vllm(config, self.policy, self.process, optimizer)
+    def __init__(
+        self,
+        config: VLMConfig,
+        process: Process,
+        policy: Policy,
+        reference: Policy | None,
+        groups: Groups,
+        heads: Mapping[str, nn.Module],
+        **options: Any,
+    ) -> None:
+        weights, staleness = trained_weights(policy, heads), config.generation.staleness
+        super().__init__(config, process, policy, weights, groups, staleness=staleness, **options)
+        self.reference, self.heads = reference, heads
+        self.preset: Preset | None = config.trainer.recipe(config)
+        self.present = config
+        self.sampler = use_vllm(config, policy, process, self.loop.optimizer)
+        """The engine that samples, where the model does not."""
+
+    @property
+    def config(self) -> VLMConfig:
+        """The configuration of the present stage; `loop.config` is that of the run."""
+        return self.present
 
     @property
     def reads(self) -> frozenset[str]:
@@ -135,29 +124,15 @@ class VLMRun:
         """Whether a pass of the model has no part of a group."""
         return self.preset is not None and self.preset.group_loss is not None
 
-    @property
-    def age(self) -> int:
-        """How many iterations the weights are behind that draw the running one."""
-        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
-
-    def begin(self, found: Path | None) -> None:
-        """Keep the weights that draw with every checkpoint."""
-        if self.versions is not None:
-            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
-
-    def drawing(self) -> AbstractContextManager[None]:
-        """Context with the weights that draw the running iteration, where these are older than the present ones."""
-        return self._older()
-
     @contextmanager
-    def _older(self) -> Iterator[None]:
-        if self.versions is None or not self.age:
+    def drawing(self) -> Iterator[None]:
+        """`Run.drawing`; what the policy computed by other weights is forgotten."""
+        with super().drawing():
+            if self.age:
+                weights_changed(self.policy)
             yield
-            return
-        with self.versions.drawing(self.loop.weights, self.loop.iteration):
+        if self.age:
             weights_changed(self.policy)
-            yield
-        weights_changed(self.policy)
 
     def updates(self, mask: Tensor, size: int) -> list[Update]:
         """How rows mask [B, T], in groups of `size`, are shared out to optimiser steps and micro-batches."""
@@ -200,9 +175,9 @@ class VLMRun:
             weights_changed(self.policy)
         return row
 
+    @abstractmethod
     def evaluated(self, iteration: int) -> dict[str, float]:
         """Metrics on held-out data."""
-        raise NotImplementedError
 
     def warn_blind(self, seeing: float, blind: float, what: str) -> None:
         """Say that the model does not see what it is asked, where black pictures do as well."""
@@ -212,12 +187,9 @@ class VLMRun:
                 "it sees, and reinforcement learning will hardly teach it to"
             )
 
-    def export(self, folder: Path | None) -> None:
-        """Checkpoints hold the trained weights alone."""
-
+    @abstractmethod
     def rows_at_most(self) -> int:
         """The rows that a process has in an update."""
-        raise NotImplementedError
 
     def micro_batch_sizes(self) -> list[int]:
         """Rows per pass of the model, and the smaller numbers that can be taken."""
@@ -237,15 +209,15 @@ class VLMRun:
             changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
             return changed
 
-        self.loop.config, self.config = resized(self.loop.config), resized(self.config)
+        self.loop.config, self.present = resized(self.loop.config), resized(self.present)
 
     def forget(self) -> None:
         """Samples of an iteration that is undone are no part of this; the weights are those of its beginning."""
         weights_changed(self.policy)
 
     def hand_over(self) -> Any:
-        """The model as trained, its average where there is one, with its adapters, for use without this run."""
-        self.loop.keep_average()
+        """The model as trained, with its adapters."""
+        super().hand_over()
         return self.policy.model if self.policy.peft is None else self.policy.peft
 
     def conclude(self) -> None:

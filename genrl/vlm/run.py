@@ -4,10 +4,9 @@ processes, and what is measured of them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +16,14 @@ from torch import nn
 
 from genrl.config.method import module_of
 from genrl.runtime.loop import economy
-from genrl.vlm.common import Estimated, VLMRun, share_of
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.running import of_all
+from genrl.vlm.common import Estimated, VLMRun
 from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.policies.weights import checkpoint_weights
 from genrl.vlm.recipe.method import RecipeMethod
@@ -36,25 +38,49 @@ from genrl.vlm.tasks.rows import Row
 from genrl_rewards.contract import Reward
 
 
-@dataclass
 class AnswersRun(VLMRun):
-    """One process of a run that answers questions."""
+    """One process of a run that answers questions. heads: what the method trains beside the policy; `stack` closes what
+    is opened."""
 
-    average: Average | None
-    opened: Mapping[str, Reward]
-    questions: Questions
-    heads: Mapping[str, nn.Module] = field(default_factory=dict)
-    """What the method trains beside the policy."""
-    synthesis: Synthesis | None = None
-    server: Server | None = None
-    """Where the answers of coming iterations are drawn while one is trained."""
-    stage: int = -1
-    """Whose questions and method these are; -1: none was entered."""
-    held_out: Questions | None = None
-    """The questions of evaluations, read when they are first needed."""
     result: ClassVar[tuple[str, str]] = ("accuracy", "curves")
-    shown: Shown = field(default_factory=Shown)
-    """What the last evaluation made that is no text."""
+
+    def __init__(
+        self,
+        config: VLMConfig,
+        process: Process,
+        policy: Policy,
+        reference: Policy | None,
+        average: Average | None,
+        opened: Mapping[str, Reward],
+        heads: Mapping[str, nn.Module],
+        stack: ExitStack,
+    ) -> None:
+        modules = {"policy": policy.parameters} | {
+            name: [p for p in head.parameters() if p.requires_grad] for name, head in heads.items()
+        }
+        groups = {name: (parameters, config.optimizer.lr) for name, parameters in modules.items()}
+        retries = any(part.trainer.fit_batch for part in config.parts)
+        super().__init__(
+            config, process, policy, reference, groups, heads,
+            retries=retries, ends=config.ends, before_iteration=self.enter,
+        )  # fmt: skip
+        self.average, self.opened = average, opened
+        self.questions = Questions(config, "train", counted=True)
+        self.server: Server | None = None
+        """Where the answers of coming iterations are drawn while one is trained."""
+        if self.versions is not None and self.sampler is not None and config.generation.vllm.url is not None:
+            self.server = Server(self.sampler, opened)
+            stack.callback(self.server.close)
+        self.synthesis: Synthesis | None = None
+        if config.synthesis is not None:
+            self.synthesis = Synthesis(config, self.questions, policy, self.loop)
+            stack.callback(self.synthesis.close)
+        self.stage = -1
+        """Whose questions and method these are; -1: none was entered."""
+        self.held_out: Questions | None = None
+        """The questions of evaluations, read when they are first needed."""
+        self.shown = Shown()
+        """What the last evaluation made that is no text."""
 
     @property
     def settings(self) -> Any:
@@ -68,9 +94,11 @@ class AnswersRun(VLMRun):
             self.loop.keep("average", self.average)
         super().begin(found)
 
-    def drawing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
         """Context with the weights that draw the running iteration, unless a server has them."""
-        return super().drawing() if self.server is None else nullcontext()
+        with super().drawing() if self.server is None else nullcontext():
+            yield
 
     @property
     def bounds(self) -> bool:
@@ -83,7 +111,7 @@ class AnswersRun(VLMRun):
         number, config = whole.at(self.loop.iteration)
         if number == self.stage:
             return
-        self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
+        self.stage, self.present, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train", counted=True)
         if whole.stages and whole.stages[number].optimizer is not None:
             first = sum(stage.iterations for stage in whole.stages[:number])
@@ -106,8 +134,7 @@ class AnswersRun(VLMRun):
         spent = 0.0
         first, selection, known = loop.memory.get("questions", 0), config.economy.selection, economy.of(loop.memory)
         choice: dict[str, float] = {}
-        if self.versions is not None:
-            self.versions.note(loop.iteration, loop.weights.named)
+        self.note_weights()
         for _ in range(config.trainer.rounds):
             loop.phase("answering", own * config.generation.group_size)
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
@@ -163,8 +190,7 @@ class AnswersRun(VLMRun):
             started = time.perf_counter()
             return self._ask(rows, "answers", loop.iteration, first), time.perf_counter() - started
         assert self.versions is not None
-        last = min(loop.iteration + self.versions.staleness, config.iterations - 1)
-        for iteration in range(loop.iteration, last + 1):
+        for iteration in self.coming():
             if server.has(iteration):
                 continue
             start = first + (iteration - loop.iteration) * len(rows)
@@ -228,7 +254,7 @@ class AnswersRun(VLMRun):
         if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():
             return {}
         target = known[0]
-        mine = share_of(self.process, len(questions))
+        mine = self.process.share(len(questions))
         self.loop.phase("evaluating", len(mine))
         with gathered(self.policy):
             own = held_out_loss(self.policy, questions, mine, target, self.loop.advance_or_leave)
@@ -255,13 +281,12 @@ class AnswersRun(VLMRun):
     def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
         questions = self._held_out(whole)
         self.loop.phase("evaluating", len(questions))
-        mine = share_of(self.process, len(questions))
+        mine = self.process.share(len(questions))
         asked, watch = (self.policy, whole, self.opened, questions, mine), self.loop.advance_or_leave
         self.shown = Shown()
         with nullcontext() if self.server is None else self.server.alone(), answering(self.policy):
             own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
-        every: list[Judged] = gather_object([own])
-        return reduce(Judged.joined, every)
+        return of_all(own)
 
     def rows_at_most(self) -> int:
         """The answers that a process has in an update."""

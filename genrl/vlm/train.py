@@ -20,11 +20,9 @@ from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.rollout.ahead import Server
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
-from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.targets import tell
 from genrl.vlm.run import AnswersRun
 from genrl_rewards.rows import survey
@@ -98,23 +96,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     opened, reference = open_rewards(config), open_reference(config, process, policy)
     averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
     average = Average(policy.model, *averages[0]) if averages else None
-    questions = Questions(config, "train", counted=True)
-    recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
-    run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
-    modules = {"policy": policy.parameters} | {
-        name: [p for p in head.parameters() if p.requires_grad] for name, head in heads.items()
-    }
-    groups = {name: (parameters, config.optimizer.lr) for name, parameters in modules.items()}
-    retries = any(part.trainer.fit_batch for part in config.parts)
-    sampler = run.open_loop(groups, heads, retries=retries, before_iteration=run.enter)
-    run.loop.ends = config.ends
-    if run.versions is not None and sampler is not None and config.generation.vllm.url is not None:
-        run.server = Server(sampler, opened)
-        stack.callback(run.server.close)
-    if config.synthesis is not None:
-        run.synthesis = Synthesis(config, questions, policy, run.loop)
-        stack.callback(run.synthesis.close)
-    return run
+    return AnswersRun(config, process, policy, reference, average, opened, heads_of(config, policy), stack)
 
 
 def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:

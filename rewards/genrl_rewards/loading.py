@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from genrl_rewards.built_in import BUILT_IN, BuiltIn
 from genrl_rewards.contract import Reward, is_trainable, nearest
 from genrl_rewards.declared import Declared, declared, declared_by, parse, source_of
+from genrl_rewards.extras import install
 from genrl_rewards.given import PREFIX, given, is_given
 
 logger = logging.getLogger(__name__)
@@ -190,10 +191,7 @@ def missing_packages(packages: tuple[str, ...]) -> str:
 def _require_extra(entry: BuiltIn, name: str) -> None:
     missing = missing_packages(entry.packages)
     if missing:
-        raise ValueError(
-            f"reward {name!r} needs {missing}, which is not installed here: "
-            f"pip install 'genrl-diffusion[{entry.extra}]'"
-        )
+        raise ValueError(f"reward {name!r} needs {missing}, which is not installed here: {install(entry.extra)}")
 
 
 def _import_file(origin: Origin) -> ModuleType:

@@ -55,7 +55,7 @@ def test_every_claim_has_its_place(given: Plan) -> None:
 
 def test_every_table_is_on_a_page(given: Plan) -> None:
     pages = "".join(file.read_text() for file in Path("docs").glob("*.md"))
-    assert set(given.tables) | {"verdicts"} == {match["name"] for match in tables.MARKED.finditer(pages)}
+    assert set(given.tables) | {"verdicts", "papers"} == {match["name"] for match in tables.MARKED.finditer(pages)}
 
 
 def test_stored_runs_are_small_and_of_known_recipes(given: Plan) -> None:

@@ -11,13 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from genrl import __version__
+from genrl import __version__, recipes
 from tests.cli.commands import ROOT, SMALL, run
 
-COMMANDS = (
-    "train resume sample collect eval compare check plan export report watch replay doctor rewards score serve".split()
-)
-COMMANDS.append("config schema")
+COMMANDS = [
+    "demo",
+    "init",
+    "train",
+    "resume",
+    "sample",
+    "collect",
+    "eval",
+    "compare",
+    "check",
+    "plan",
+    "export",
+    "report",
+]
+COMMANDS += ["watch", "replay", "doctor", "rewards", "score", "serve", "config schema"]
 
 
 class TestHelp:
@@ -26,10 +37,13 @@ class TestHelp:
     ) -> None:
         monkeypatch.setenv("COLUMNS", "300")
         listed = run("--help")
+        written = {recipe.written for recipe in recipes.recipes()}
         for command in COMMANDS:
             text = run(*command.split(), "--help")
             example = text.split("Example", 1)[1].splitlines()[0]
             assert f"genrl {command}" in example and command.split()[0] in listed
+            for name in re.findall(r"[\w/.]+\.yaml|docs/\S+|assets/[\w-]+", text):
+                assert name in {*written, "mine.yaml", "org/name/config.yaml", "assets/tiny-vla", "assets/tiny-vlm"}
             for word in example.split("genrl ", 1)[1].split():
                 assert not word.startswith("--") or word in text.split("Options", 1)[1], (command, word)
 

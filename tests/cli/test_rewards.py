@@ -181,9 +181,9 @@ def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest
     from genrl_rewards.service import serve
 
     monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
-    assert "pip install 'genrl-diffusion[ocr]'" in run("score", "ocr", "shots", "--prompt", "x").stderr
+    assert "pip install 'rapidocr" in run("score", "ocr", "shots", "--prompt", "x").stderr
     monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
-    assert "serving needs not_here, which is not installed here: pip install 'genrl-diffusion[serve]'" in (
+    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in (
         run("serve", "mine.py:brightness").stderr
     )
 

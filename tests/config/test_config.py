@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 
 import genrl_rewards
 from genrl.config import ConfigError, check_files, dump, json_schema, load, load_located
@@ -333,7 +335,7 @@ def test_schema_describes_every_key_and_validates() -> None:
         assert own["additionalProperties"] is False
     assert json.loads(json.dumps(schema)) == schema
     common = [key for key in all_keys() if not key.startswith("trainer")]
-    assert len(common) <= 130  # a few keys decide a run, beside those of its method; more are more to read
+    assert len(common) <= 131  # a few keys decide a run, beside those of its method; more are more to read
 
 
 class TestFiles:
@@ -343,6 +345,9 @@ class TestFiles:
         (tmp_path / "model" / "scheduler").mkdir(parents=True)
         index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
         write(tmp_path / "model", json.dumps(index), "model_index.json")
+        (tmp_path / "model" / "transformer").mkdir()
+        write(tmp_path / "model" / "transformer", '{"num_layers": 1}', "config.json")
+        save_file({"weight": np.ones(2)}, tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
         self.scheduler(tmp_path, '{"_class_name": "FlowMatchEulerDiscreteScheduler"}')
         write(tmp_path, "".join(f"prompt {k}\n" for k in range(20)), "train.txt")
         write(tmp_path, "held out\n", "eval.txt")
@@ -408,7 +413,9 @@ class TestFiles:
         ddim = "model: {path: ./model}\ntrainer: {algorithm: flow_grpo, kernel: ddim}"
         assert self.notes(files, ddim) == []
         self.scheduler(files, '{"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction"}')
-        assert self.notes(files, nft) == []
+        assert "set use_flow_sigmas to true" in self.problem(files, nft)
+        flow = "model: {path: ./model, scheduler: {use_flow_sigmas: true}}\ntrainer: {algorithm: diffusion_nft}"
+        assert self.notes(files, flow) == []
 
     def test_remarks(self, files: Path) -> None:
         write(files, "prompt 3\nheld out\n", "eval.txt")
@@ -461,3 +468,15 @@ def test_broken_model_index(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model_index.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert read_json(path) == {}
+
+
+@pytest.mark.parametrize("key", ["alpha: 64", "alpha: 128", "rank: 32", "type: lora", "targets: [to_q]"])
+def test_what_a_lora_to_go_on_with_has_itself_is_not_written_beside_it(tmp_path: Path, key: str) -> None:
+    """The default's value, too: it would be ignored. What a run writes down is read again."""
+    path = write(tmp_path, text_of({"yaml": "model: {path: org/m, lora: {from: org/lora}}"}))
+    config = load(path)
+    (tmp_path / "b.yaml").write_text(dump(config))
+    assert load(tmp_path / "b.yaml") == config
+    path = write(tmp_path, text_of({"yaml": f"model: {{path: org/m, lora: {{from: org/lora, {key}}}}}"}))
+    with pytest.raises(ConfigError, match="the adapter that is loaded has its own; leave it out"):
+        load(path)

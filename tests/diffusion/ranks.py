@@ -76,17 +76,17 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
             values = {k: p.detach().clone() for k, p in run.weights.named.items()}
             save_file(values, Path(out) / f"{name}-{here}.safetensors")
 
-        step = run.loop.step
+        step = run.loop.optimization.step
 
-        def watched_step() -> dict[str, float]:
+        def watched_step(groups: Any = None) -> dict[str, float]:
             keep("before")
             try:
-                return step()
+                return step(groups)
             except NonFiniteError:
                 keep("after")
                 raise
 
-        run.loop.step = watched_step  # type: ignore[method-assign]
+        run.loop.optimization.step = watched_step  # type: ignore[method-assign]
 
     trained(path, prepare)
 

@@ -145,14 +145,14 @@ def spoil(run: DiffusionRun, when: Callable[[int], bool], factor: float = math.n
     """From here on, losses are multiplied by `factor` in the micro-batches (from 1) for which `when` says so. Returns
     the list that gets the losses as they were."""
     losses: list[Tensor] = []
-    backward = run.loop.backward
+    backward = run.loop.optimization.backward
 
     def spoilt(settings: Any, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
         losses.append(results["loss"].detach().clone())
         loss = results["loss"] * (factor if when(len(losses)) else 1.0)
         backward(settings, {**results, "loss": loss}, recorded, divisor=divisor)
 
-    run.loop.backward = spoilt  # type: ignore[method-assign]
+    run.loop.optimization.backward = spoilt  # type: ignore[method-assign]
     return losses
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from genrl.data.prompts import Prompt
 from genrl.diffusion import fit
 from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.run import DiffusionRun
@@ -25,11 +26,11 @@ def room_for(most: int, tried: list[int]) -> Any:
     """A device that holds so many samples."""
     whole = fit.attempt
 
-    def attempt(run: DiffusionRun, size: int) -> None:
+    def attempt(run: DiffusionRun, prompts: list[Prompt], size: int) -> None:
         tried.append(size)
         if size > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        whole(run, size)
+        whole(run, prompts, size)
 
     return attempt
 
@@ -71,7 +72,7 @@ def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
     with runs.opened(config) as run:
         before = {key: p.detach().clone() for key, p in run.weights.named.items()}
         calls = run.policy.model_calls
-        fit.settle(run)
+        fit.settle(run, run.prompts)
         assert run.config.sampling.batch_size == 4
         assert all(torch.equal(p, before[key]) and p.grad is None for key, p in run.weights.named.items())
         assert run.policy.model_calls == calls and not run.loop.optimizer.state
@@ -99,7 +100,7 @@ def test_room_for_snapshots_that_the_trainer_takes(
         assert fit.copies_to_come(run) == copies
     seen: list[DiffusionRun] = []
     settle = fit.settle
-    monkeypatch.setattr(diffusion_run, "settle", lambda run: (seen.append(run), settle(run)))
+    monkeypatch.setattr(diffusion_run, "settle", lambda run, prompts: (seen.append(run), settle(run, prompts)))
     train(config)
     assert len(seen[0].weights.snapshots) - before == taken
 
@@ -132,7 +133,9 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
     changes = {**QUIET, "trainer": trainer, "sampling": {**SAMPLING, "batch_size": 8}}
     wanted = train(runs.config(folder, model, **{**changes, "iterations": 1, "output": str(folder / "by-hand")}))
     with monkeypatch.context() as by_hand:
-        by_hand.setattr(diffusion_run, "settle", lambda run: (run.loop.memory.update(batch_size=2), run.resize(2)))
+        by_hand.setattr(
+            diffusion_run, "settle", lambda run, prompts: (run.loop.memory.update(batch_size=2), run.resize(2))
+        )
         train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
     monkeypatch.setattr(DiffusionRun, "begin", DiffusionRun.begin)  # put back in the end
     ranks.running_out(2, phase)

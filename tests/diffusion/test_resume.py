@@ -17,6 +17,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
 from tests.diffusion import runs
 
@@ -90,7 +91,7 @@ STOPS: dict[str, list[Place]] = {
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
     """Let the process send itself the signal there."""
-    advance, backward, left = DiffusionRun.advance_together, Loop.backward, [place[2]]
+    advance, backward, left = DiffusionRun.advance_together, updating._backward, [place[2]]
 
     def reached(run: DiffusionRun | Loop) -> None:
         if left and (run.process.progress.name, run.iteration) == place[:2]:
@@ -110,7 +111,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
         backward(loop, *arguments, **counts)
 
     monkeypatch.setattr(DiffusionRun, "advance_together", advanced)
-    monkeypatch.setattr(Loop, "backward", passed)
+    monkeypatch.setattr(updating, "_backward", passed)
 
 
 @pytest.mark.parametrize("where", STOPS)

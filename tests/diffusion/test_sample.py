@@ -73,7 +73,7 @@ def test_loading(model: Path, tmp_path: Path) -> None:
         ("empty", "holds no LoRA: there is no .safetensors file in it"),
         ("text", "could not be loaded into StableDiffusion3Pipeline: "),
         ("text/text.safetensors", "could not be loaded into StableDiffusion3Pipeline: "),
-        ("other", "holds nothing for StableDiffusion3Pipeline: it is of another model"),
+        ("other", "could not be loaded into StableDiffusion3Pipeline: it is of another model"),
     ):
         with pytest.raises(ValueError, match=says):
             load(Model(path=str(model)), str(tmp_path / lora))

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import genrl_rewards
-from genrl.runtime.folder.metrics import METRICS, document
+from genrl.runtime.folder.metrics import catalogue, document
 from genrl_rewards.calls import Calls
 from genrl_rewards.contract import Failure
 from tests.rewards.faults import PNG_BOMB
@@ -125,7 +125,7 @@ def test_parts_have_names_that_become_metrics(part: Any) -> None:
     scores = score(lambda prompts: ([1, 2, 3], {"count": torch.tensor([1, 0, 1]), "top-1.5 質": [None, 1, 1]}))
     assert scores.values == [1, 2, 3] and scores.parts["count"] == [1, 0, 1]
     assert math.isnan(scores.parts["top-1.5 質"][0])
-    assert document("reward/mine/top-1.5 質_mean") is METRICS["reward/<name>_mean"]
+    assert document("reward/mine/top-1.5 質_mean") is catalogue()["reward/<name>_mean"]
     with pytest.raises(ValueError, match="reward 'mine' returned a part called") as error:
         score(lambda images: ([1, 2, 3], {part: [0.5, 0.5, 0.5]}), name="mine")
     assert repr(part) in str(error.value) and "reward/mine/<part>_mean" in str(error.value)

@@ -148,7 +148,7 @@ def test_errors_say_what_to_do(mine: str, name: str, args: dict[str, Any], words
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = loading.BUILT_IN["ocr"]._replace(packages=("rapidocr_not_here",))
     monkeypatch.setitem(loading.BUILT_IN, "ocr", entry)
-    refused(r"needs rapidocr_not_here, .* pip install 'genrl-diffusion\[ocr\]'", "ocr")
+    refused(r"needs rapidocr_not_here, .* pip install 'rapidocr", "ocr")
 
 
 def install(folder: Path, package: str, entry: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from genrl.config import ConfigError, load
 from genrl.runtime.folder.run import Run
-from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop import updating
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.run import VLARun
 from genrl.vla.setup import load_trained
@@ -51,15 +51,15 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     which the run is asked to end; left: after how many iterations it ended."""
     common = {"iterations": 2, "checkpoint": {"every": 9}, "ema": {"decay": 0.5}, **changes}
     straight = train(vla_runs.config(tmp_path, output=str(tmp_path / "straight"), **common))
-    backward, calls, stopped = Loop.backward, iter(range(10**6)), tmp_path / "stopped"
+    backward, calls, stopped = updating._backward, iter(range(10**6)), tmp_path / "stopped"
 
-    def watched(self: Loop, *arguments: Any, **options: Any) -> None:
+    def watched(*arguments: Any) -> None:
         if next(calls) == call:
             signal.raise_signal(signal.SIGTERM)
-        backward(self, *arguments, **options)
+        backward(*arguments)
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(Loop, "backward", watched)
+        patched.setattr(updating, "_backward", watched)
         train(vla_runs.config(tmp_path, output=str(stopped), **common))
     assert vla_runs.last_state(stopped).step == left
     train(load(Run(stopped).config), stopped)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from genrl.vla.policies.policy import NoiseHead
 from genrl.vla.run import VLARun
 from genrl.vla.setup import open_tables, sampler_of
 from genrl.vla.simulators.environments import evaluation_episodes
-from genrl.vla.train import check_processes, train
+from genrl.vla.train import train
 from tests.vla import vla_runs
 from tests.vla.tiny_policies import diffusion, flow
 
@@ -67,13 +67,6 @@ def test_a_run_rounds_to_tf32_where_it_is_asked_to_and_a_script_does_not_go_on_w
     assert not products.allow_tf32
     train(vla_runs.config(tmp_path, **vla_runs.SFT, tf32=True, evaluation={"every": 1}))
     assert seen == [True, True] and not products.allow_tf32
-
-
-def test_fewer_frames_than_processes_are_refused(tmp_path: Path) -> None:
-    """One of them would have a mean over nothing."""
-    config = vla_runs.config(tmp_path, **vla_runs.SFT)
-    with pytest.raises(ValueError, match="trainer.batch_size: 16 frames .* 17 processes"):
-        check_processes(config, 17)
 
 
 @pytest.mark.parametrize("freeze", ["encoder", "nothing"])

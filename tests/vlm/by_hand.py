@@ -41,7 +41,7 @@ def watched(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]
             parameter.grad = None
         return dict.fromkeys(groups, 0.0)
 
-    monkeypatch.setattr(run.loop, "step", step)
+    monkeypatch.setattr(run.loop.optimization, "step", step)
     return seen
 
 

@@ -17,6 +17,7 @@ import genrl_rewards
 from genrl.cli.app import app
 from genrl.config import load
 from genrl.config.errors import ConfigError
+from genrl.runtime.loop.process import Process
 from genrl.runtime.show.compare.media import as_wav
 from genrl.vlm.common import Headed
 from genrl.vlm.methods.music_preference import train as music_preference
@@ -202,7 +203,7 @@ class TestRewardModel:
     def test_a_process_without_held_out_pairs_has_none_right(
         self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(music_preference, "share_of", lambda process, number: [])
+        monkeypatch.setattr(Process, "share", lambda self, number: range(0))
         with vlm_runs.opened(vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model))) as run:
             assert music_preference.evaluate(run)["eval/accuracy_mean"] == 0
 

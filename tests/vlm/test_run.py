@@ -14,6 +14,7 @@ import torch
 from genrl.config import ConfigError, load
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
 from genrl.vlm.evaluate import judge
 from genrl.vlm.policies.folder import load_trained
@@ -83,16 +84,16 @@ def left_in(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, config: Any
     """The run in one go, and asked to end before its `call`-th backward pass (from 0) and resumed; after how many
     iterations it ended. config: of the name of a run folder."""
     straight = train(config("straight"))
-    backward, calls = Loop.backward, iter(range(10**6))
+    backward, calls = updating._backward, iter(range(10**6))
 
-    def watched(self: Loop, *arguments: Any, **options: Any) -> None:
+    def watched(*arguments: Any) -> None:
         if next(calls) == call:
             signal.raise_signal(signal.SIGTERM)
-        backward(self, *arguments, **options)
+        backward(*arguments)
 
     stopped = place / "stopped"
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(Loop, "backward", watched)
+        patched.setattr(updating, "_backward", watched)
         train(config("stopped"))
     after = last_state(stopped).step
     train(load(Run(stopped).config), stopped)  # type: ignore[arg-type]
@@ -209,7 +210,7 @@ def test_a_process_begins_with_what_a_pass_can_have(tmp_path: Path, updates: int
     config = vlm_runs.config(tmp_path, generation={"prompts_per_iteration": 8, "group_size": 4}, trainer=trainer)
     process = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4))
     run: Any = AnswersRun.__new__(AnswersRun)  # of which no more than these is looked at
-    run.config, run.process, run.preset = config, process, None
+    run.present, run.process, run.preset = config, process, None
     assert run.micro_batch_sizes() == sizes
 
 

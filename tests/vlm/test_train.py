@@ -97,7 +97,7 @@ def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path
         ready = run.estimate(answers)
         assert ready is not None
         next(iter(run.loop.weights.named.values())).data.add_(0.1)
-        with pytest.raises(RuntimeError, match="before any update"):
+        with pytest.raises(RuntimeError, match="before the first update"):
             learn(run, answers, ready)
         with pytest.raises(RuntimeError, match="the trainer and the sampler assign different log-probabilities"):
             run.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))

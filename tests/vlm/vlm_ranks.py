@@ -44,7 +44,7 @@ def record(file: str, out: str) -> None:
     def opened(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> Any:
         made = kind.open_run(config, process, policy, stack)
         kept = {"whole": torch.tensor(0)}
-        estimate, backward, step = made.estimate, made.loop.backward, made.loop.optimizer.step
+        estimate, backward, step = made.estimate, made.loop.optimization.backward, made.loop.optimizer.step
 
         def watched_estimate(drawn: Any) -> Any:
             answers = drawn if isinstance(made, AnswersRun) else drawn.rows
@@ -82,7 +82,7 @@ def record(file: str, out: str) -> None:
 
         for layer in layers:
             layer.register_forward_pre_hook(watched_layer)
-        made.estimate, made.loop.backward = watched_estimate, watched_backward
+        made.estimate, made.loop.optimization.backward = watched_estimate, watched_backward
         made.loop.optimizer.step = watched_step
         return made
 

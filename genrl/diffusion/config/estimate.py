@@ -5,28 +5,19 @@ A model call is one denoiser evaluation of one sample, as the metrics `model_cal
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from genrl.config.folders import read_json
 from genrl.config.sections import LoRA
+from genrl.config.weight_files import DTYPE_BYTES, HeaderError, read_header, weight_files
 from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
-
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-                "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-class HeaderError(ValueError):
-    """A file that is not safetensors."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +99,21 @@ def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components:
     return 1 if scale is not None and scale <= 1 else 2
 
 
-def read_components(folder: Path, variant: str | None = None) -> tuple[Component, ...]:
-    """The networks of a pipeline folder, from model_index.json and the headers of their safetensors files."""
+def read_components(folder: Path, variant: str | None = None, without: Sequence[str] = ()) -> tuple[Component, ...]:
+    """The networks of a pipeline folder but those left out, from model_index.json and the headers of their safetensors
+    files."""
     index = read_json(folder / "model_index.json")
     found = []
     for name, entry in index.items():
-        if isinstance(entry, list) and len(entry) == 2 and entry[1] and (folder / name / "config.json").is_file():
+        listed = isinstance(entry, list) and len(entry) == 2 and entry[1] and name not in without
+        if listed and (folder / name / "config.json").is_file():
             found.append(_component(folder / name, name, str(entry[1]), variant))
     return tuple(found)
 
 
 def _component(folder: Path, name: str, kind: str, variant: str | None) -> Component:
     settings = read_json(folder / "config.json")
-    files = _weight_files(folder, variant)
+    files = weight_files(folder, variant)
     shapes: dict[str, tuple[int, ...]] = {}
     num_bytes = 0
     note = "" if files else "no safetensors file"
@@ -128,42 +121,11 @@ def _component(folder: Path, name: str, kind: str, variant: str | None) -> Compo
         try:
             for key, shape, dtype in read_header(file):
                 shapes[key] = shape
-                num_bytes += math.prod(shape) * _DTYPE_BYTES.get(dtype, 0)
+                num_bytes += math.prod(shape) * DTYPE_BYTES.get(dtype, 0)
         except (HeaderError, OSError) as error:
             note = f"{file.name}: {error}"
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
     return Component(name, kind, num_parameters, num_bytes, shapes, settings, note)
-
-
-def _weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The safetensors files that diffusers and transformers would load: those of the variant, else the plain ones."""
-    files = sorted(folder.glob("*.safetensors"))
-    of_variant = [file for file in files if variant and variant in file.name.split(".")]
-    plain = [file for file in files if file.name.count(".") == 1]
-    return of_variant or plain
-
-
-def read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every tensor of a safetensors file. Reads the JSON header only, no weights."""
-    with path.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= _MAX_HEADER_BYTES:
-            raise HeaderError("not a safetensors file")
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise HeaderError("its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise HeaderError("its header is not a JSON object")
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            yield name, tuple(int(size) for size in entry["shape"]), str(entry["dtype"])
-        except (KeyError, TypeError, ValueError):
-            raise HeaderError(f"its entry {name[:60]!r} is not a tensor") from None
 
 
 def trained_parameters(config: Config, components: tuple[Component, ...]) -> int:

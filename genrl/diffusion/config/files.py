@@ -12,6 +12,7 @@ import genrl_rewards
 from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.run_config import FileFinding
+from genrl.config.weight_files import file_problem, pipeline_problems
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -25,19 +26,20 @@ from genrl.diffusion.config.model_rules import (
     missing_packages,
 )
 from genrl.diffusion.config.pipeline_classes import (
-    CONSISTENCY,
-    NOT_DDIM,
     is_flow_scheduler,
     loop_problems,
     problems,
+    replaced_schedule,
     scheduler_problems,
+    scheduler_refusal,
     strength_problem,
     vae_problems,
 )
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.config.sections import Reward
+from genrl.diffusion.config.sections import Model, Reward
 from genrl_rewards.built_in import BUILT_IN
 from genrl_rewards.contract import FROM_SAMPLER, nearest
+from genrl_rewards.extras import install
 from genrl_rewards.given import given, is_given
 
 
@@ -67,9 +69,9 @@ def model_folder(config: Config) -> Path | None:
 def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     yield from ((tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
-        yield ("engine",), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
+        yield ("engine",), f"the package ray is not installed: {install('ray')}"
     if is_given(config.model.path):
-        yield from _given_pipeline(config)
+        yield from _given_pipeline(config, notes)
         return
     key: KeyPath = ("model", "config" if config.model.config else "path")
     named = config.model.config or config.model.path
@@ -77,6 +79,8 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     file = Path(config.model.path).expanduser()
     if is_single_file(config.model.path) and not file.is_file():
         yield ("model", "path"), f"no such file: {file}{nearest_beside(file)}"
+    elif file.suffix == ".safetensors" and file.is_file() and (broken := file_problem(file)):
+        yield ("model", "path"), f"{file} {broken}"
     if path.is_file():
         text = "a pipeline is a folder, made by pipe.save_pretrained(folder), or one file (.safetensors, .gguf) with"
         text += " model.config"
@@ -86,6 +90,8 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
             yield key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline"
         elif not read_json(path / "model_index.json"):
             yield key, f"{path / 'model_index.json'} is not a JSON object"
+        else:
+            yield from ((key, f"{path}: {text}") for text in folder_problems(config.model, path))
     elif looks_local(named):
         yield key, f"no such folder: {path}{nearest_folder(path)}"
     try:
@@ -98,10 +104,29 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     if folder is not None:
         yield from _pipeline(config, lambda file: read_json(folder / file))
         yield from _layers(config, folder)
-        yield from _scheduler(config, _scheduler_settings(config, folder))
+        yield from _scheduler(config, _scheduler_settings(config, folder), notes)
 
 
-def _given_pipeline(config: Config) -> Iterator[FileFinding]:
+def folder_problems(model: Model, folder: Path) -> list[str]:
+    """Why the components of a pipeline's folder cannot be loaded as the configuration has it."""
+    index = read_json(folder / "model_index.json")
+    wrong = [f"model.without names {name}, which it has not" for name in model.without if name not in index]
+    wrong += [
+        f"model.without names {name}, which nothing can go without"
+        for name in model.without
+        if name in (*DENOISERS, "vae", "scheduler")
+    ]
+    found = pipeline_problems(
+        folder,
+        model.variant,
+        pickled=not model.use_safetensors,
+        left_out=model.without,
+        loose=model.config is not None,
+    )
+    return wrong + [text for _, text in found]
+
+
+def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     """A loaded pipeline of a script: what it cannot be asked for any more."""
     try:
         pipe = given(config.model.path)
@@ -112,6 +137,8 @@ def _given_pipeline(config: Config) -> Iterator[FileFinding]:
     for key in ("revision", "variant", "config", "quantize"):
         if getattr(model, key) is not None:
             yield ("model", key), f"{loaded}; leave it out, and load the pipeline so"
+    if model.without:
+        yield ("model", "without"), f"{loaded}; set these components of it to None"
     if model.encodings is not None:
         text = f"{loaded}, and may not be what the folder's encodings were made by; leave it out"
         yield ("model", "encodings"), text
@@ -131,14 +158,18 @@ def _given_pipeline(config: Config) -> Iterator[FileFinding]:
         text = f"the {adapted[0]} has a LoRA on it already: call pipe.unload_lora_weights() first, and go on with it by"
         yield ("model", "lora"), f"{text} lora={{'from': FOLDER}}, or merge it by pipe.fuse_lora() before"
     yield from _pipeline(config, read)
-    yield from _scheduler(config, read("scheduler/scheduler_config.json") | model.scheduler)
+    yield from _scheduler(config, read("scheduler/scheduler_config.json") | model.scheduler, notes)
 
 
 def _settings_in_memory(pipe: Any, file: str) -> dict[str, Any]:
     """What a file of settings would hold if the pipeline were saved; empty where it would write none."""
     component, _, _ = file.rpartition("/")
     found = getattr(pipe.components.get(component) if component else pipe, "config", None)
-    return dict(found) if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    # A part that was made in Python, not loaded, has no class in its settings.
+    part = pipe.components.get(component) if component else pipe
+    return {"_class_name": type(part).__name__, **found}
 
 
 def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
@@ -147,7 +178,7 @@ def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
     names_layers = lora is not None and bool(lora.targets or lora.ranks)
     if not names_layers and config.distributed.context == 1:
         return
-    components = read_components(folder, config.model.variant)
+    components = read_components(folder, config.model.variant, config.model.without)
     if lora is not None:
         found = layer_problems(lora, components)
         yield from ((tuple(name.split(".", 3)), text) for name, text in found)
@@ -207,13 +238,15 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[FileFinding]:
             notes.append(f"{dotted(key)}: {source} is not on this machine; training downloads it")
 
 
-def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[FileFinding]:
+def _scheduler(config: Config, scheduler: Mapping[str, Any], notes: list[str]) -> Iterator[FileFinding]:
     if not scheduler:
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
-    if name in CONSISTENCY:
-        yield ("model", "path"), f"its scheduler is a {name}: {NOT_DDIM}"
+    if "_class_name" in scheduler and (refusal := scheduler_refusal(str(name), scheduler)):
+        yield ("model", "path"), refusal
         return
+    if remark := replaced_schedule(str(name), scheduler):
+        notes.append(f"model.path: {remark}")
     kernel = trainer.transition
     is_flow = is_flow_scheduler(scheduler)
     for key, text in scheduler_problems(str(name), config.model.scheduler, is_flow=is_flow):

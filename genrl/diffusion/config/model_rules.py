@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf, is_single_file
-from genrl.config.sections import NO_INT4, missing_quantizer
+from genrl.config.sections import NO_INT4, OF_THE_FILE, missing_quantizer
 from genrl.diffusion.config.kernels import BUILT_IN
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def _single_file(model: Model) -> Iterator[Finding]:
     if model.offload.text_encoders == "encode_then_free":
         text = "the loader of single files reads all at once, so that nothing is left out of it; write between"
         yield ("model.offload.text_encoders", "model.path"), text
+    if model.without and model.config is not None:
+        yield ("model.without", "model.config"), "a file is completed by its base; leave it out of the base's folder"
     if is_gguf(model.path) and model.lora is None:
         yield ("model.lora", "model.path"), "a .gguf file is quantised, and only adapters on it are trained; give lora"
     if model.quantize is not None:
@@ -141,8 +143,8 @@ def _context(config: Config) -> Iterator[Finding]:
 
 def _adapters(model: Model, lora: LoRA) -> Iterator[Finding]:
     """Where a file says what the adapter is, and weights that an adapter cannot be on."""
-    for key in ("type", "rank", "alpha", "targets", "ranks") if lora.begin is not None else ():
-        if getattr(lora, key) != type(lora).model_fields[key].get_default(call_default_factory=True):
+    for key in OF_THE_FILE if lora.begin is not None else ():
+        if key in lora.model_fields_set:
             yield (f"model.lora.{key}", "model.lora.from"), "the adapter that is loaded has its own; leave it out"
     if len(set(lora.frozen)) < len(lora.frozen):  # it would act twice
         yield ("model.lora.frozen",), "an adapter is named twice; keep one"

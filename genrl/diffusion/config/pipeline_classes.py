@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from genrl.diffusion.config.sections import Model, Sampling
 
-CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler")
+CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler", "FlowMatchLCMScheduler")
 """Schedulers of consistency models."""
 NOT_DDIM = (
     "a consistency model jumps to the clean picture in each step and adds new noise, which no kernel does; train the "
@@ -27,6 +27,7 @@ FAILS = {
     "ChromaInpaintPipeline": "fails in diffusers itself (it reads `guidance_embeds`, which no Chroma has)",
 }
 """Pipelines that plain diffusers cannot run either -> why."""
+SPACED_BY = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 OWN = "self.scheduler"
 SINGLY = ("AutoencoderKLAllegro", "AutoencoderKLHunyuanVideo15")
 """VAEs that cannot decode several videos together."""
@@ -105,6 +106,17 @@ def _class(name: str) -> ast.ClassDef:
 
 
 @cache
+def _defaults(scheduler: str) -> dict[str, object]:
+    """Constants that settings of a scheduler of this class have unless they are set."""
+    members = _class(scheduler).body if scheduler in _files() else []
+    made = next((one for one in members if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    if made is None:
+        return {}
+    pairs = zip(reversed(made.args.args), reversed(made.args.defaults), strict=False)
+    return {one.arg: value.value for one, value in pairs if isinstance(value, ast.Constant)}
+
+
+@cache
 def settings_of(scheduler: str) -> frozenset[str]:
     """What a scheduler of this class can be set to; empty for a class that is not diffusers'."""
     members = _class(scheduler).body if scheduler in _files() else []
@@ -112,9 +124,61 @@ def settings_of(scheduler: str) -> frozenset[str]:
     return frozenset(one.arg for node in made for one in node.args.args) - {"self"}
 
 
+EULER = "FlowMatchEulerDiscreteScheduler"
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
+
 def is_flow_scheduler(settings: Mapping[str, object]) -> bool:
     """Whether a scheduler of this configuration keeps its class in training."""
-    return "FlowMatch" in str(settings.get("_class_name")) or settings.get("prediction_type") == "flow_prediction"
+    return "FlowMatch" in str(settings.get("_class_name")) or bool(settings.get("use_flow_sigmas"))
+
+
+def scheduler_refusal(kind: str, settings: Mapping[str, object]) -> str | None:
+    """Why a scheduler of this class and these settings cannot be the policy: as a sentence. The one rule of the check,
+    which reads a file, and of the policy, which has the object."""
+    if kind in CONSISTENCY:
+        return f"its scheduler is a {kind}: {NOT_DDIM}"
+    if "Inverse" in kind:
+        return f"its scheduler is a {kind}, which goes from the picture to the noise; give the one that draws pictures"
+    known, source = settings_of(kind), source_of(kind)
+    bases = {kind} if source is None else {kind, *source.bases}
+    held = {name: settings.get(name, default) for name, default in _defaults(kind).items()} | dict(settings)
+    advice = f"write {EULER} as _class_name in scheduler/scheduler_config.json, which has the same noise levels"
+    if "FlowMatchHeun" in kind:  # its second half step starts from a state that is no sample of a transition
+        return f"its scheduler is a {kind}, which calls the model twice a step and averages: no kernel does; {advice}"
+    if EULER in bases:
+        if held.get("stochastic_sampling"):
+            return f"{kind} with stochastic_sampling has no deterministic step: set model.scheduler.stochastic_sampling"
+        return None
+    predicts = str(held.get("prediction_type", "epsilon"))
+    if "stages" in known:
+        return f"its scheduler is a {kind}, whose noise levels start anew in each of its stages: no kernel does"
+    if held.get("use_flow_sigmas"):
+        if kind == "SASolverScheduler" or str(held.get("algorithm_type", "")).startswith("sde"):
+            return f"{kind} adds noise of its own in each step, so that evaluation has no deterministic step; {advice}"
+        if predicts == "flow_prediction":
+            return None
+        return f"{kind} has use_flow_sigmas, but prediction_type {predicts}; set it to flow_prediction"
+    if predicts == "flow_prediction":
+        hint = "set use_flow_sigmas to true" if "use_flow_sigmas" in known else f"it has no flow sigmas; {advice}"
+        return f"{kind} predicts a flow by the noise levels of a beta schedule: {hint}"
+    if known and "beta_schedule" not in known or "beta_schedule" not in {*known, *settings}:
+        return (
+            f"the scheduler {kind} is neither a flow-matching scheduler nor one with a beta schedule: there is no "
+            "Gaussian transition for it"
+        )
+    if predicts not in PREDICTIONS:
+        return f"{kind} has prediction_type {predicts}; there are kernels for {', '.join(PREDICTIONS)} and flows"
+    return None
+
+
+def replaced_schedule(kind: str, settings: Mapping[str, object]) -> str | None:
+    """Remark on settings of noise levels that DDIM, which takes the place of the scheduler, does not have."""
+    lost = [name for name in SPACED_BY if settings.get(name)]
+    if not lost or is_flow_scheduler(settings):
+        return None
+    spacing = settings.get("timestep_spacing", "leading")
+    return f"{kind} spaces its noise levels by {', '.join(lost)}; training and evaluation go by DDIM's {spacing} steps"
 
 
 def scheduler_problems(kind: str, settings: Mapping[str, object], *, is_flow: bool) -> Iterator[tuple[str, str]]:

@@ -54,6 +54,10 @@ class Model(Section):
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
     variant: Text | None = None
     """Variant of the weight files, for example fp16; null = the plain ones."""
+    use_safetensors: Flag = True
+    """Refuse pickled weight files, which may run code; false = take them where there are no others."""
+    without: tuple[Text, ...] = ()
+    """Components that are left out, for example [text_encoder_3, tokenizer_3]: SD3 without its T5."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights are always float32 (docs/adapters.md)."""
     autocast: Literal["bfloat16", "float16"] | None = None

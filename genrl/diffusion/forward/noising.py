@@ -21,11 +21,11 @@ from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import Meter
 from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.noise_levels import logit_normal_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
+from genrl.runtime.loop.updating import Meter
 
 Tensors = dict[str, Tensor]
 
@@ -92,7 +92,8 @@ def estimate(settings: Matching, rollouts: Rollouts) -> tuple[Tensor, Meter]:
     """The advantages of the samples, float64 [N], cut at `advantage_clip`, and metrics of them."""
     clip, meter = settings.advantage_clip, Meter()
     advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=clip)
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, clip)
+    meter.add_spread(group_statistics(rollouts.total, rollouts.group))
+    meter.add_advantages(advantages, clip)
     return advantages, meter
 
 

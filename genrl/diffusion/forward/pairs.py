@@ -19,12 +19,13 @@ from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import Meter, update
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.groups import best_and_worst
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.objectives.preferences.preference import diffusion_dpo_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 REFRESHED = "refreshed_reference"
 

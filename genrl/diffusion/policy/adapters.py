@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from diffusers.utils import logging as diffusers_logging
 from peft import LoKrConfig, PeftConfig, get_peft_model_state_dict
 from peft import LoraConfig as PeftLoraConfig
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from genrl.config import LoRA
-from genrl.config.folders import hub_file
 from genrl.diffusion.config.estimate import fits, matches
 from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
+from genrl.diffusion.policy import lora_files
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
+from genrl.diffusion.policy.lora_files import LoRAFile, first
+from genrl_rewards.models.accounts import accounted
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 FROZEN = "frozen_"
 SECOND = "_2"
 """How the component of a second denoiser ends: `transformer_2`."""
+COMPARED = (
+    "(unexpected|missing) keys .*in the model|LOAD REPORT|Already found a `peft_config`|Already unmerged|newly init"
+)
+"""Warnings of what is compared tensor by tensor after loading; libraries mistake other adapters' layers for missing."""
 
 
 def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:
@@ -157,17 +163,6 @@ def _adapted(pipe: Pipeline) -> dict[str, Any]:
     return {name: part for name, part in pipe.components.items() if isinstance(part, Adapted) and part.peft_config}
 
 
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without diffusers' warnings of text encoders that have no adapter."""
-    level = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        diffusers_logging.set_verbosity(level)
-
-
 def loads_lora(pipe: object, denoisers: Iterable[str]) -> TypeGuard[LoRALoader]:
     """Whether the pipeline itself reads and writes adapters of these components; else each does by itself."""
     if not isinstance(pipe, LoRALoader):
@@ -177,69 +172,77 @@ def loads_lora(pipe: object, denoisers: Iterable[str]) -> TypeGuard[LoRALoader]:
 
 
 def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> None:
-    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
-    two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load. adapter: its name;
-    None = diffusers finds one."""
-    folder = Path(lora)
-    if not loads_lora(pipe, denoisers_of(pipe)) and not folder.is_dir():
-        raise ValueError(f"{type(pipe).__name__} has no LoRA loader: give a folder that genrl or its denoiser wrote")
-    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w./-]+\.safetensors)?", lora):
-        text = "no such folder (a hub id is written org/name, or org/name:file.safetensors)"
-        raise ValueError(f"the LoRA {lora!r} is not there: {text}")
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
-    before = _names(pipe)
-    try:
-        with quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
-            read_adapter(pipe, lora, adapter)
-    except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
-        raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
-    loaded = _names(pipe) - before
-    if not loaded:
-        raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
-    for name, own in loaded:
-        if folder.is_dir():
-            _require_all(name, pipe.components[name], own, folder / name if name.endswith(SECOND) else folder)
+    """Put an adapter into a plain pipeline: a file, a folder of one (with the second expert's where there are two), or
+    a hub id, in any form that `lora_files` knows. Raises ValueError where there is none to load, and where a key of it
+    is of no layer, or a layer of it not whole. adapter: its name; None = one that is free."""
+    denoisers = denoisers_of(pipe)
+    second = Path(lora).expanduser() / f"transformer{SECOND}"
+    sources = [(lora, denoisers[0])] + ([(str(second), second.name)] if second.is_dir() else [])
+    taken = {name for _, name in _names(pipe)}
+    name = adapter or next(name for k in range(len(taken) + 1) if (name := f"default_{k}") not in taken)
+    what = f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}"
+    with accounted(what, quiet=COMPARED):
+        for source, denoiser in sources:
+            if denoiser not in denoisers:
+                raise ValueError(f"it has a folder {denoiser}, and the pipeline no such component")
+            _load(pipe, lora_files.read(lora_files.locate(source)), name, denoiser)
 
 
-def _require_all(name: str, part: Any, adapter: str, folder: Path) -> None:
-    """Raise ValueError unless the layers of a file are those that were adapted: of others diffusers only warns."""
-    prefix = name.removesuffix(SECOND)
-    wanted = {
-        key.removeprefix(f"{prefix}.")
-        for file in folder.glob("*.safetensors")
-        for key in _keys(file)
-        if ".lokr_" in key or (key.startswith(f"{prefix}.") and ".lora_" in key)
-    }
-    found = set(get_peft_model_state_dict(part, adapter_name=adapter))
-    if odd := sorted(wanted ^ found if wanted else ()):  # a file in another form has other names
-        raise ValueError(
-            f"the LoRA {str(folder)!r} is of another model: its layers are not those of this {name} "
-            f"({type(part).__name__}), e.g. {odd[0]} is in one of them only"
-        )
-
-
-def read_adapter(pipe: Pipeline, lora: str, adapter: str | None) -> None:
-    """Have diffusers load an adapter, and a second expert's in the folder of its name; by the denoisers themselves
-    where the pipeline cannot. Raises what diffusers, peft or the hub may."""
-    folder, second = Path(lora), Path(lora) / f"transformer{SECOND}"
-    if not loads_lora(pipe, denoisers_of(pipe)) or (folder.is_dir() and _holds_lokr(folder)):
-        _read_by_denoisers(pipe, folder, adapter)
+def _load(pipe: Pipeline, file: LoRAFile, name: str, denoiser: str) -> None:
+    """Put one file into the networks that it is of."""
+    networks = dict(lora_files.networks_of(pipe, [denoiser] if denoiser.endswith(SECOND) else denoisers_of(pipe)))
+    if any(lora_files.LOKR in key for key in file.tensors):
+        _load_lokr(networks[denoiser], file, name)
         return
-    named = {} if adapter is None else {"adapter_name": adapter}
-    source, file = (lora, None) if folder.exists() else hub_file(lora)
-    pipe.load_lora_weights(source, **named, **({} if file is None else {"weight_name": file}))
-    if second.is_dir():
-        pipe.load_lora_weights(str(second), load_into_transformer_2=True, **named)
+    layers, unknown = lora_files.resolve(file, networks, denoiser)
+    if unknown and isinstance(pipe, LoRALoader) and not any(key.startswith(tuple(networks)) for key in unknown):
+        try:
+            layers, unknown = lora_files.resolve(lora_files.converted(file, pipe), networks, denoiser)
+        except Exception as error:  # noqa: BLE001  converters raise what comes
+            raise ValueError(f"{_of_another_model(file, unknown)}; {error}") from error
+    if unknown or not layers:
+        raise ValueError(_of_another_model(file, unknown))
+    for component, adapted in layers.items():
+        part: Any = networks[component]
+        settings, strength = lora_files.peft_settings(adapted, part, component)
+        if "peft_type" in adapted.settings and adapted.settings is not file.settings:  # as diffusers itself wrote them
+            settings = dict(adapted.settings)
+        else:
+            logger.warning(
+                "the LoRA %s adapts %d layers of the %s: %s", file.path, len(adapted.names), component, strength
+            )
+        tensors = dict(sorted(adapted.tensors.items()))  # diffusers tells the form by the first
+        if component in denoisers_of(pipe):
+            part.load_lora_adapter(tensors, prefix=None, adapter_name=name, metadata=settings)
+        else:
+            part.load_adapter(adapter_name=name, adapter_state_dict=tensors, peft_config=PeftLoraConfig(**settings))
+        _require_equal(component, part, name, adapted.tensors)
 
 
-def _read_by_denoisers(pipe: Pipeline, folder: Path, adapter: str | None) -> None:
-    """What `save_lora_adapter` of the denoisers wrote: in the folder, a second one's in a folder of its name."""
-    for name in denoisers_of(pipe):
-        part: Any = pipe.components[name]
-        place = folder / name if name.endswith(SECOND) else folder
-        if place.is_dir():
-            part.load_lora_adapter(str(place), prefix=None, adapter_name=adapter, use_safetensors=True)
+def _of_another_model(file: LoRAFile, unknown: list[str]) -> str:
+    if not unknown:
+        return "it holds nothing for it: there is no layer of an adapter in the file"
+    count = f"{len(unknown)} of the {len(file.tensors)} tensors of {file.path.name}"
+    return f"it is of another model, or in a form that is not known: {count} are of no layer here ({first(unknown)})"
+
+
+def _load_lokr(part: Any, file: LoRAFile, name: str) -> None:
+    """What `save_lora_adapter` of a denoiser wrote, which has a LoKr's own functions for it."""
+    part.load_lora_adapter(str(file.path.parent), prefix=None, adapter_name=name, weight_name=file.path.name)
+    _require_equal("denoiser", part, name, file.tensors)
+
+
+def _require_equal(component: str, part: Any, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the adapter in memory is the file's, layer by layer: libraries only warn of the rest."""
+    there = get_peft_model_state_dict(part, adapter_name=name) if name in getattr(part, "peft_config", {}) else {}
+    if odd := sorted(set(tensors) ^ set(there)):
+        raise ValueError(
+            f"it is of another model: its layers are not those of this {component} ({type(part).__name__}), e.g. "
+            f"{odd[0]} is in one of them only"
+        )
+    for key, value in there.items():
+        if value.shape != tensors[key].shape or not torch.equal(value.cpu(), tensors[key].to(value.dtype).cpu()):
+            raise ValueError(f"{key} of the {component} is another in memory than in the file")
 
 
 def denoisers_of(pipe: Pipeline) -> list[str]:
@@ -250,17 +253,14 @@ def denoisers_of(pipe: Pipeline) -> list[str]:
 def denoiser_that_loads(folder: Path) -> str | None:
     """Component that `load_lora_adapter` is called of to load what `save_lora_adapter` wrote into this folder; None
     where the pipeline's own loader reads it."""
-    keys = [key for file in folder.glob("*.safetensors") for key in _keys(file)]
+    keys = [key for file in folder.glob("*.safetensors") for key in keys_of(file)]
     if not keys or any(key.startswith(("transformer.", "unet.", "lora_unet_")) for key in keys):
         return None
     return "unet" if any("down_blocks." in key for key in keys) else "transformer"
 
 
-def _holds_lokr(folder: Path) -> bool:
-    return any(".lokr_" in key for file in folder.glob("*.safetensors") for key in _keys(file))
-
-
-def _keys(file: Path) -> list[str]:
+def keys_of(file: Path) -> list[str]:
+    """Names of the tensors of a file."""
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
 

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from genrl.diffusion.config.model_rules import CONTEXT, DIVIDED
-from genrl.diffusion.policy.adapters import quiet_loading
 from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
+from genrl_rewards.models.accounts import collected
 
 MOST = 16
 """Calls of a denoiser that may have to be compiled: those of training and evaluation, whole and last micro-batches,
@@ -113,7 +113,7 @@ def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.devi
         if not any(one.__name__ in DIVIDED for one in type(denoiser).mro()):  # FSDP makes a subclass of it
             raise ValueError(f"{CONTEXT}: the tokens of a {type(denoiser).__name__} ({name}) are not divided; write 1")
         settings = ContextParallelConfig(ulysses_degree=context, mesh=mesh["ring", "ulysses"])
-        with quiet_loading(), _one_device_each(device):
+        with collected([]), _one_device_each(device):  # that it is experimental, which the page says
             denoiser.enable_parallelism(config=settings)  # type: ignore[operator]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from genrl.diffusion.policy.adapters import (
     SECOND,
     activate,
     denoiser_that_loads,
+    denoisers_of,
     encoders_of,
     is_lokr,
+    keys_of,
     loads_lora,
-    quiet_loading,
-    read_adapter,
 )
 from genrl.diffusion.policy.formats import ExportError, Form, adapt, merged_is_alike, unquantised, write_form
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, Pipeline
@@ -47,6 +46,7 @@ from genrl.runtime.folder.cards import THIS_FOLDER, as_code
 from genrl.runtime.folder.cards import table as table_of
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 from genrl.runtime.weights.weights import result
+from genrl_rewards.models.accounts import collected
 
 _RELOADED = "genrl_reloaded"
 
@@ -98,8 +98,7 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     networks: list[Any] = [*denoisers.values(), *_adapted_encoders(policy).values()]
     wanted = _denoised(policy, probe)
     try:
-        with warnings.catch_warnings(), quiet_loading():  # a second adapter beside the first is what we want here
-            warnings.simplefilter("ignore")
+        with collected([]):  # of a second adapter beside the first, which is what we want here
             _load_again(policy, folder)
         for network in networks:
             _require_equal_adapters(network, folder)
@@ -132,7 +131,7 @@ def _denoised(policy: Policy, probe: Batch) -> Tensor:
 def _load_again(policy: Policy, folder: Path) -> None:
     """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
     try:
-        read_adapter(policy.pipe, str(folder), _RELOADED)
+        _read_plainly(policy.pipe, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
     device = policy.device
@@ -141,6 +140,21 @@ def _load_again(policy: Policy, folder: Path) -> None:
         for key, parameter in network.named_parameters():
             if _RELOADED in key:
                 parameter.data = parameter.data.to(device)
+
+
+def _read_plainly(pipe: Pipeline, folder: Path) -> None:
+    """As a user of diffusers alone loads it, since that is what is to be proven: not by the reader of all forms."""
+    for name in denoisers_of(pipe):
+        part: Any = pipe.components[name]
+        place = folder / name if name.endswith(SECOND) else folder
+        if not place.is_dir():
+            continue
+        own = any(".lokr_" in key for file in place.glob("*.safetensors") for key in keys_of(file))
+        if own or not loads_lora(pipe, denoisers_of(pipe)):
+            part.load_lora_adapter(str(place), prefix=None, adapter_name=_RELOADED, use_safetensors=True)
+        else:
+            second = {"load_into_transformer_2": True} if name.endswith(SECOND) else {}
+            pipe.load_lora_weights(str(place), adapter_name=_RELOADED, **second)
 
 
 def _adapted(policy: Policy) -> dict[str, AdaptedDenoiser]:
@@ -301,7 +315,9 @@ def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> I
         plain = model.dtype == "float32"
         yield from () if plain else ("import torch",)
         yield from ("from diffusers import DiffusionPipeline", "")
-        yield f"pipe = DiffusionPipeline.from_pretrained({base}{'' if plain else f', dtype=torch.{model.dtype}'})"
+        given = "".join(f", {name}=None" for name in model.without) if is_lora else ""
+        given += "" if plain else f", dtype=torch.{model.dtype}"
+        yield f"pipe = DiffusionPipeline.from_pretrained({base}{given})"
     if is_lora and model.scheduler:
         settings = "".join(f", {name}={value!r}" for name, value in model.scheduler.items())
         yield f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{settings})"

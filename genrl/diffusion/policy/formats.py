@@ -128,7 +128,8 @@ def merged_is_alike(config: Config, lora: Path, out: Path, probe: Batch) -> None
         adapt(pipe, settings, lora)
         return pipe
 
-    whole = model.model_copy(update={"path": str(out), "revision": None, "variant": None, "config": None})
+    plain = {"revision": None, "variant": None, "config": None, "without": ()}
+    whole = model.model_copy(update={"path": str(out)} | plain)
     require_alike(config, probe, unmerged, lambda: load_pipeline(whole), out)
 
 

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from genrl.diffusion.config.combinations import OURS
+from genrl.diffusion.config.files import folder_problems
 from genrl.diffusion.config.model_rules import is_text_encoder
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
@@ -22,6 +24,7 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file
 from genrl_rewards.given import is_given, take
+from genrl_rewards.models.accounts import accounted
 
 
 def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
@@ -60,30 +63,24 @@ def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
+    folder = Path(model.config or model.path).expanduser()
+    if folder.is_dir() and (wrong := folder_problems(model, folder)):
+        raise ValueError(f"model.{'config' if model.config else 'path'}: {folder}: {'; '.join(wrong)}")
+    given = dict.fromkeys(model.without) | dict(given)
     if model.config is not None:
-        try:
+        with accounted(f"model.path: {model.path!r} could not be loaded on model.config {model.config!r}"):
             return load_single_file(model)
-        except (OSError, ValueError, LookupError, RuntimeError) as error:  # of a name that a converter looks for
-            text = f"model.path: {model.path!r} could not be loaded on model.config {model.config!r}: {error}"
-            raise ValueError(text) from error
     held = quantization(model)
-    try:
+    with accounted(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline"):
         pipe: Pipeline = DiffusionPipeline.from_pretrained(
             model.path,
             revision=model.revision,
             variant=model.variant,
-            use_safetensors=True,
+            use_safetensors=True if model.use_safetensors else None,
             dtype=getattr(torch, model.dtype),
             **({} if held is None else {"quantization_config": held}),
             **given,
         )
-    except (OSError, ValueError) as error:
-        text = f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}"
-        if "safetensors" in str(error):
-            text += (
-                "; pickled weights, which may run code, are not read: save the pipeline by pipe.save_pretrained(folder)"
-            )
-        raise ValueError(text) from error
     return pipe
 
 

@@ -27,7 +27,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
 )
-from transformers.utils import logging as transformers_logging
 
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.sections import Rewriter as RewriterSettings
@@ -35,6 +34,7 @@ from genrl.mdp.noise import generator
 from genrl.objectives.advantages.prompt_rl import completion_mask
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.weights.low_rank import adapted
+from genrl_rewards.models.accounts import accounted
 from genrl_rewards.scorers.judges.vlm import Inputs, LocalVLM, sees
 
 SETTINGS = "rewriter.json"
@@ -206,7 +206,11 @@ def load_rewriter(folder: Path, device: str | torch.device = "cpu") -> Rewriter:
         )
     settings = RewriterSettings.model_validate_json((folder / SETTINGS).read_text(encoding="utf-8"))
     rewriter = Rewriter(settings, device=device)
-    set_peft_model_state_dict(rewriter.model, load_peft_weights(str(folder)))
+    weights = load_peft_weights(str(folder))
+    lost = sorted(set(weights) ^ set(get_peft_model_state_dict(rewriter.model)))
+    if lost:
+        raise ValueError(f"{folder}: its adapter is of another model: {lost[0]} is in one of them only")
+    set_peft_model_state_dict(rewriter.model, weights)
     return rewriter
 
 
@@ -217,24 +221,21 @@ def load_base(
 
     The model is frozen and without the generation defaults of its makers: an answer is a sample.
     """
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     see = None
     try:
-        config = AutoConfig.from_pretrained(settings.path)
-        if sees(config.model_type) and not getattr(config, "is_encoder_decoder", False):
-            held = LocalVLM(settings.path, settings.dtype, reward="trainer.rewriter.path")
-            tokenizer, model, see = held.tokenizer, held.model, held.inputs
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(settings.path)
-            model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
-    except (OSError, ValueError, KeyError) as error:
+        with accounted("trainer.rewriter.path"):
+            config = AutoConfig.from_pretrained(settings.path)
+            if sees(config.model_type) and not getattr(config, "is_encoder_decoder", False):
+                held = LocalVLM(settings.path, settings.dtype, reward="trainer.rewriter.path")
+                tokenizer, model, see = held.tokenizer, held.model, held.inputs
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(settings.path)
+                model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
+    except ValueError as error:
         raise ValueError(
             f"trainer.rewriter.path: {settings.path} cannot be loaded as a causal language model of transformers, or "
             f"one that sees: {error}"
         ) from error
-    finally:
-        transformers_logging.set_verbosity(level)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"trainer.rewriter.path: the tokenizer of {settings.path} has no eos_token, so no answer would ever end; "

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from genrl.diffusion.config.pipeline_classes import CONSISTENCY, NOT_DDIM
+from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_refusal
 from genrl.mdp.kernels import PredictionType
 
 Parametrisation = Literal["flow", "diffusion"]
-PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 @dataclass(frozen=True)
@@ -225,11 +226,14 @@ class PolicyHead:
         if self.parametrisation == "flow":
             levels = self.full_sigmas
             return levels[index], levels[index + 1], levels[1]
-        t = self.full_timesteps[index]
-        t_next = t - self.config.num_train_timesteps // len(self.uncut[0])
-        alphas = self.alphas_cumprod.to(t.device)
-        final = self.final_alpha_cumprod.to(t.device)
-        return alphas[t], alphas[t_next] if t_next >= 0 else final, alphas[t]
+        # The next entry of the schedule, not `t - 1000 // n` as in DDIM's own step: they differ where the spacing is
+        # linspace, and at numbers of steps that do not divide, and the model was told a level that no state has.
+        times = self.full_timesteps
+        alphas = self.alphas_cumprod.to(times.device)
+        level = alphas[times[index]]
+        if index + 1 < len(times):
+            return level, alphas[times[index + 1]], level
+        return level, self.final_alpha_cumprod.to(times.device), level
 
     def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The parent's own; a flow has none, and what asks a scheduler by its exact class may call it all the same."""
@@ -264,6 +268,30 @@ class PolicyHead:
         return self.hold(self.request.on_step(step))
 
 
+def _linspaced(timesteps: Tensor, own: Any) -> Tensor:
+    """Timesteps of the scheduler in whose place DDIM is, where each is one of the training's: multistep solvers have
+    the noise levels from the last one to the first at equal distances, without a step at t = 0 that changes nothing."""
+    own.set_timesteps(len(timesteps))
+    theirs: Tensor = own.timesteps
+    whole = len(theirs) == len(timesteps) and not theirs.is_floating_point() and bool((theirs.diff() < 0).all())
+    return theirs.to(timesteps) if whole else timesteps
+
+
+@contextmanager
+def _towards_next(head: Any) -> Iterator[None]:
+    """Have DDIM's own step go to the next level of the schedule: one step from anywhere ends at the final alpha."""
+    if head.parametrisation == "flow" or not 0 <= head.next_index < len(head.full_timesteps):
+        yield
+        return
+    steps, final = head.num_inference_steps, head.final_alpha_cumprod
+    _, head.final_alpha_cumprod, _ = head._noise_levels(head.next_index)
+    head.num_inference_steps = 1
+    try:
+        yield
+    finally:
+        head.num_inference_steps, head.final_alpha_cumprod = steps, final
+
+
 def as_policy_head(scheduler: Any) -> PolicyHead:
     """A policy head of the class of `scheduler`, with its configuration.
 
@@ -271,36 +299,36 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     sample prediction the head is a `DDIMScheduler` made from the same configuration, as in DDPO (arXiv 2305.13301):
     its stochastic step is the one with a density.
 
-    Raises ValueError for a scheduler that is neither (it names the class), and for one of a consistency model, which
-    jumps to the clean sample and noises it anew: its schedule and step are no DDIM's.
+    Raises ValueError as `scheduler_refusal` has it.
     """
     config = dict(scheduler.config)
-    if type(scheduler).__name__ in CONSISTENCY:
-        raise ValueError(f"the scheduler {type(scheduler).__name__}: {NOT_DDIM}")
+    bases = [one for one in type(scheduler).__mro__ if one.__module__.startswith("diffusers.")]
+    kind = bases[0].__name__ if bases else type(scheduler).__name__  # of a class of one's own: what it derives from
+    if refusal := scheduler_refusal(kind, config):
+        raise ValueError(refusal)
     parent: Any
     parametrisation: Parametrisation
     overrides: dict[str, Any]
-    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) or config.get("use_flow_sigmas", False):
+    if is_flow_scheduler({"_class_name": kind, **config}):
         parent, parametrisation, overrides = type(scheduler), "flow", {}
-        if config.get("stochastic_sampling", False):
-            raise ValueError(f"{parent.__name__} with stochastic_sampling has no deterministic step: set it to false")
-    elif "beta_schedule" in config and config.get("prediction_type", "epsilon") in PREDICTIONS:
+    else:
         # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
         parent, parametrisation = DDIMScheduler, "diffusion"
         overrides = {"clip_sample": config.get("clip_sample", False)}
-    else:
-        raise ValueError(
-            f"the scheduler {type(scheduler).__name__} is neither a flow-matching scheduler nor one of an epsilon, v "
-            "or sample prediction with a beta schedule: there is no Gaussian transition for it"
-        )
+
+    own = deepcopy(scheduler)
+    evenly = parametrisation == "diffusion" and not config.keys().isdisjoint({"solver_order", "predictor_order"})
 
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
         parent.set_timesteps(self, *args, **kwargs)
+        if evenly and self.config.timestep_spacing == "linspace":
+            self.timesteps = _linspaced(self.timesteps, own)
         self._expose_segment()
 
     def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.request.on_step is None:
-            made = parent.step(self, model_output, timestep, sample, *args, **kwargs)
+            with _towards_next(self):
+                made = parent.step(self, model_output, timestep, sample, *args, **kwargs)
             self.note(made[0] if isinstance(made, tuple) else made.prev_sample)
             return made
         state = self._step(model_output, sample)

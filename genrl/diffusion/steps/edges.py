@@ -16,7 +16,6 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.layout import Prune, Tree, pruned_depths
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
-from genrl.diffusion.updating import Meter
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.credit import (
@@ -33,6 +32,7 @@ from genrl.objectives.advantages.credit import (
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.advantages.pruning import best_siblings, depth_pruned, extreme_leaves, width_pruned
 from genrl.objectives.surrogates.layer_tuning import progress_weights
+from genrl.runtime.loop.updating import Meter
 
 
 class Edges(NamedTuple):
@@ -64,10 +64,10 @@ def estimate(
     """
     iteration = run.iteration
     advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
-    meter.add_advantages(advantages, settings.advantage_clip)
     if grouped:
         meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     if settings.layout.tree is None:
+        meter.add_advantages(advantages, settings.advantage_clip)
         return independent_edges(advantages, steps)
     rewards = rollouts.total
     if settings.layout.tree.contrast:

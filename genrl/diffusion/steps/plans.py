@@ -6,7 +6,6 @@ number is in `layout`. `choose_kernel` asks the loaded model too whether the tra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, Self
@@ -28,6 +27,7 @@ from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
 from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import require_on_policy
 
 
 def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range | None:
@@ -190,19 +190,13 @@ def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scale
 def off_policy(worst: float, clip: float, *, compiled: bool = False) -> str | None:
     """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`, or,
     of a compiled denoiser, above 0: one graph runs in both."""
-    if worst == 0.0:
-        return None
-    found = f"before the first update the ratio of the replayed to the recorded policy is off 1 by {worst:.3g}"
+    causes = (
+        "Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, guidance "
+        "intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or float16 instead of "
+        "bfloat16), kernels that are not deterministic. Or widen trainer.clip_range, of which a tenth is allowed."
+    )
     if compiled:
-        raise RuntimeError(
-            f"{found}: as compiled (kernels.compile), the denoiser does not replay what it sampled. Write "
-            "kernels.compile: false; if the ratio is off without it too, that run says why"
-        )
-    if worst > clip / 10 or math.isnan(worst):
-        raise RuntimeError(
-            f"{found}, more than a tenth of trainer.clip_range ({clip:g}): training does not replay what sampling "
-            "did. Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, "
-            "guidance intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or "
-            "float16 instead of bfloat16), kernels that are not deterministic. Or widen trainer.clip_range."
-        )
-    return f"{found}; below a tenth of the clip range ({clip:g}): rounding of the kernels in use"
+        causes = "Write kernels.compile: false; if the ratio is off without it too, that run says why"
+    what = "the ratio of the replayed to the recorded policy"
+    require_on_policy(worst, 0.0 if compiled else clip / 10, what, causes=causes)
+    return f"before the first update {what} is off 1 by {worst:.3g}: rounding of the kernels in use" if worst else None

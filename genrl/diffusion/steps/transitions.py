@@ -6,7 +6,7 @@ step, its advantage and weight, log p_old, and, with a divergence, what the refe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -16,13 +16,12 @@ from torch import Tensor
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
-from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps, Tensors, check_on_policy, choose_kernel, evidence, replayed
 from genrl.diffusion.steps.settings import PolicyGradient
-from genrl.diffusion.updating import EVIDENCE, Meter, descend
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,
     clipped_surrogate,
@@ -35,6 +34,7 @@ from genrl.objectives.surrogates.policy_losses import (
     staleness_weight,
 )
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import EVIDENCE, Meter, Results, descend
 
 REFERENCE = {"gaussian": "mean", "gaussian_dt": "mean", "mean_square": "mean", "k2": "log_prob"}
 """What a divergence reads of the reference; the others read its output."""
@@ -137,18 +137,15 @@ def update(
     *,
     actions: Actions | None = None,
     further: Callable[[Action], Mapping[str, Tensor]] = lambda action: {},
-    seen: Callable[[Action, Tensors], None] = lambda action, results: None,
+    seen: Callable[[Action, Results], None] = lambda action, results: None,
 ) -> None:
     """The optimiser steps of one iteration. actions: None = all that are trained; further: what the method's loss reads
     beside the step; seen: is told what came of each."""
     every = actions_of(run, settings, rollouts, edges) if actions is None else actions
 
-    def measured(results: Tensors, recorded: Recorded, action: Action) -> None:
+    def measured(action: Action, results: Results, recorded: Recorded) -> None:
         measure(meter, results, recorded)
         seen(action, results)
-
-    def parts(micro_batches: list[MicroBatch]) -> Iterator[tuple[Action]]:
-        return ((action,) for micro_batch in micro_batches for action in every[micro_batch.slots[0]])
 
     def prepare(action: Action) -> Recorded:
         return record(run, settings, edges, action, further(action))
@@ -157,7 +154,9 @@ def update(
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = float(edges.weight[:, slots].sum())
-            descend(run, settings, parts(micro_batches), prepare, loss, meter, divisor=divisor, measure=measured)
+            parts = (action for micro_batch in micro_batches for action in every[micro_batch.slots[0]])
+            norms = descend(run.loop, settings, run.policy, parts, prepare, loss, divisor=divisor, measure=measured)
+            meter.note({"grad_norm": norms["policy"]})
 
 
 def record(
@@ -216,7 +215,7 @@ def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> T
     return penalised(settings, surrogate, new, given)
 
 
-def measure(meter: Meter, results: Tensors, given: Recorded) -> None:
+def measure(meter: Meter, results: Results, given: Recorded) -> None:
     """Log what came of a transition."""
     advantage, weight = given["advantage"], given["weight"]
     for name in [name for name in results if name not in (*OWN, *EVIDENCE)]:

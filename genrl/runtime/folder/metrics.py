@@ -1,6 +1,6 @@
 """What a run measures: the catalogue of metrics, and the logger that writes them.
 
-Every logged key has an entry in `METRICS`, with its formula and how to read it; `docs/metrics.md` is made from it.
+Every logged key has an entry in the `catalogue`, with its formula and how to read it: `docs/metrics.md`.
 What all runs and those of pipelines share is here, what those of another kind share in its `config.metrics`, and what a
 method logs beside it in its settings (`Method.metrics`).
 `<name>` stands for the name of a reward (`shapes`) or of a part of it (`shapes/count`).
@@ -12,13 +12,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from genrl.config import RunConfig
 from genrl.config.kinds import KINDS, Kind
-from genrl.config.method import MetricDoc, built_in, headings
+from genrl.config.method import MetricDoc, built_in, headings, methods_of, metrics_of
 from genrl.runtime.folder import trackers
 from genrl.runtime.folder.run import Run, json_line
 
@@ -202,16 +204,6 @@ _COST = {
 }
 
 
-def _of_kind(kind: Kind, shared: str = "") -> dict[str, dict[str, MetricDoc]]:
-    """What runs of a kind and its built-in methods log, by heading. shared: the module that says it of all its runs;
-    it is named by a string, since nothing in `runtime` imports a kind."""
-    found: dict[str, dict[str, MetricDoc]] = dict(import_module(shared).SECTIONS) if shared else {}
-    for method in built_in(kind).values():
-        for title, entries in headings(method).items():
-            found.setdefault(title, {}).update(entries)
-    return found
-
-
 _WORKERS = {
     "timing/push_s": MetricDoc(
         "wall time of handing the trained weights to rollout workers",
@@ -258,39 +250,80 @@ _OLDER = {
     "importance/max_abs_dev": MetricDoc("max of |w - 1| over these", "As `importance/mean`."),
 }
 
-SECTIONS: dict[str, dict[str, MetricDoc]] = {
+_FIRST: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
     "Evaluation": _EVALUATION,
     "Groups and advantages": _ADVANTAGES,
     "Chosen prompts": _SELECTION,
     "Update": _UPDATE,
-    **_of_kind("diffusion"),
-    **_of_kind("vla", "genrl.vla.config.metrics"),
-    **_of_kind("vlm", "genrl.vlm.config.metrics"),
+}
+_LAST: dict[str, dict[str, MetricDoc]] = {
     "Time, memory and cost": _COST,
     "Rollout workers": _WORKERS,
     "Samples of earlier weights": _OLDER,
 }
-METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
+_SHARED = {key: doc for section in (*_FIRST.values(), *_LAST.values()) for key, doc in section.items()}
+_OF_KINDS = {"vla": "genrl.vla.config.metrics", "vlm": "genrl.vlm.config.metrics"}
+"""Who says what all runs of a kind log; named by a string, since nothing in `runtime` imports a kind."""
 
 _NAME = r"[\w.-]+(/[\w.-]+( [\w.-]+)*)?"  # reward, or reward/part; as `genrl_rewards.contract` allows part names
-_PATTERNS = {key: re.compile(_NAME.join(map(re.escape, key.split("<name>")))) for key in METRICS if "<name>" in key}
+
+
+def _of_kind(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
+    """What all runs of a kind log, by heading."""
+    sections: dict[str, dict[str, MetricDoc]] = import_module(_OF_KINDS[kind]).SECTIONS if kind in _OF_KINDS else {}
+    return sections
+
+
+def logged_by(config: RunConfig) -> dict[str, MetricDoc]:
+    """What runs of the kind and the methods of a configuration log beside what all runs do."""
+    of_kind = {key: doc for section in _of_kind(config.kind).values() for key, doc in section.items()}
+    return of_kind | {name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()}
+
+
+@cache
+def by_heading() -> dict[str, dict[str, MetricDoc]]:
+    """What every run of every built-in method logs, by heading. It imports the settings of all methods, which no run
+    needs: a run documents what it logs by `logged_by`."""
+    found: dict[str, dict[str, MetricDoc]] = {title: dict(entries) for title, entries in _FIRST.items()}
+    for kind in KINDS:
+        parts: list[Mapping[str, Mapping[str, MetricDoc]]] = [_of_kind(kind)]
+        for part in parts + [headings(method) for method in built_in(kind).values()]:
+            for title, entries in part.items():
+                found.setdefault(title, {}).update(entries)
+    return found | _LAST
+
+
+@cache
+def catalogue() -> dict[str, MetricDoc]:
+    """The same, by key."""
+    return {key: doc for section in by_heading().values() for key, doc in section.items()}
 
 
 def document(key: str, own: Mapping[str, MetricDoc] | None = None) -> MetricDoc:
-    """The entry of a logged key in the catalogue, or in the method's `own`. Raises ValueError where there is none."""
-    if key in METRICS:
-        return METRICS[key]
-    if own and key in own:
-        return own[key]
-    for entry, pattern in _PATTERNS.items():
-        if pattern.fullmatch(key):
-            return METRICS[entry]
+    """The entry of a logged key, among those of a run (`own`: `logged_by`) or in the catalogue. Raises ValueError where
+    there is none."""
+    found = None if own is None else _entry(key, {**own, **_SHARED})
+    if found is None:
+        found = _entry(key, catalogue())
+    if found is not None:
+        return found
     raise ValueError(
-        f"metric {key!r} has no entry in genrl.runtime.folder.metrics.METRICS, nor in the method's `metrics`: "
-        "add its formula and how to read it"
+        f"metric {key!r} has no entry in genrl.runtime.folder.metrics, nor in the method's `metrics`: add its formula "
+        "and how to read it"
     )
+
+
+def _entry(key: str, entries: Mapping[str, MetricDoc]) -> MetricDoc | None:
+    if key in entries:
+        return entries[key]
+    return next((doc for name, doc in entries.items() if "<name>" in name and _pattern(name).fullmatch(key)), None)
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(_NAME.join(map(re.escape, name.split("<name>"))))
 
 
 class MetricLogger:
@@ -372,7 +405,7 @@ def markdown() -> str:
     for name, method in chain.from_iterable(built_in(kind).items() for kind in KINDS):
         titles = ", ".join(f"[{title}](#{_anchor(title)})" for title in headings(method)) or "-"
         lines.append(f"| `{name}` | {titles} |")
-    for title, section in SECTIONS.items():
+    for title, section in by_heading().items():
         lines += ["", f"## {title}", "", "| key | formula | unit | how to read it |", "| --- | --- | --- | --- |"]
         for key, doc in section.items():
             cells = [f"`{key}`" + ("" if doc.reproducible else " *"), doc.formula, doc.unit or "-", doc.reading]

@@ -20,9 +20,10 @@ from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
+from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
-from genrl.runtime.loop.saving import saved_on_error
+from genrl.runtime.loop.running import Run as Running
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
@@ -35,9 +36,7 @@ logger = logging.getLogger(__name__)
 class Kind(NamedTuple):
     """What differs between runs of pipelines, token models and robot policies.
 
-    An opened run has `loop`, `settings`, `begin(found)`, called after the checkpoint `found` was restored, and
-    `conclude()`, called by the main process at the end, and `hand_over()`, what it trained, last of all; the rest of it
-    is its methods' business.
+    What it opens is a `running.Run`.
     """
 
     unit: str
@@ -46,7 +45,7 @@ class Kind(NamedTuple):
     """(configuration, number of processes): ValueError where they do not fit together."""
     prepare: Callable[[Any, Accelerator], Any]
     """What is loaded, and may raise ValueError, before anything is written."""
-    open: Callable[[Any, Process, Any, ExitStack], Any]
+    open: Callable[[Any, Process, Any, ExitStack], Running[Any]]
     """(configuration, process, what was prepared, stack that closes it) -> the run."""
     reopen: Callable[[Any, str, int], Any]
     """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
@@ -134,9 +133,37 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
-def _train(run: Any, memory_hint: str) -> None:
+@contextmanager
+def saved_on_error(loop: Loop) -> Iterator[None]:
+    """Where an error ends the block, the iterations that are finished are saved first, as where a signal does.
+
+    Of several processes only where all end by it together: a save is written by all of them.
+    """
+    try:
+        yield
+    except Exception as error:
+        alone = loop.process.accelerator.num_processes == 1
+        tries = not isinstance(error, checkpoint.CheckpointError) and (alone or isinstance(error, StoppedTogether))
+        if tries and loop.iteration and loop.can_be_left:
+            _save_finished(loop)
+        raise
+
+
+def _save_finished(loop: Loop) -> None:
+    if loop.saved == loop.iteration and not loop.outdated:
+        return
+    try:
+        loop.undo()
+        loop.save()
+    except (RuntimeError, OSError, ValueError) as error:  # the one that ends the run is to be read
+        logger.warning("the finished iterations could not be saved: %s", error)
+        return
+    loop.process.progress.say(f"{loop.iteration} finished iterations are saved")
+
+
+def _train(run: Running[Any], memory_hint: str) -> None:
     """The run's method, and in a run in stages the next ones'."""
-    loop: Loop = run.loop
+    loop = run.loop
     while True:
         first = loop.iteration
         try:

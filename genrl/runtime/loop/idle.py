@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from genrl.runtime.loop.guards import StoppedTogether
-
-if TYPE_CHECKING:
-    from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.state import State
 
 KEY = "idle"
 """In the loop's memory: iterations in a row, up to now, that changed no weight."""
 logger = logging.getLogger(__name__)
 
 
-def note(loop: Loop, row: Mapping[str, float]) -> None:
+def note(loop: State, row: Mapping[str, float]) -> None:
     """Count the iteration that ends, before its updates are forgotten."""
     if math.isnan(row.get("reward/total_mean", 0.0)) and loop.is_main:
         logger.warning("iteration %d taught nothing: %s", loop.iteration, reason(row))
@@ -27,7 +24,7 @@ def note(loop: Loop, row: Mapping[str, float]) -> None:
         loop.memory[KEY] = loop.memory.get(KEY, 0) + 1
 
 
-def check(loop: Loop, row: Mapping[str, float]) -> None:
+def check(loop: State, row: Mapping[str, float]) -> None:
     """Raise StoppedTogether after `idle_iterations` of them."""
     most, count = loop.config.idle_iterations, loop.memory.get(KEY, 0)
     if most is not None and count >= most:

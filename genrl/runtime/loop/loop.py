@@ -1,86 +1,31 @@
 """The one loop of all runs: iterations, phases, stopping, undoing, evaluations, checkpoints.
 
 A `Loop` is one process of one run. It knows what is trained as one object (`Trained`) and no algorithm: a method takes
-`loop.iterations()`, gives micro-batches to `loop.backward` and `loop.step`, and ends each iteration by `loop.finish`.
+`loop.iterations()`, makes its updates by `updating.descend`, and ends each iteration by `loop.finish`.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather_object, set_seed
-from torch import Tensor
 
-from genrl.config.method import Method
 from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
 from genrl.runtime.loop import idle, monitor, saving
 from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
-from genrl.runtime.loop.process import Process, peak_memory_mb
-from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.process import peak_memory_mb
+from genrl.runtime.loop.state import State
 from genrl.runtime.loop.undo import Undo
-from genrl.runtime.weights.kept import Kept, Stateful
-from genrl.runtime.weights.optimization import Optimization, Schedule
-from genrl.runtime.weights.weights import AVERAGE, Weights
-
-
-class Evaluation(Protocol):
-    """What the section `evaluation` of every configuration has."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def monitor(self) -> Monitor | None: ...
-
-
-class Settings(Protocol):
-    """What every configuration has."""
-
-    @property
-    def iterations(self) -> int: ...
-    @property
-    def idle_iterations(self) -> int | None: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def optimizer(self) -> Optimizer: ...
-    @property
-    def ema(self) -> EMA | None: ...
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-    @property
-    def evaluation(self) -> Evaluation: ...
-
-
-class Trained(Protocol):
-    """What is trained: a pipeline, a token model, a robot policy."""
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """Metrics of the model after so many iterations, the same in all processes; writes its pictures. Empty where
-        there is nothing to evaluate on."""
-
-    def export(self, folder: Path | None) -> None:
-        """Write it in its users' format into the folder of a checkpoint, where such a copy is kept. folder: None in
-        processes that write nothing, and only make those passes with the main one that all make together."""
-
-    def micro_batch_sizes(self) -> list[int]:
-        """The present size of micro-batches and the smaller ones that can be taken; one where it cannot shrink."""
-
-    def resize(self, size: int) -> None:
-        """From here on micro-batches have this size."""
-
-    def forget(self) -> None:
-        """Let go of the samples of the running iteration, which is undone."""
+from genrl.runtime.weights.optimization import Schedule
 
 
 class Interrupted(Exception):
@@ -93,67 +38,20 @@ class MemoryRanOut(Exception):
 
 
 @dataclass
-class Loop:
-    """One process of one training run. retries: whether an iteration in which memory runs out is done again."""
+class Loop(State):
+    """One process of one training run."""
 
-    config: Any
-    process: Process
-    weights: Weights
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    trained: Trained
-    retries: bool = False
-    after_backward: Callable[[], None] | None = None
     before_iteration: Callable[[], None] | None = None
     """Called before each iteration, which it is no part of: a run in stages takes over the next one's settings."""
     ends: Collection[int] = ()
     """Numbers of finished iterations after which another method goes on (`iterations`)."""
     on_iteration: Callable[[Loop, Mapping[str, float]], None] | None = None
     """A script's, called after each iteration with what was logged of it."""
-    iteration: int = 0
-    """Finished iterations."""
-    timings: dict[str, float] = field(default_factory=dict)
-    """Seconds per phase of the running iteration."""
-    unfinished_row: dict[str, float] | None = None
-    """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """What a method keeps from one iteration to the next, as JSON; in the checkpoint."""
-    kept: Kept = field(default_factory=Kept)
-    """Beside the model (`keep`)."""
     started: float = 0.0
     """When the running iteration began."""
-    outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
-    saved: int | None = None  # the iteration of the newest checkpoint
     global_settings: GlobalSettings = field(default_factory=GlobalSettings)
     _undo: Undo | None = None
     _evaluated: bool = False
-
-    def __post_init__(self) -> None:
-        settings: Settings = self.config
-        self.optimization = Optimization(
-            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, settings.ema
-        )
-        if settings.ema is not None and AVERAGE not in self.weights.snapshots:
-            self.weights.snapshot(AVERAGE)
-
-    @property
-    def is_main(self) -> bool:
-        return self.process.is_main
-
-    @property
-    def updates(self) -> int:
-        """Optimiser steps of the running iteration that moved the weights."""
-        return self.optimization.updates
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimiser steps of the run so far."""
-        return self.optimization.steps
-
-    @property
-    def lr(self) -> float:
-        """Of the last step of the first group of parameters."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def is_complete(self) -> bool:
@@ -208,10 +106,10 @@ class Loop:
         self.global_settings.put_back()
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
 
-    def phase(self, name: str, total: int = 0) -> None:
-        """A phase begins, with so much to do."""
+    def phase(self, name: str, total: int = 0, parts: int = 0) -> None:
+        """A phase begins, with so much to do, in so many equal parts where it has some."""
         self.global_settings.put_back()
-        self.process.progress.phase(name, total)
+        self.process.progress.phase(name, total, parts)
         self.process.watchdog.beat(name, self.iteration)
 
     def advance(self, count: float) -> None:
@@ -258,32 +156,6 @@ class Loop:
         started = time.perf_counter()
         yield
         self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - started
-
-    def backward(
-        self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float = 1.0
-    ) -> None:
-        """Add one micro-batch's share of the update (`Optimization.backward`)."""
-        if self.process.accelerator.num_processes == 1:
-            self.check_stop()
-        self.optimization.backward(settings, results, recorded, divisor)
-        if self.after_backward is not None:
-            self.after_backward()
-
-    def step(self, groups: Sequence[str] | None = None) -> dict[str, float]:
-        """One optimiser step of these parameter groups; returns their gradients' norms (`Optimization.step`)."""
-        self.check_stop()
-        return self.optimization.step(groups)
-
-    def step_other(self, optimizer: torch.optim.Optimizer) -> float:
-        """One step of an optimiser beside the model's (`Optimization.step_other`); returns the gradient's norm."""
-        return self.optimization.step_other(optimizer)
-
-    def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
-        """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved, and where
-        the method is begun again in this process, that of the one kept under this name before. changes: whether
-        iterations change it, so that undoing one puts it back; False for data that is made once.
-        """
-        self.kept.keep(name, thing, changes=changes)
 
     @property
     def can_be_left(self) -> bool:
@@ -345,15 +217,6 @@ class Loop:
         with self.timed("eval"), self.averaged():
             found = self.trained.evaluate(self.iteration)
         return found | monitor.watch(self, found) if found else found
-
-    def keep_average(self) -> None:
-        """From here on the model holds the averaged weights, where the run keeps an average: it is trained no more."""
-        if self.config.ema is not None:
-            self.weights.take(AVERAGE)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the model holds the averaged weights, where the run keeps an average."""
-        return self.weights.use(AVERAGE) if self.config.ema is not None else nullcontext()
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""

@@ -13,13 +13,11 @@ import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from genrl.objectives.hacking import fallen_since
+from genrl.runtime.loop.state import State
 from genrl.runtime.weights.weights import AVERAGE
-
-if TYPE_CHECKING:
-    from genrl.runtime.loop.loop import Loop
 
 BEST = "best"
 
@@ -37,14 +35,14 @@ class Best:
         self.states = states
 
 
-def prepare(loop: Loop) -> None:
+def prepare(loop: State) -> None:
     """Before the first evaluation, and after a trainer has said what it keeps."""
     settings = loop.config.evaluation.monitor
     if settings is not None and settings.action == "roll_back" and loop.kept.changing:
         loop.keep(BEST, Best())
 
 
-def watch(loop: Loop, metrics: Mapping[str, float]) -> dict[str, float]:
+def watch(loop: State, metrics: Mapping[str, float]) -> dict[str, float]:
     """Remember this evaluation, and decide whether it is to be the last; returns what to log of it.
 
     For `roll_back` a new best is kept as a snapshot of the evaluated weights. Where training is to end, `ended_at` says
@@ -82,7 +80,7 @@ def watch(loop: Loop, metrics: Mapping[str, float]) -> dict[str, float]:
     return {"eval/monitor_drop": best - score}
 
 
-def ended_at(loop: Loop) -> int | None:
+def ended_at(loop: State) -> int | None:
     """The iteration of the best evaluation, where the monitor has ended the run; else None."""
     if loop.config.evaluation.monitor is None:
         return None

@@ -12,10 +12,9 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 
 from genrl.config import RunConfig, dump
-from genrl.config.method import methods_of, metrics_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder import run as run_folder
-from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.metrics import MetricLogger, logged_by
 from genrl.runtime.folder.run import Run, Script
 from genrl.runtime.loop.progress import Progress
 from genrl.runtime.loop.signals import PATIENCE, Stop, Watchdog, catch_stop
@@ -88,6 +87,12 @@ class Process:
         """Which one of its group this process is."""
         return self.rank % self.context
 
+    def share(self, number: int) -> range:
+        """This process's part of 0 to number - 1; the parts differ by one at most, the larger ones come first."""
+        size, more = divmod(number, int(self.accelerator.num_processes))
+        first = self.rank * size + min(self.rank, more)
+        return range(first, first + size + (self.rank < more))
+
 
 def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
     """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays.
@@ -152,7 +157,7 @@ def begin(
         config=config.model_dump(mode="json"),
         resumed_from=claimed.start,
         enabled=accelerator.is_main_process,
-        own={name: doc for method in methods_of(config) for name, doc in metrics_of(type(method)).items()},
+        own=logged_by(config),
     )
     stack.callback(log.finish)
     context, started = config.distributed.context, run_folder.run_info(claimed.run).get("started", "")

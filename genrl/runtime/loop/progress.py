@@ -49,6 +49,7 @@ class Progress:
         self.finished = [self.began]
         """When the first iteration of this process began, and when each was finished."""
         self.name, self.total, self.count, self.phase_began = "starting", 0, 0.0, self.began
+        self.each = 0.0  # images of a part of the phase
         self.printed = -float("inf")
         live = enabled and self.console.is_terminal
         self.live = (
@@ -71,9 +72,11 @@ class Progress:
         if len(self.finished) == 1:
             self.finished = [self.clock()]
 
-    def phase(self, name: str, total: int = 0) -> None:
-        """A phase begins ("sampling", "scoring", "training", "evaluating") with `total` images to do."""
+    def phase(self, name: str, total: int = 0, parts: int = 0) -> None:
+        """A phase begins ("sampling", "scoring", "training", "evaluating") with `total` images to do, in equal `parts`
+        where it has some."""
         self.name, self.total, self.count, self.phase_began = name, total, 0.0, self.clock()
+        self.each = total / parts if parts else 0.0
 
     def advance(self, images: float) -> None:
         """So many images of the phase's total are done; parts of one where each is gone through several times."""

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from genrl.runtime.folder.software import DISTRIBUTIONS
+from genrl_rewards.extras import install
 
 PATIENCE_S = 60.0
 """How long a cluster may take to answer."""
@@ -36,7 +37,7 @@ def connected(address: str | None = None) -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ValueError("Ray is not installed: pip install 'genrl-diffusion[ray]'") from error
+        raise ValueError(f"Ray is not installed: {install('ray')}") from error
     if is_connected():
         return ray
     key, asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import write_atomic
-from genrl.runtime.loop.guards import NonFiniteError, StoppedTogether, any_rank, non_finite
+from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite
+from genrl.runtime.loop.state import State
 from genrl.runtime.weights import state
 from genrl.runtime.weights.sharding import load_optimizer_state, local
-
-if TYPE_CHECKING:
-    from genrl.runtime.loop.loop import Loop
 
 logger = logging.getLogger(__name__)
 
 
-def save(loop: Loop) -> None:
+def save(loop: State) -> None:
     """Write a checkpoint of this moment, unless there is one: all that decides the rest of the run. All processes.
 
     Raises NonFiniteError, in all processes, where a trained weight is NaN or infinite: a resume would be stuck on it.
@@ -62,7 +58,7 @@ def save(loop: Loop) -> None:
     process.watchdog.beat("saving", loop.iteration)
 
 
-def _require_finite(loop: Loop, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _require_finite(loop: State, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
     named = {f"{stem}/{name}": local(tensor) for stem, one in weights.items() for name, tensor in one.items()}
     bad = non_finite(named)
     if any_rank(bool(bad), loop.process.accelerator):
@@ -75,7 +71,7 @@ def _require_finite(loop: Loop, weights: Mapping[str, Mapping[str, Tensor]]) -> 
         )
 
 
-def _write_beside(loop: Loop, folder: Path) -> None:
+def _write_beside(loop: State, folder: Path) -> None:
     """What a checkpoint has beside its tensors: the model, and the configuration that this process trains by, by which
     a resume is judged. The file in the run folder may have been edited since."""
     if loop.process.config:
@@ -83,7 +79,7 @@ def _write_beside(loop: Loop, folder: Path) -> None:
     loop.trained.export(folder)
 
 
-def restore(loop: Loop, path: Path) -> None:
+def restore(loop: State, path: Path) -> None:
     """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
     loaded = checkpoint.load(path, in_shares=True, hashes=False)
     loop.weights.restore(loaded.tensors)
@@ -94,31 +90,3 @@ def restore(loop: Loop, path: Path) -> None:
     loop.kept.restore(loaded.tensors, loaded.state["kept"])
     if loop.retries and "batch_size" in loop.memory:
         loop.trained.resize(loop.memory["batch_size"])
-
-
-@contextmanager
-def saved_on_error(loop: Loop) -> Iterator[None]:
-    """Where an error ends the block, the iterations that are finished are saved first, as where a signal does.
-
-    Of several processes only where all end by it together: a save is written by all of them.
-    """
-    try:
-        yield
-    except Exception as error:
-        alone = loop.process.accelerator.num_processes == 1
-        tries = not isinstance(error, checkpoint.CheckpointError) and (alone or isinstance(error, StoppedTogether))
-        if tries and loop.iteration and loop.can_be_left:
-            _save_finished(loop)
-        raise
-
-
-def _save_finished(loop: Loop) -> None:
-    if loop.saved == loop.iteration and not loop.outdated:
-        return
-    try:
-        loop.undo()
-        loop.save()
-    except (RuntimeError, OSError, ValueError) as error:  # the one that ends the run is to be read
-        logger.warning("the finished iterations could not be saved: %s", error)
-        return
-    loop.process.progress.say(f"{loop.iteration} finished iterations are saved")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor
 
+from genrl.runtime.loop.state import State
 from genrl.runtime.weights import state
-
-if TYPE_CHECKING:
-    from genrl.runtime.loop.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Undo:
         return self.copies is not None
 
     @classmethod
-    def of(cls, loop: Loop) -> Self:
+    def of(cls, loop: State) -> Self:
         """As it is now."""
         copies = None
         if loop.weights.can_be_copied:
@@ -55,7 +53,7 @@ class Undo:
         kept = {name: state.copied(thing.state_dict()) for name, thing in changing.items()}
         return cls(memory, kept, loop.optimizer_steps, copies)
 
-    def apply(self, loop: Loop) -> None:
+    def apply(self, loop: State) -> None:
         """Put it back."""
         loop.memory, loop.optimization.steps = self.memory, self.optimizer_steps
         for name, kept in self.kept.items():

@@ -1,4 +1,4 @@
-"""mp4 files through PyAV, an extra: `pip install 'genrl-diffusion[av]'`. Pictures are uint8 [T, H, W, 3] RGB."""
+"""mp4 files through PyAV, the extra `av`. Pictures are uint8 [T, H, W, 3] RGB."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from genrl_rewards.extras import install
 
 Pictures = NDArray[np.uint8]
 
@@ -20,7 +22,7 @@ def import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ImportError("mp4 files need PyAV: pip install 'genrl-diffusion[av]'") from error
+        raise ImportError(f"mp4 files need PyAV: {install('av')}") from error
     return av
 
 

@@ -83,7 +83,9 @@ class Optimization:
     suspects: dict[str, Suspect] = field(default_factory=dict, repr=False)
     """The first of this update, for each name that `Suspect.checked` has."""
 
-    def backward(self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, divisor: float) -> None:
+    def backward(
+        self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float = 1.0
+    ) -> None:
         """Add the gradient of `results["loss"].sum() / divisor`, one micro-batch's share of the update.
 
         results: of the method's `loss(settings, policy, recorded)`, "loss" [B] or []. divisor: the weights of all

@@ -17,17 +17,18 @@ from genrl.vla.config.openvla import data_set, data_sets, is_openvla
 from genrl.vla.config.rules import not_trained, of_layers
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.config.sections import OFT
+from genrl_rewards.extras import install
 from genrl_rewards.given import given, is_given
 
 PACKAGES = {
-    "metaworld": ("metaworld", "'genrl-diffusion[metaworld]'"),
-    "point_maze": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
-    "fetch": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
-    "reacher": ("gymnasium_robotics", "'genrl-diffusion[robotics]'"),
-    "maniskill": ("mani_skill", "mani-skill"),
-    "libero": ("libero", "hf-libero"),
+    "metaworld": ("metaworld", "metaworld"),
+    "point_maze": ("gymnasium_robotics", "robotics"),
+    "fetch": ("gymnasium_robotics", "robotics"),
+    "reacher": ("gymnasium_robotics", "robotics"),
+    "maniskill": ("mani_skill", "pip install mani-skill"),
+    "libero": ("libero", "pip install hf-libero"),
 }
-"""The module that shows a simulator installed, and what pip calls it."""
+"""The module that shows a simulator installed, and the extra that has it, or what installs it."""
 
 
 def file_problems(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
@@ -110,7 +111,7 @@ def _demonstrations(config: VLAConfig) -> Iterator[FileFinding]:
             close = get_close_matches(path.name, [file.name for file in path.parent.glob("*.h*5")], n=1, cutoff=0.3)
             yield key, f"there is no file {path}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
         elif importlib.util.find_spec("h5py") is None:
-            yield key, f"the package h5py, which reads {path}, is not installed: pip install 'genrl-diffusion[h5py]'"
+            yield key, f"the package h5py, which reads {path}, is not installed: {install('h5py')}"
     elif not (path / "meta" / "info.json").is_file():
         yield key, f"{path} is no LeRobotDataset v3: there is no meta/info.json in it"
     elif config.trainer.algorithm == "fisor":
@@ -136,14 +137,15 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
         return
     yield from _own_code(key, name, "make", notes)
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
-        yield key, f"the package {PACKAGES[name][0]} is not installed: pip install {PACKAGES[name][1]}"
+        package, extra = PACKAGES[name]
+        yield key, f"the package {package} is not installed: {extra if ' ' in extra else install(extra)}"
     elif not (known := names(SIMULATORS)).count(name) and not any(mark in name for mark in ("/", "-v", ":", ".py")):
         close = get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         text = f"no environment {name!r}{hint}; there are {', '.join(known)}, gymnasium ids and path/file.py:function"
         yield key, text
     if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
-        yield ("environment", "workers"), "the package ray is not installed: pip install 'genrl-diffusion[ray]'"
+        yield ("environment", "workers"), f"the package ray is not installed: {install('ray')}"
 
 
 def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterator[FileFinding]:

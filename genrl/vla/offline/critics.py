@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.vla.offline import settings as offline_settings
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
@@ -105,6 +105,6 @@ def train_iql(
             batch.reward.to(device), following, batch.terminated.to(device), batch.discount.to(device)
         )
         q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()
-        descend(optimiser, value_loss + q_loss)
+        step_beside(optimiser, value_loss + q_loss)
         critics.follow(settings.target_rate)
         yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}

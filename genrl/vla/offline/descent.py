@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Loss, Meter, Results, descend
 from genrl.vla.rollout.sampling import Acting, Sampler
 from genrl.vla.run import VLARun
-from genrl.vla.update.inner import Loss, gradients
-from genrl.vla.update.learn import Figures
 
 Step = Callable[[Recorded], Mapping[str, Tensor]]
 """Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
@@ -26,14 +25,18 @@ def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = No
     def step(recorded: Recorded) -> Mapping[str, Tensor]:
         loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
         acting = run.acting if sampler is None else Acting(run.policy, sampler)
-        found = gradients(run, settings, loss, acting, [(0, lambda: recorded)])
-        loop.step(["policy"])
+        found: dict[str, Tensor] = {}
+
+        def measure(part: Recorded, results: Results, _: Recorded) -> None:
+            found.update({name: value.detach().cpu() for name, value in results.items()})
+
+        descend(loop, settings, acting, [recorded], lambda one: one, loss, groups=["policy"], measure=measure)
         return found
 
     return step
 
 
-def descend(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float | None = None) -> float:
+def step_beside(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float | None = None) -> float:
     """One step on a loss []; returns it. clip: the largest norm of the gradient; None = any."""
     optimiser.zero_grad(set_to_none=True)
     loss.backward()
@@ -46,8 +49,8 @@ def descend(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float | None =
 def followed(run: VLARun, phase: str, steps: int, rows: Iterator[Mapping[str, float]], prefix: str) -> dict[str, float]:
     """A training of so many steps as a phase of the run: means of what it yields, each under prefix/name."""
     run.loop.phase(phase, steps)
-    figures = Figures()
+    meter = Meter()
     for row in rows:
-        figures.add({f"{prefix}/{name}": value for name, value in row.items()})
+        meter.note({f"{prefix}/{name}": value for name, value in row.items()})
         run.loop.advance(1)
-    return figures.means
+    return meter.result()

@@ -9,19 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Loss, Meter, Results, descend, summed
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
-from genrl.vla.update.inner import Loss, gradients
-from genrl.vla.update.learn import Figures
 from genrl.vla.update.scores import named
 
 
@@ -124,17 +122,23 @@ def imitation_updates(run: VLARun, settings: Any, frames: Batch, loss: Loss) -> 
     acting = Acting(policy, None)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
     loop.phase("training", settings.steps_per_iteration * settings.batch_size)
-    mine, figures = slice(process, None, processes), Figures()
+    mine, meter, losses = slice(process, None, processes), Meter(), list[float]()
+
+    def measure(part: Tensor, results: Results, recorded: Recorded) -> None:
+        losses.append(float(results["loss"].detach()))
+
     with loop.timed("train"):
         for _ in range(settings.steps_per_iteration):
             rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
             index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
-            record = partial(recorded_frames, policy, frames, index, rng, alpha_bars, mine)
-            found = gradients(run, settings, loss, acting, [(settings.batch_size, record)])
-            figures.add({"loss": found["loss"].item(), "grad_norm/policy": loop.step(["policy"])["policy"]})
+            prepare = partial(recorded_frames, policy, frames, rng=rng, alpha_bars=alpha_bars, mine=mine)
+            norms = descend(
+                loop, settings, acting, [index], prepare, loss, groups=["policy"], done=len, measure=measure
+            )
+            meter.note({"grad_norm/policy": norms["policy"]})
     # a loss is this process's part of the mean over a batch
-    total = sum(sum(losses) for losses in gather_object([figures.values["loss"]]))
-    return figures.means | {"loss": total / settings.steps_per_iteration}
+    total = summed({"loss": sum(losses)})["loss"]
+    return meter.result() | {"loss": total / settings.steps_per_iteration}
 
 
 def imitate(
@@ -164,7 +168,7 @@ def imitate(
         loss = imitation_loss(policy, recorded_frames(policy, frames, index, rng, alpha_bars))
         if not bool(loss.isfinite()):
             raise FloatingPointError(f"the loss of step {step} is {loss.item()}: lower the learning rate")
-        found = descend(optimiser, loss, grad_clip)
+        found = step_beside(optimiser, loss, grad_clip)
         schedule.step()
         yield found
 

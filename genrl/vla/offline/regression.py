@@ -12,6 +12,7 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import world_of
@@ -29,8 +30,6 @@ from genrl.vla.offline.transitions import (
 )
 from genrl.vla.policies.policy import PredictsNoise, vocabulary
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.update.inner import Loss
-from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -92,7 +91,7 @@ def regress(
     step = stepper(run, settings, loss)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
-        own = Figures()
+        own = Meter()
         with loop.timed("train"):
             for _ in range(settings.steps_per_iteration):
                 rng = generator(config.seed, "regression", loop.optimizer_steps)
@@ -100,6 +99,6 @@ def regress(
                 batch = take(data, index)
                 actions, paid = batch.action.to(device), weight[index].to(device)
                 recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
-                own.add({"loss/policy": step(recorded)["loss"].item()})
+                own.note({"loss/policy": step(recorded)["loss"].item()})
                 loop.advance(1)
-        loop.finish(dict(figures) | own.means | {"lr": loop.lr})
+        loop.finish(dict(figures) | own.result() | {"lr": loop.lr})

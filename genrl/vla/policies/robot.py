@@ -135,7 +135,7 @@ class Prompts:
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
-        from transformers import AutoTokenizer
+        from genrl_rewards.models.checkpoints import tokenizer_of
 
         settings = folder.step("tokenizer_processor")
         self.max_length = int(settings.get("max_length", folder.config.get("tokenizer_max_length", 48)))
@@ -143,10 +143,10 @@ class Prompts:
         source = folder.path / "tokenizer"
         name = settings.get("tokenizer_name", name)
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(source) if source.is_dir() else name)
+            self.tokenizer: Any = tokenizer_of(str(source) if source.is_dir() else name, "policy")
         except (OSError, ValueError) as error:
             raise OSError(
-                f"the tokenizer {name!r} of {folder.path} cannot be loaded: put its files into {source}"
+                f"the tokenizer {name!r} of {folder.path} cannot be loaded: put its files into {source} ({error})"
             ) from error
 
     def __call__(self, texts: Sequence[str]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from genrl.vla.simulators.contract import Misuse
 from genrl.vla.simulators.simulator import headless
+from genrl_rewards.extras import install
 
 
 def import_mujoco(who: str, extra: str) -> Any:
@@ -15,7 +16,7 @@ def import_mujoco(who: str, extra: str) -> Any:
     try:
         import mujoco
     except ModuleNotFoundError as error:
-        raise Misuse(f"{who} needs mujoco: pip install 'genrl-diffusion[{extra}]'") from error
+        raise Misuse(f"{who} needs mujoco: {install(extra)}") from error
     return mujoco
 
 

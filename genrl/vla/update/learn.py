@@ -3,68 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.mdp.noise import generator
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Dealt, Loss, Meter, Results, deal, descend, summed
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
-from genrl.vla.update.inner import Loss, gradients
 from genrl.vla.update.scores import Decisions, recorded_decisions
 from genrl.vla.update.settings import Update
 
-
-class Minibatch(NamedTuple):
-    """mine int64 [n]: which of this process's decisions; total: how many there are over all processes; most: the n of
-    the process that has most of them."""
-
-    mine: Tensor
-    total: int
-    most: int
-
-
-def minibatches(counts: Sequence[int], process: int, size: int, *keys: int | str) -> Iterator[Minibatch]:
-    """One pass over all decisions in parts of about `size`, in an order that the keys decide.
-
-    counts: decisions of each process. The parts differ by one decision at most, so that none is a small remainder; a
-    process may have nothing of a part. Without decisions there is no part.
-    """
-    total = sum(counts)
-    if total == 0:
-        return
-    ends = torch.tensor(counts).cumsum(0)
-    order = torch.randperm(total, generator=generator(*keys))
-    for part in order.tensor_split(max(1, round(total / size))):
-        owner = torch.bucketize(part, ends, right=True)
-        own = part[owner == process] - sum(counts[:process])
-        yield Minibatch(own, len(part), int(owner.bincount().max()))
-
-
 PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
 """Figures that are means over ratios; the others are over decisions."""
-
-
-@dataclass
-class Figures:
-    """Means over the updates of an iteration, each of which is a mean over its decisions."""
-
-    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, found: dict[str, float]) -> None:
-        for name, value in found.items():
-            self.values[name].append(value)
-
-    @property
-    def means(self) -> dict[str, float]:
-        return {name: sum(found) / len(found) for name, found in self.values.items()}
 
 
 def learn(
@@ -72,7 +26,7 @@ def learn(
     rollout: ChunkRollout,
     chosen: Decisions,
     settings: Update,
-    figures: Figures,
+    meter: Meter,
     loss: Loss,
     *,
     policy: bool,
@@ -87,11 +41,10 @@ def learn(
     loop.phase("training", settings.epochs * len(chosen.row))
     with loop.timed("train"):
         for epoch in range(settings.epochs):
-            # the order is one of all processes' decisions, so it does not depend on how many there are
             counts = gather_object([len(chosen.row)])
-            keys = (run.config.seed, "minibatches", loop.iteration, epoch)
-            for batch in minibatches(counts, loop.process.accelerator.process_index, settings.minibatch, *keys):
-                if not update(run, rollout, chosen, batch, settings, figures, loss, groups):
+            parts = max(1, round(sum(counts) / settings.minibatch))
+            for dealt in deal(counts, loop.process.rank, parts, run.config.seed, "minibatches", loop.iteration, epoch):
+                if not update(run, rollout, chosen, dealt, settings, meter, loss, groups):
                     return
 
 
@@ -99,9 +52,9 @@ def update(
     run: VLARun,
     rollout: ChunkRollout,
     chosen: Decisions,
-    batch: Minibatch,
+    dealt: Dealt,
     settings: Update,
-    figures: Figures,
+    meter: Meter,
     loss: Loss,
     groups: list[str],
 ) -> bool:
@@ -110,25 +63,35 @@ def update(
 
     All processes make as many passes, as each of them ends with one word to the others.
     """
-    mine, acting = chosen.chosen(batch.mine), Acting(run.policy, rollout.sampler)
-    policy, critic = "policy" in groups, "critic" in groups
-    record = partial(recorded_decisions, rollout, total=batch.total, policy=policy, critic=critic)
-    passes = math.ceil(batch.most / (settings.microbatch or batch.most))
+    mine, acting = chosen.chosen(dealt.mine), Acting(run.policy, rollout.sampler)
+    policy, critic, total = "policy" in groups, "critic" in groups, len(dealt.every)
+    record = partial(recorded_decisions, rollout, total=total, policy=policy, critic=critic)
+    passes = math.ceil(dealt.most / (settings.microbatch or dealt.most))
+    sums: dict[str, Tensor] = {}
+
+    def prepare(part: Tensor) -> Recorded | None:
+        return record(mine.chosen(part)) if len(part) else None
+
+    def idle() -> Tensor:
+        return 0.0 * loss(settings, acting, record(chosen.idle()))["loss"]
+
+    def measure(part: Tensor, results: Results, recorded: Recorded) -> None:
+        for name, value in results.items():
+            sums[name] = sums.get(name, 0.0) + value.detach().cpu()
+
+    def near() -> bool:
+        # all processes name the same figures, also one that had no decision
+        names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
+        every = summed({name: float(sums.get(name, 0.0)) for name in names})
+        number = max(1.0, every.pop("number"))
+        means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}
+        meter.note(means if policy else {"loss/value": means["loss/value"]})
+        return not policy or settings.kl_stop is None or means["kl/updates"] <= settings.kl_stop
+
     parts = torch.arange(len(mine.row)).tensor_split(passes)
-    records = ((len(part), partial(record, mine.chosen(part))) for part in parts)
-    sums = gradients(run, settings, loss, acting, records, idle=partial(record, chosen.idle()))
-    # all processes name the same figures, also one that had no decision
-    names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
-    summed = run.summed({name: sums.get(name, torch.zeros(())) for name in names})
-    number = max(1.0, summed.pop("number"))
-    means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}
-    if "policy" in groups:
-        figures.add(means)
-        if settings.kl_stop is not None and means["kl/updates"] > settings.kl_stop:
-            run.loop.optimizer.zero_grad(set_to_none=True)
-            return False
-    else:
-        figures.add({"loss/value": means["loss/value"]})
-    norms = run.loop.step(groups)
-    figures.add({f"grad_norm/{name}": norm for name, norm in norms.items()})
-    return True
+    norms = descend(
+        run.loop, settings, acting, parts, prepare, loss,
+        groups=groups, done=len, measure=measure, idle=idle, before_step=near,
+    )  # fmt: skip
+    meter.note({f"grad_norm/{name}": norm for name, norm in norms.items()})
+    return bool(norms)

@@ -20,6 +20,7 @@ from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
 from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.config.sections import Synthesis, Task
 from genrl_rewards.contract import nearest
+from genrl_rewards.extras import install
 from genrl_rewards.given import given, is_given
 from genrl_rewards.scorers.texts.completions import GIVEN, resolve_text
 
@@ -41,7 +42,7 @@ def file_problems(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
     yield from _model(config, notes)
     if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
-        text = "vLLM is not installed: pip install 'genrl-diffusion[vllm]', or name a server by generation.vllm.url"
+        text = f"vLLM is not installed: {install('vllm')}, or name a server by generation.vllm.url"
         yield ("generation", "engine"), text
     if config.vlm.kernels == "liger" and find_spec("liger_kernel") is None:
         yield ("vlm", "kernels"), "Liger is not installed: pip install liger-kernel, or write null"

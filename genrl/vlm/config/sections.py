@@ -157,9 +157,8 @@ class Generation(Section):
     """How answers are sampled for training."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples: transformers' generate on the model that is trained, or vLLM (pip install
-    'genrl-diffusion[vllm]'), whose rounding the weight engine_mismatch then corrects unless trainer.weights says
-    otherwise."""
+    """What samples: transformers' generate on the model that is trained, or vLLM (the extra
+    vllm), whose rounding the weight engine_mismatch then corrects unless trainer.weights says otherwise."""
     vllm: VLLMEngine = VLLMEngine()
     """vLLM as the sampler; read with engine: vllm."""
 

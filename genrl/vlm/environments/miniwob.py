@@ -22,6 +22,7 @@ from PIL import Image
 
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl.vlm.environments.discrete import Misuse
+from genrl_rewards.extras import install
 from genrl_rewards.pictures import check_pixels
 
 SIZE = (160, 210)  # pixels of a page, width and height
@@ -64,9 +65,7 @@ class MiniWoB:
         width, height = picture or SIZE
         self.picture, self.invalid_reward, self.wait_ms = (width, height), invalid_reward, wait_ms
         if importlib.util.find_spec("miniwob") is None:
-            raise Misuse(
-                "miniwob is in the package miniwob, which is not installed: pip install 'genrl-diffusion[miniwob]'"
-            )
+            raise Misuse(f"miniwob is in the package miniwob, which is not installed: {install('miniwob')}")
         self.paths = (_program("browser", browser, "chromium"), _program("driver", driver, "chromedriver"))
         pages = importlib.import_module("miniwob.selenium_instance").HTML_DIR / "miniwob"
         known = [page.stem for page in pages.glob("*.html")]

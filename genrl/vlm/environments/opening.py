@@ -29,8 +29,8 @@ OWN = {
 } | {f"cards-{game}": "genrl.playground.cards:Cards" for game in ("numberline", "ezpoints", "points24", "blackjack")}
 """Where those of our own are; what stands behind a dash is their first argument."""
 EXTRAS = {
-    "MiniGrid": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
-    "BabyAI": ("minigrid", "pip install 'genrl-diffusion[minigrid]'"),
+    "MiniGrid": ("minigrid", "pip install minigrid"),
+    "BabyAI": ("minigrid", "pip install minigrid"),
     "MiniWorld": ("miniworld", "pip install miniworld"),
     "ALE": ("ale_py", "pip install ale-py"),
     "browsergym": ("browsergym.miniwob", "pip install browsergym-miniwob"),

@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, cast
 
-from accelerate import Accelerator
-
 from genrl.runtime.loop.process import Process
 from genrl.vlm.common import open_reference
 from genrl.vlm.config.environment import Environment
@@ -17,7 +15,6 @@ from genrl.vlm.episodes.critic import ValueHead
 from genrl.vlm.episodes.episodes import Table
 from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
-from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 
 
@@ -39,13 +36,6 @@ def check_environment(config: VLMConfig, policy: Policy) -> None:
         host.close()
 
 
-def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
-    """The model, seen to fit its environment, before anything is written."""
-    policy = open_policy(config, accelerator.device)
-    check_environment(config, policy)
-    return policy
-
-
 def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
     """The value function, where the method has one."""
     method = cast(Episodes, config.trainer)
@@ -60,19 +50,11 @@ def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
 
 def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
     """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
-    method, settings = cast(Episodes, config.trainer), settings_of(config)
-    reference = open_reference(config, process, policy)
-    groups = {"policy": (policy.parameters, config.optimizer.lr)}
+    settings, reference = settings_of(config), open_reference(config, process, policy)
     critic = critic_of(config, policy)
-    if critic is not None:
-        groups["critic"] = [p for p in critic.parameters() if p.requires_grad], (method.critic or Critic()).lr
     tables = []
     for _ in range(2):  # of training, whose episodes go on, and of evaluation
         host = open_host(settings)
         stack.callback(host.close)
         tables.append(Table(settings, host))
-    recipe = method.recipe(config)
-    train, held_out = tables
-    run = EpisodesRun(process, config, recipe, policy, reference, settings, critic, train, held_out)
-    run.open_loop(groups, {}, retries=config.trainer.fit_batch)
-    return run
+    return EpisodesRun(config, process, policy, reference, settings, critic, *tables)

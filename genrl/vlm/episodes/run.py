@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import ClassVar, NamedTuple, cast
 
@@ -14,16 +13,19 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.pictures import save_samples
-from genrl.vlm.common import Estimated, VLMRun, share_of
+from genrl.vlm.common import Estimated, VLMRun
 from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, answering
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
 from genrl.vlm.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.episodes.turns import spread, turns_of
-from genrl.vlm.methods.episodes.settings import Episodes
+from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
@@ -50,19 +52,31 @@ class Actor(NamedTuple):
     critic: ValueHead | None
 
 
-@dataclass
 class EpisodesRun(VLMRun):
-    """One process of a run that acts; critic: of vl_dac and poad."""
+    """One process of a run that acts; critic: of vl_dac and poad. held_out: the environments of evaluations."""
 
     preset: Preset
-    environment: Settings
-    critic: ValueHead | None
-    table: Table
-    held_out: Table
-    """The environments of evaluations."""
-    begun: dict[int, int] = field(default_factory=dict)
-    """With a critic: how many episodes each of this process's slots has begun."""
     result: ClassVar[tuple[str, str]] = ("success", "curves and pictures")
+
+    def __init__(
+        self,
+        config: VLMConfig,
+        process: Process,
+        policy: Policy,
+        reference: Policy | None,
+        environment: Settings,
+        critic: ValueHead | None,
+        table: Table,
+        held_out: Table,
+    ) -> None:
+        groups = {"policy": (policy.parameters, config.optimizer.lr)}
+        if critic is not None:
+            rate = (cast(Episodes, config.trainer).critic or Critic()).lr
+            groups["critic"] = [p for p in critic.parameters() if p.requires_grad], rate
+        super().__init__(config, process, policy, reference, groups, {}, retries=config.trainer.fit_batch)
+        self.environment, self.critic, self.table, self.held_out = environment, critic, table, held_out
+        self.begun: dict[int, int] = {}
+        """With a critic: how many episodes each of this process's slots has begun."""
 
     @property
     def actor(self) -> Actor:
@@ -121,8 +135,7 @@ class EpisodesRun(VLMRun):
         config, loop, slots = self.config, self.loop, self.slots
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
-        if self.versions is not None:
-            self.versions.note(loop.iteration, loop.weights.named)
+        self.note_weights()
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
         with loop.timed("rollout"), self.drawing(), answering(self.policy):
             if critic:
@@ -256,17 +269,16 @@ class EpisodesRun(VLMRun):
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
         with answering(self.policy):
-            mine = judge(
+            own = judge(
                 self.policy,
                 self.config,
                 self.held_out,
-                share_of(self.process, number),
+                self.process.share(number),
                 blind=blind,
                 films=6 if self.process.is_main and not blind else 0,
                 advance=self.loop.advance_or_leave,
             )
-        every: list[Judged] = gather_object([mine])
-        return reduce(Judged.joined, every)
+        return of_all(own)
 
     def rows_at_most(self) -> int:
         """The rows that a process has in an update."""

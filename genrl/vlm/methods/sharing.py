@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.mdp.noise import generator
 from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.updating import deal
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
 
 PER_TOKEN = (
@@ -24,15 +24,20 @@ PER_TOKEN = (
 class Update(NamedTuple):
     """One optimiser step's share of an iteration.
 
-    parts: int64 rows of this process, micro-batch by micro-batch. passes: those of the process that has most.
+    parts: int64 rows of this process, micro-batch by micro-batch. most: the parts of the process that has most.
     rows, tokens, groups: of all processes together.
     """
 
     parts: list[Tensor]
-    passes: int
+    most: int
     rows: int
     tokens: int
     groups: int
+
+    @property
+    def passes(self) -> list[Tensor]:
+        """The parts, then an empty one for each that only another process has."""
+        return [*self.parts, *[torch.zeros(0, dtype=torch.int64)] * (self.most - len(self.parts))]
 
     def part(self, batch: TokenBatch, rows: Tensor) -> TokenBatch:
         """Some rows of a batch, with the totals of this update."""
@@ -56,20 +61,17 @@ def updates_of(
     bare = TokenBatch(mask, group, extra={"row": torch.arange(len(mask))})
     lengths = gather_object([mask.sum(1).reshape(own_groups, size).sum(1)])  # tokens of each group
     tokens = torch.cat(lengths)
-    ends = torch.tensor([len(one) for one in lengths]).cumsum(0)
-    number, first = len(tokens), int(ends[rank]) - own_groups
-    shuffled = torch.randperm(number, generator=generator(seed, "updates", loop.iteration))
-    found = []
-    for some in shuffled.tensor_split(min(updates, number)):
-        owner = torch.bucketize(some, ends, right=True)
-        own = (some[owner == rank] - first).sort().values
-        rows = (own[:, None] * size + torch.arange(size)).flatten()
-        most = micro or len(some) * size
-        parts = micro_batches(bare.select(rows), most, whole_groups=whole_groups) if len(rows) else []
-        made = [part.extra["row"] for part in parts]
-        found.append(Update(made, 0, len(some) * size, int(tokens[some].sum()), len(some)))
-    passes = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in found]]), strict=True)]
-    return [update._replace(passes=number) for update, number in zip(found, passes, strict=True)]
+    counts = [len(one) for one in lengths]
+    made = []
+    for dealt in deal(counts, rank, min(updates, len(tokens)), seed, "updates", loop.iteration):
+        number = len(dealt.every)
+        rows = (dealt.mine.sort().values[:, None] * size + torch.arange(size)).flatten()
+        at_once = micro or number * size
+        parts = micro_batches(bare.select(rows), at_once, whole_groups=whole_groups) if len(rows) else []
+        tokens_here = int(tokens[dealt.every].sum())
+        made.append(Update([part.extra["row"] for part in parts], 0, number * size, tokens_here, number))
+    most = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in made]]), strict=True)]
+    return [update._replace(most=number) for update, number in zip(made, most, strict=True)]
 
 
 def batch_of_all(mine: Mapping[str, Tensor], size: int) -> TokenBatch:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import CAUSES, Loss, Results, descend, require_on_policy
 from genrl.vlm.methods.sharing import Update
 
 ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -35,50 +35,6 @@ NORMS = {"policy": "grad_norm", "critic": "grad_norm/critic"}
 EVIDENCE = ("loss", "log_prob")
 """What a loss returns beside its metrics."""
 
-Loss = Callable[[Any, Any, Recorded], Mapping[str, Tensor]]
-
-
-def passes(
-    loop: Loop,
-    settings: Any,
-    called: Any,
-    parts: Sequence[Tensor],
-    number: int,
-    recorded: Callable[[Tensor], Recorded],
-    loss: Loss,
-    *,
-    idle: Callable[[], Tensor] | None = None,
-) -> Iterator[tuple[Mapping[str, Tensor], Recorded]]:
-    """The forward and backward passes of one optimiser step; yields what each part's loss returned and was made of.
-
-    parts: of this process, int64 rows each. number: passes of the process that has most. recorded: what the loss of
-    some rows is made of. called: what the loss is called with. idle: the loss of a pass without rows, where processes
-    make their passes together.
-    """
-    for k in range(number):
-        rows = (
-            parts[k] if k < len(parts) else torch.zeros(0, dtype=torch.int64)
-        )  # it is another process that has the last ones
-        results: Mapping[str, Tensor] = {"loss": torch.zeros(())}
-        given = Recorded(None, {})
-        with loop.fitting():
-            if len(rows):
-                given = recorded(rows)
-                results = loss(settings, called, given)
-            elif idle is not None:
-                results = {"loss": idle()}
-            loop.backward(settings, results, given)
-        loop.advance(len(rows))
-        if len(rows):
-            yield results, given
-    loop.check_stop()
-
-
-def summed(sums: Mapping[str, float]) -> dict[str, float]:
-    """Sums by name over all processes, of which some may lack a name."""
-    every = gather_object([dict(sums)])
-    return {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for one in every for n in one)}
-
 
 def update(
     loop: Loop,
@@ -95,14 +51,18 @@ def update(
     """One optimiser step. The loss is the sum of those of the micro-batches of all processes.
 
     recorded: what the loss of some of this process's rows is made of. policy: what the loss is called with. groups: of
-    parameters that are stepped. idle: the loss of a pass without rows, where processes make their passes together.
+    parameters that are stepped. idle: as of `descend`.
     """
     fresh = loop.updates == 0  # nothing was trained yet: both forward passes must agree
     sums: dict[str, float] = defaultdict(float)
     most, error, seen = 0.0, 0.0, 0
-    for results, given in passes(
-        loop, settings, policy, one.parts, one.passes, partial(recorded, one), loss, idle=idle
-    ):
+    figures: dict[str, float] = {}
+
+    def prepare(rows: Tensor) -> Recorded | None:
+        return recorded(one, rows) if len(rows) else None
+
+    def measure(rows: Tensor, results: Results, given: Recorded) -> None:
+        nonlocal most, error, seen
         mask = given["mask"]
         number = int(mask.sum())
         if number:
@@ -117,10 +77,16 @@ def update(
                 sums[name] += value * (1 if name.startswith("loss/") else number)
         seen += number
         sums["loss"] += float(results["loss"].detach())
-    found = _joint(sums, most, error, seen)
-    check_on_policy(found.pop("error"), dtype)
-    norms = loop.step(groups)
-    return found | {NORMS[name]: norm for name, norm in norms.items()}
+
+    def agree() -> None:
+        figures.update(_joint(sums, most, error, seen))
+        check_on_policy(figures.pop("error"), dtype)
+
+    norms = descend(
+        loop, settings, policy, one.passes, prepare, loss,
+        groups=groups, done=len, measure=measure, idle=idle, before_step=agree,
+    )  # fmt: skip
+    return figures | {NORMS[name]: norm for name, norm in norms.items()}
 
 
 def _joint(sums: dict[str, float], most: float, error: float, seen: int) -> dict[str, float]:
@@ -138,9 +104,4 @@ def _joint(sums: dict[str, float], most: float, error: float, seen: int) -> dict
 
 def check_on_policy(error: float, dtype: torch.dtype) -> None:
     """Raise RuntimeError unless the first update's log-probabilities are those that its ratios compare with."""
-    if not error <= ON_POLICY[dtype]:
-        raise RuntimeError(
-            "the model assigns different log-probabilities to the answers it has just generated: they are "
-            f"{error:.2g} off before any update. Look for dropout, statistics that change, or another "
-            "device or precision."
-        )
+    require_on_policy(error, ON_POLICY[dtype], "the log-probability of a token of the answers", causes=CAUSES)

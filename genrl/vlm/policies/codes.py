@@ -34,7 +34,7 @@ from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
-from genrl_rewards.models.checkpoints import pretrained
+from genrl_rewards.models.checkpoints import pretrained, tokenizer_of
 
 CODEC = "codec.safetensors"
 FADE = 0.6
@@ -120,7 +120,7 @@ class CodePolicy(Adapted):
     ) -> None:
         self.codec = read_codec(path) if codec is None else codec
         try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
+            self.tokenizer: Any = tokenizer_of(path, "policy")
             kind = transformers.AutoConfig.from_pretrained(path).model_type
             sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
             architecture = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM

@@ -46,7 +46,7 @@ def loaded(path: str, dtype: torch.dtype, quantize: str | None = None) -> Loaded
         model = pretrained(architecture, path, types=(), reward="policy", dtype=dtype, quantization=held)
         computed_one_way(model)
         return Loaded(model, processor)
-    except OSError as error:
+    except ValueError as error:
         raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
 
 

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from genrl_rewards.models.checkpoints import pretrained, transformers
+from genrl_rewards.models.accounts import accounted
+from genrl_rewards.models.checkpoints import pretrained, tokenizer_of, transformers
 
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 LLADA_WEIGHTS = {
@@ -141,10 +142,11 @@ def open_masked(path: str, dtype: torch.dtype) -> Opened:
     kind = own.get("model_type")
     if kind not in ("llada", "Dream"):
         model = pretrained(transformers.AutoModelForMaskedLM, path, types=(), reward="policy", dtype=dtype)
-        return Opened(model, transformers.AutoTokenizer.from_pretrained(path), 0)
+        return Opened(model, tokenizer_of(path, "policy"), 0)
     # their tokenizer classes are code in the checkpoints; the files are those of a fast tokenizer, and of Qwen2's
     reader = transformers.PreTrainedTokenizerFast if kind == "llada" else transformers.Qwen2Tokenizer
-    tokenizer = reader.from_pretrained(path)
+    with accounted(path):
+        tokenizer = reader.from_pretrained(path)
     if tokenizer.mask_token is None and own.get("mask_token_id") is not None:
         tokenizer.mask_token = tokenizer.convert_ids_to_tokens(own["mask_token_id"])
     return Opened(_filled(LLaDA if kind == "llada" else Dream, path, own, dtype), tokenizer, int(kind == "Dream"))
@@ -152,16 +154,16 @@ def open_masked(path: str, dtype: torch.dtype) -> Opened:
 
 def _filled(made: Any, path: str, own: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """The model of a class, LLaDA or Dream, with the weights in `path`."""
-    model, report = made.from_pretrained(
-        path,
-        config=made.read(own),
-        key_mapping=dict(made.weights) or None,
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
-    if wrong:
-        raise ValueError(f"{path}: {len(wrong)} weights are missing or left over ({', '.join(map(str, wrong[:3]))}...)")
+    with accounted(path):
+        model, report = made.from_pretrained(
+            path,
+            config=made.read(own),
+            key_mapping=dict(made.weights) or None,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        if left := sorted(map(str, report["unexpected_keys"])):  # names are mapped here, so each has its place
+            raise ValueError(f"{len(left)} weights are left over ({', '.join(left[:3])}...)")
     model.look_both_ways(own)
     return model

@@ -22,6 +22,7 @@ from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
+from genrl_rewards.models.accounts import accounted
 from genrl_rewards.models.checkpoints import pretrained, transformers
 from genrl_rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
 
@@ -70,7 +71,8 @@ class MusicPolicy(Adapted):
             kind = transformers.AutoConfig.from_pretrained(path).model_type
             if kind != "musicgen":
                 raise ValueError(f"it is a {kind!r} model; vlm.output: {self.output} takes a MusicGen")
-            self.processor: Any = transformers.MusicgenProcessor.from_pretrained(path)
+            with accounted(f"the processor of {path!r}"):
+                self.processor: Any = transformers.MusicgenProcessor.from_pretrained(path)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path!r} is no checkpoint of a MusicGen with its processor: {error}") from error
         self.tokenizer: Any = self.processor.tokenizer

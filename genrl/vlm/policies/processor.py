@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers.processing_utils import ProcessorMixin
 
 from genrl.vlm.policies.videos import Clip, qwen_with_videos, video_arguments
+from genrl_rewards.models.accounts import accounted
+from genrl_rewards.models.checkpoints import tokenizer_of
 from genrl_rewards.pictures import open_picture
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -131,7 +133,7 @@ def load_processor(path: str, kind: str) -> Any:
 
 
 def _by_pillow(path: str, kind: str) -> Any:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = tokenizer_of(path, "policy")
     settings, _ = _Mixin.get_processor_dict(path)
     template = settings.get("chat_template") or tokenizer.chat_template
     if kind in QWEN:
@@ -144,7 +146,8 @@ def _by_pillow(path: str, kind: str) -> Any:
 
 def _auto(path: str) -> Any:
     auto: Any = transformers.AutoProcessor
-    return auto.from_pretrained(path)
+    with accounted(f"the processor of {path!r}"):
+        return auto.from_pretrained(path)
 
 
 def placeholder_ids(config: Any, processor: Any) -> list[int]:

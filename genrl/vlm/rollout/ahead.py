@@ -1,4 +1,4 @@
-"""Answers of earlier weights (`runtime.versions`) that a server of vLLM's draws while an iteration is trained."""
+"""Answers of earlier weights (`running.Versions`) that a server of vLLM's draws while an iteration is trained."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from genrl.vlm.policies.videos import Clip
+from genrl_rewards.extras import install
 
 
 def spread(number: int, wanted: int) -> list[int]:
@@ -30,7 +31,7 @@ def clip_of(clip: Path | Sequence[Any], fps: float, most: int, where: str) -> Cl
     try:
         import av
     except ImportError as error:
-        raise ValueError(f"{where}: video files are read by PyAV: pip install 'genrl-diffusion[av]'") from error
+        raise ValueError(f"{where}: video files are read by PyAV: {install('av')}") from error
     try:
         container: Any
         with av.open(str(clip)) as container:

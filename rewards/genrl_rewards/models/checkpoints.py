@@ -1,7 +1,6 @@
 """Reward checkpoints from a hub id or a folder: found, read without unpickling, and checked before any work.
 
-transformers fills in missing weights with random numbers and warns; a reward made of random numbers still gives scores.
-Here a missing weight, or a model of another architecture, is an error.
+A missing weight, a tokenizer without vocabulary or a model of another architecture is an error (`models.accounts`).
 
 Import `transformers` from here: then it loads whatever torchvision is installed.
 """
@@ -20,6 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors.torch import load_file
 
 from genrl_rewards.contract import check_choice
+from genrl_rewards.models.accounts import accounted
 from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()  # before transformers is imported for the first time
@@ -134,20 +134,20 @@ def pretrained(
 
     `architecture` is a class with `from_pretrained`; `types` are the values of `model_type` that it can load, empty for
     any; `quantization` is transformers' configuration of weights in fewer bits. Raises ValueError for another type, and
-    if weights are missing.
+    as `accounted`.
     """
     if types:
         check_type(model, types, reward)
     held = {} if quantization is None else {"quantization_config": quantization}
-    loaded, report = architecture.from_pretrained(
-        model, dtype=dtype, use_safetensors=True, output_loading_info=True, **held
-    )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"{reward}: {model!r} lacks {len(missing)} weights of {type(loaded).__name__} ({', '.join(missing[:3])}...)"
-        )
+    with accounted(f"{reward}: {model!r}"):
+        loaded = architecture.from_pretrained(model, dtype=dtype, use_safetensors=True, **held)
     return loaded.eval().requires_grad_(False)
+
+
+def tokenizer_of(model: str, reward: str, **options: Any) -> Any:
+    """The tokenizer of a checkpoint. Raises ValueError where there is none, or it has no vocabulary."""
+    with accounted(f"{reward}: the tokenizer of {model!r}"):
+        return transformers.AutoTokenizer.from_pretrained(model, **options)
 
 
 def torch_dtype(name: str, reward: str) -> torch.dtype:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import PIL
 import torch
 
+from genrl_rewards.extras import install
 from genrl_rewards.models import pixels
-from genrl_rewards.models.checkpoints import pretrained, torch_dtype, transformers
+from genrl_rewards.models.checkpoints import pretrained, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.pictures import pil_list
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def load_clip(
     if not model.startswith(OPEN_CLIP):
         return ClipScorer(model, processor or model, device, reward, dtype)
     if importlib.util.find_spec("open_clip") is None:
-        raise ValueError(
-            f"{reward}: {model!r} needs open_clip, which is not installed: pip install 'genrl-diffusion[clip]'"
-        )
+        raise ValueError(f"{reward}: {model!r} needs open_clip, which is not installed: {install('clip')}")
     if processor is not None:
         raise ValueError(f"{reward}: {model!r} has its own tokenizer and preparation: leave processor out")
     from genrl_rewards.models.open_clip_model import OpenClipScorer
@@ -78,7 +77,7 @@ class ClipScorer:
         self.to = self.model.to
         self.width: int = clip.config.projection_dim
         """D, of the embeddings."""
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
+        self.tokenizer = tokenizer_of(processor, "clip")
         self.image_processor: Any = transformers.CLIPImageProcessorPil.from_pretrained(processor)
         backend = type(self.image_processor).__name__
         versions = f"transformers {transformers.__version__}, Pillow {PIL.__version__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from genrl_rewards.extras import install
 from genrl_rewards.models import torchvision_compat
 
 
@@ -17,7 +18,7 @@ def lpips(net: str, device: str, reward: str) -> Any:
     if torchvision_compat.ensure() == "absent":
         raise ValueError(f"{reward}: the metric 'lpips' needs torchvision: pip install torchvision")
     if find_spec("torchmetrics") is None:
-        raise ValueError(f"{reward}: the metric 'lpips' needs torchmetrics: pip install 'genrl-diffusion[similarity]'")
+        raise ValueError(f"{reward}: the metric 'lpips' needs torchmetrics: {install('similarity')}")
     from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
     try:

@@ -16,6 +16,7 @@ import threading
 import traceback
 from typing import IO, TYPE_CHECKING
 
+from genrl_rewards.extras import install
 from genrl_rewards.loading import load, missing_packages
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def require_extra() -> None:
     """Raise ValueError, with the pip command, if packages of the extra `serve` are missing."""
     missing = missing_packages(PACKAGES)
     if missing:
-        raise ValueError(f"serving needs {missing}, which is not installed here: pip install 'genrl-diffusion[serve]'")
+        raise ValueError(f"serving needs {missing}, which is not installed here: {install('serve')}")
 
 
 def child(settings: IO[str], report: IO[str]) -> None:

@@ -159,7 +159,7 @@ def test_a_consistency_model_is_refused(tmp_path: Path) -> None:
     family.pipe.save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model.path: its scheduler is a LCMScheduler: a consistency model jumps"):
         check_files(load(config(tmp_path)))
-    with pytest.raises(ValueError, match="the scheduler LCMScheduler: a consistency model jumps"):
+    with pytest.raises(ValueError, match="its scheduler is a LCMScheduler: a consistency model jumps"):
         Policy(family.pipe)
 
 

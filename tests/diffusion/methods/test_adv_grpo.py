@@ -23,7 +23,7 @@ from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainabl
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime.loop.loop import Loop
+from genrl.runtime.weights.optimization import Optimization
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
 
@@ -235,16 +235,16 @@ def test_a_run_taken_back_in_an_iteration_goes_on_to_the_bit(
     common["rewards"] = rewards
     straight = train(config(critics, model, output=str(critics / "straight"), **common))
     stopped = config(critics, model, output=str(critics / "stopped"), **common)
-    finish, armed = Loop.step_other, [True]
+    finish, armed = Optimization.step_other, [True]
 
-    def step_other(self: Loop, optimizer: torch.optim.Optimizer) -> float:
+    def step_other(self: Optimization, optimizer: torch.optim.Optimizer) -> float:
         norm = finish(self, optimizer)
         if self.iteration == 1 and armed:
             armed.clear()
             signal.raise_signal(signal.SIGTERM)  # the reward has moved, the model has not
         return norm
 
-    monkeypatch.setattr(Loop, "step_other", step_other)
+    monkeypatch.setattr(Optimization, "step_other", step_other)
     with pytest.raises(SystemExit):
         train(stopped)
     assert not armed

@@ -71,7 +71,7 @@ class Seen(Watched):
 def run(config: Config) -> Seen:
     with runs.opened(config) as run, pytest.MonkeyPatch.context() as patch:
         seen = Seen(**vars(watch(run)))
-        weights, other, noised = run.weights, run.loop.step_other, diff_instruct.noised
+        weights, other, noised = run.weights, run.loop.optimization.step_other, diff_instruct.noised
 
         def watched_other(optimizer: Any) -> float:
             before = copied(weights.named)  # within `use`: the assistant
@@ -86,7 +86,7 @@ def run(config: Config) -> Seen:
             yield from found
 
         patch.setattr(diff_instruct, "noised", watched_noised)
-        run.loop.step_other = watched_other  # type: ignore[method-assign]
+        run.loop.optimization.step_other = watched_other  # type: ignore[method-assign]
         diff_instruct.train(run, config.trainer)  # type: ignore[arg-type]
     return seen
 

@@ -15,10 +15,10 @@ from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import decoding
-from genrl.diffusion.updating import Meter
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
+from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_editing import editing
@@ -28,15 +28,15 @@ from tests.planted import replayed
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 KL = {"kl"}  # only with kl_weight above 0
-EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
-USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
-NOT_SCORED = set(SECTIONS["Rewards"]) | {"timing/decode_s", "timing/score_s"}  # pictures that are given
+EVALUATION = set(by_heading()["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
+USED = set(by_heading()["Rewards as used"])  # only of rewards that are not simply added
+NOT_SCORED = set(by_heading()["Rewards"]) | {"timing/decode_s", "timing/score_s"}  # pictures that are given
 GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
 COMMON = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
-SHARED = {entry for title in COMMON for entry in SECTIONS[title]} - {
+SHARED = {entry for title in COMMON for entry in by_heading()[title]} - {
     "rounding/applied"
 }  # what a pipeline trains is float32
-GROUPS = set(SECTIONS["Groups and advantages"])
+GROUPS = set(by_heading()["Groups and advantages"])
 ASSETS = Path(__file__).parents[3] / "assets"
 JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
 MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
@@ -134,7 +134,7 @@ def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kon
     """That no other key is logged is the logger's to refuse (`document` raises)."""
     config = brief(name, folder, model, kontext)
     run = resumed(config, folder)
-    entry = {id(doc): key for key, doc in METRICS.items()}
+    entry = {id(doc): key for key, doc in catalogue().items()}
     rows = read_metrics(Run(run).metrics)
     logged = {entry[id(document(key))] for row in rows for key in row if key != "step"}
     assert logged == (SHARED | metrics_of(type(config.trainer)).keys()) - CONFIGURATIONS[name][1]

@@ -193,9 +193,7 @@ def drifting(size: float) -> Any:
 
 def test_gate_stops_a_pipeline_that_is_not_replayed(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
-    with pytest.raises(
-        RuntimeError, match=r"off 1 by .*, more than a tenth of trainer\.clip_range \(0\.001\)"
-    ) as error:
+    with pytest.raises(RuntimeError, match=r"off by .*, more than 0\.0001: .*Or widen trainer\.clip_range") as error:
         run(config, drifting(1e-2))
     assert "skip-layer guidance" in str(error.value)
     assert not read_metrics(Path(config.output) / "metrics.jsonl")  # before any update
@@ -217,7 +215,7 @@ def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: 
     seen = run(config, aloud(drifting(1e-6)))
     assert seen.rows[0]["ratio/max_abs_dev"] > 0
     assert (seen.rows[1]["ratio/max_abs_dev"], seen.rows[1]["ratio/mean"]) == (0.0, 1.0)
-    assert capsys.readouterr().err.count("below a tenth of the clip range (0.001)") == 1
+    assert capsys.readouterr().err.count("rounding of the kernels in use") == 1
 
 
 def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
@@ -232,7 +230,7 @@ def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
         opened.collect = collect_then_break  # type: ignore[method-assign]
 
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
-    with pytest.raises(RuntimeError, match="off 1 by nan"):
+    with pytest.raises(RuntimeError, match="off by nan"):
         run(config, breaks)
 
 
@@ -302,14 +300,14 @@ def test_training_without_guidance_judges_by_the_unguided_policy(folder: Path, m
     ratios: list[float] = []
 
     def measuring(opened: DiffusionRun) -> None:
-        backward = opened.loop.backward
+        backward = opened.loop.optimization.backward
 
         def measured(settings: Any, results: Any, recorded: Any, **counts: float) -> None:
             assert recorded.batch.sampling["guidance_scale"] == 1.0
             ratios.append(float((results["log_prob"] - recorded["old_log_prob"]).exp().sub(1).abs().max()))
             backward(settings, results, recorded, **counts)
 
-        opened.loop.backward = measured  # type: ignore[method-assign]
+        opened.loop.optimization.backward = measured  # type: ignore[method-assign]
 
     trainer = {**GRPO, "guidance_in_training": False, "inner_epochs": 2}
     config = runs.config(folder, model, trainer=trainer, sampling={"guidance_scale": 4.5}, iterations=1, **QUIET)

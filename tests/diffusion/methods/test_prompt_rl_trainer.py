@@ -26,9 +26,9 @@ from genrl.diffusion.sample import load, sample
 from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.train import train
-from genrl.diffusion.updating import Meter
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved
@@ -87,7 +87,7 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
             wanted.update({name: p.grad for name, p in rewriter.model.named_parameters() if p.grad is not None})
             return 0.0
 
-        run.loop.step_other = taken  # type: ignore[method-assign]
+        run.loop.optimization.step_other = taken  # type: ignore[method-assign]
         metrics = learn_to_write(run, config.trainer, rewriter, mine, advantages, check=True)  # type: ignore[arg-type]
     assert metrics["rewriter/ratio/max_abs_dev"] < 1e-4
     rewriter.optimizer.zero_grad()

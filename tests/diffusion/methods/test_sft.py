@@ -53,14 +53,14 @@ def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, 
     """Of each target its own noise and level; the gradient is that of the mean over pictures."""
     found = config(folder, kontext, iterations=1)
     with runs.opened(found) as run:
-        seen, losses, backward = watch(run), [], run.loop.backward
+        seen, losses, backward = watch(run), [], run.loop.optimization.backward
 
         def watched(settings: Any, results: Any, recorded: Any, **counts: Any) -> None:
             assert counts["divisor"] == 4
             losses.append(results["loss"].detach())
             backward(settings, results, recorded, **counts)
 
-        run.loop.backward = watched  # type: ignore[method-assign]
+        run.loop.optimization.backward = watched  # type: ignore[method-assign]
         sft.train(run, found.trainer)  # type: ignore[arg-type]
         (update,) = seen.updates
         for name, parameter in run.weights.named.items():

@@ -75,7 +75,12 @@ def gradients(run: DiffusionRun) -> Given:
 
 def watch(run: DiffusionRun) -> Watched:
     seen, pieces = Watched(), []
-    collect, backward, step, finish = run.collect, run.loop.backward, run.loop.step, run.finish
+    collect, backward, step, finish = (
+        run.collect,
+        run.loop.optimization.backward,
+        run.loop.optimization.step,
+        run.finish,
+    )
 
     def watched_collect(draw: Any, **shape: Any) -> Rollouts:
         seen.rollouts.append(collect(draw, **shape))
@@ -85,19 +90,19 @@ def watch(run: DiffusionRun) -> Watched:
         pieces.append(Piece(recorded.batch, copied(recorded.tensors)))
         backward(settings, results, recorded, **counts)
 
-    def watched_step() -> dict[str, float]:
+    def watched_step(groups: Any = None) -> dict[str, float]:
         snapshots = {name: copied(tensors) for name, tensors in run.weights.snapshots.items()}
         seen.updates.append(Update(copied(run.weights.named), snapshots, gradients(run), list(pieces)))
         pieces.clear()
-        return step()
+        return step(groups)
 
     def watched_finish(metrics: Any) -> None:
         seen.rows.append(dict(metrics))
         seen.snapshots.append({name: copied(tensors) for name, tensors in run.weights.snapshots.items()})
         finish(metrics)
 
-    run.collect, run.loop.backward = watched_collect, watched_backward  # type: ignore[method-assign]
-    run.loop.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
+    run.collect, run.loop.optimization.backward = watched_collect, watched_backward  # type: ignore[method-assign]
+    run.loop.optimization.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
     return seen
 
 

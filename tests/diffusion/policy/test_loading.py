@@ -7,13 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 from genrl.config import ConfigError, check_files, load
 from genrl.diffusion.config.sections import Model, Sampling
-from genrl.diffusion.policy import adapters
+from genrl.diffusion.policy import adapters, lora_files
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import call_arguments
@@ -62,7 +63,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     """A pickle may run code as it is read."""
     FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "pickled", safe_serialization=False)
     assert not list((tmp_path / "pickled" / "transformer").glob("*.safetensors"))
-    with pytest.raises(ValueError, match="pickled weights, which may run code, are not read"):
+    with pytest.raises(ValueError, match="pickled weights alone .*model.use_safetensors: false takes them"):
         load_pipeline(Model(path=str(tmp_path / "pickled")))
 
 
@@ -134,13 +135,23 @@ def test_a_run_and_its_card(folder: Path, model: Path) -> None:
     assert runs.rows(run)[1]["ratio/max_abs_dev"] == 0.0
 
 
-def test_one_file_of_several_on_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, asked = load_pipeline(Model(path=str(model))), []
-    monkeypatch.setattr(type(pipe), "load_lora_weights", lambda self, *given, **named: asked.append((given, named)))
-    for source in ("org/name", "org/name:some/file.safetensors"):
-        with pytest.raises(ValueError, match="holds nothing for StableDiffusion3Pipeline"):
-            adapters.load_lora(pipe, source, "frozen_0")
-    named = {"adapter_name": "frozen_0"}
-    assert asked == [(("org/name",), named), (("org/name",), named | {"weight_name": "some/file.safetensors"})]
+def test_one_file_of_several_on_the_hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is named, or it has a standard name, or there is one alone; peft's settings come with peft's file."""
+    files, fetched = ["pytorch_lora_weights.safetensors", "b.safetensors", "x/c.safetensors"], []
+
+    def fetch(name: str, file: str) -> str:
+        fetched.append(f"{name}/{file}")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    assert lora_files.locate("org/name").name == "pytorch_lora_weights.safetensors"
+    assert lora_files.locate("org/name:x/c.safetensors").name == "c.safetensors"
+    files[:] = ["adapter_model.safetensors"]
+    lora_files.locate("org/name")
+    assert fetched[2:] == ["org/name/adapter_model.safetensors", "org/name/adapter_config.json"]
+    files[:] = ["a.safetensors", "b.safetensors"]
+    with pytest.raises(ValueError, match="has 2 files .*: write org/name:FILE to say which"):
+        lora_files.locate("org/name")
     with pytest.raises(ValueError, match="a hub id is written org/name, or org/name:file.safetensors"):
-        adapters.load_lora(pipe, "org/name:file.bin")
+        adapters.load_lora(load_pipeline(Model(path=str(model))), "org/name:file.bin")

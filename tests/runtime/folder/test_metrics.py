@@ -9,7 +9,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 from PIL import Image
 
-from genrl.runtime.folder.metrics import METRICS, SECTIONS, MetricLogger, document, markdown
+from genrl.runtime.folder.metrics import MetricLogger, by_heading, catalogue, document, markdown
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.folder.trackers import check_trackers
 
@@ -17,18 +17,18 @@ from genrl.runtime.folder.trackers import check_trackers
 def test_the_page_is_made_from_the_catalogue_whose_entries_are_complete(root: Path) -> None:
     page = (root / "docs" / "metrics.md").read_text()
     assert page == markdown(), "run `python -m genrl.runtime.folder.metrics > docs/metrics.md`"
-    for section in SECTIONS.values():
+    for section in by_heading().values():
         for key, doc in section.items():
             assert doc.formula and doc.reading.endswith((".", "!")), key
-            assert METRICS[key] is doc, key  # several methods may log the same
+            assert catalogue()[key] is doc, key  # several methods may log the same
 
 
 def test_keys_find_their_entry_or_are_an_error(tmp_path: Path) -> None:
     for name in ("shapes", "shapes/count", "mine/text quality"):
-        assert document(f"reward/{name}_mean") is METRICS["reward/<name>_mean"]
-    assert document("reward/total_mean") is METRICS["reward/total_mean"]
-    assert document("eval/my-scorer.v2_failed") is METRICS["eval/<name>_failed"]
-    assert document("timing/sample_s") is METRICS["timing/sample_s"]
+        assert document(f"reward/{name}_mean") is catalogue()["reward/<name>_mean"]
+    assert document("reward/total_mean") is catalogue()["reward/total_mean"]
+    assert document("eval/my-scorer.v2_failed") is catalogue()["eval/<name>_failed"]
+    assert document("timing/sample_s") is catalogue()["timing/sample_s"]
     logger = MetricLogger(Run(tmp_path))
     for key in ("", "losses", "reward/_mean", "reward/a/b/c_mean", "reward/shapes", "timing/<name>_s"):
         with pytest.raises(ValueError, match="has no entry"):

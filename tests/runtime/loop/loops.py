@@ -15,6 +15,7 @@ from genrl.config.optimizers import Optimizer
 from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process, make_accelerator
 from genrl.runtime.loop.progress import Progress
@@ -25,6 +26,7 @@ from genrl.runtime.weights.weights import Weights
 
 RATES = {"policy": 0.1, "critic": 0.5}
 METHOD = Method(algorithm="test")
+RECORDED = Recorded(None, {"advantage": torch.ones(2)})
 
 
 @dataclass
@@ -102,7 +104,7 @@ def backward(one: Loop, *, policy: float = 0.0, critic: float = 0.0) -> None:
     """A loss with these gradients, the same for every number of a group."""
     two = model(one)
     loss = policy * two.policy.sum() + critic * two.critic.sum()
-    one.backward(METHOD, {"loss": loss}, Recorded(None, {"advantage": torch.ones(2)}))
+    updating._backward(one, METHOD, {"loss": loss}, RECORDED, 1.0)
 
 
 def values(one: Loop) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ def test_only_iterations_in_a_row_count(tmp_path: Path) -> None:
         for _ in range(4):
             one.finish({})
         backward(one, policy=1.0)
-        one.step(["policy"])
+        one.optimization.step(["policy"])
         one.finish({})
         for _ in range(4):
             one.finish({})

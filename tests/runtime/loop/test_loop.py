@@ -17,10 +17,11 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import frame
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
+from genrl.runtime.loop.updating import descend
 from genrl.runtime.weights import weights as runtime_weights
 from genrl.runtime.weights.weights import put_back
 from tests.run_folders import differences
-from tests.runtime.loop.loops import Evaluation, Settings, backward, loop, model, moved, values
+from tests.runtime.loop.loops import METHOD, RECORDED, Evaluation, Settings, backward, loop, model, moved, values
 
 ADAMW: dict[str, Any] = {"kind": torch.optim.AdamW}
 
@@ -51,13 +52,13 @@ def learn(one: Loop, counter: Counter, *, leave: bool = False) -> None:
     """One iteration. leave: after its first update, as a process does that is asked to end."""
     iteration = one.iteration
     backward(one, policy=1.0 + iteration, critic=0.5 * iteration)
-    one.step(["policy", "critic"])
+    one.optimization.step(["policy", "critic"])
     counter.mean, counter.seen = counter.mean + 0.1 * iteration, counter.seen + 1
     one.memory["sum"] = one.memory.get("sum", 0) + iteration
     if leave:
         one.process.stop.signal = signal.SIGTERM
     backward(one, critic=1.0)
-    one.step(["critic"])
+    one.optimization.step(["critic"])
     one.finish({"loss": float(model(one).policy.detach().sum())})
 
 
@@ -205,9 +206,7 @@ class TestLeaving:
         with pytest.raises(Interrupted):
             one.check_stop()
         with pytest.raises(Interrupted):
-            backward(one, policy=1.0)
-        with pytest.raises(Interrupted):
-            one.step()
+            descend(one, METHOD, None, [RECORDED], lambda part: part, lambda *_: {"loss": model(one).policy.sum()})
 
     def test_an_iteration_that_cannot_be_undone_is_finished(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -293,7 +292,7 @@ class TestMemory:
             one = loop(tmp_path, retries=True)
             for _ in one.iterations():
                 backward(one, policy=1.0)
-                one.step()
+                one.optimization.step()
                 with pytest.raises(error):
                     full(one)
                 break

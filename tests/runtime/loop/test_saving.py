@@ -13,9 +13,9 @@ from genrl.config.sections import Checkpoint
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import idle
+from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError
 from genrl.runtime.loop.loop import Loop
-from genrl.runtime.loop.saving import saved_on_error
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences
 from tests.runtime.loop.loops import Evaluation, Settings, backward, loop, values
@@ -34,7 +34,7 @@ def failing(one: Loop, at: int, *, where: str) -> None:
             if iteration == at:
                 if where == "after an update":
                     backward(one, policy=3.0)
-                    one.step(["policy"])
+                    one.optimization.step(["policy"])
                 raise ZeroDivisionError
             learn(one, Counter())
 
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: floa
     with pytest.raises(NonFiniteError, match=r"weights/policy.*were not saved.*genrl resume"), saved_on_error(one):
         for iteration in one.iterations():
             backward(one, policy=1.0)
-            one.step(["policy"])
+            one.optimization.step(["policy"])
             if iteration == 2:
                 one.weights.named["policy"].data[1] = value
             one.finish({})

@@ -23,7 +23,7 @@ class TestStep:
         one = loop(tmp_path)
         backward(one, policy=1.0)
         backward(one, policy=0.5, critic=2.0)
-        assert one.step() == pytest.approx({"policy": 1.5 * math.sqrt(3), "critic": 2 * math.sqrt(2)})
+        assert one.optimization.step() == pytest.approx({"policy": 1.5 * math.sqrt(3), "critic": 2 * math.sqrt(2)})
         two = model(one)
         torch.testing.assert_close(two.policy.data, torch.tensor([1.0, -2.0, 3.0]) - 0.1 * 1.5)
         torch.testing.assert_close(two.critic.data, torch.tensor([[4.0, 5.0]]) - 0.5 * 2.0)
@@ -35,7 +35,7 @@ class TestStep:
         start, ends = values(one), []
         for _ in range(7):
             backward(one, policy=1.0, critic=1.0)
-            one.step()
+            one.optimization.step()
             ends.append(values(one))
         for name, value in start.items():
             wanted = 0.75 * (0.75 * value + 0.25 * ends[2][name]) + 0.25 * ends[5][name]
@@ -46,9 +46,9 @@ class TestStep:
         one = loop(tmp_path)
         one.optimization.loss_scale = 64.0
         losses = torch.stack([model(one).policy.sum(), 3 * model(one).policy.sum()])
-        one.backward(METHOD, {"loss": losses}, Recorded(None, {}), divisor=8.0)
+        one.optimization.backward(METHOD, {"loss": losses}, Recorded(None, {}), divisor=8.0)
         assert model(one).policy.grad.tolist() == [32.0] * 3  # type: ignore[union-attr]
-        assert one.step(["policy"]) == pytest.approx({"policy": 0.5 * math.sqrt(3)})
+        assert one.optimization.step(["policy"]) == pytest.approx({"policy": 0.5 * math.sqrt(3)})
         torch.testing.assert_close(model(one).policy.data, torch.tensor([1.0, -2.0, 3.0]) - 0.1 * 0.5)
 
     @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -57,13 +57,13 @@ class TestStep:
         one = loop(tmp_path, kind=kind, weight_decay=0.1)
         before = values(one)
         backward(one, policy=1.0, critic=1.0)
-        assert set(one.step(["critic"])) == {"critic"}
+        assert set(one.optimization.step(["critic"])) == {"critic"}
         assert moved(one, before) == {"critic"} and model(one).policy.grad is None
         assert "policy" not in {
             name for name, p in one.weights.named.items() if p in one.optimizer.state and one.optimizer.state[p]
         }
         backward(one, policy=1.0)
-        assert one.step(["policy"]) == pytest.approx({"policy": math.sqrt(3)})
+        assert one.optimization.step(["policy"]) == pytest.approx({"policy": math.sqrt(3)})
 
     def test_each_group_warms_up_by_its_own_steps(self, tmp_path: Path) -> None:
         """A critic that is trained alone at first does not use up the policy's warm-up; a checkpoint knows both."""
@@ -71,7 +71,7 @@ class TestStep:
         one = loop(tmp_path, settings)
         for groups in (["critic"], ["critic"], ["policy", "critic"]):
             backward(one, policy=1.0, critic=1.0)
-            one.step(groups)
+            one.optimization.step(groups)
         rates = [group["lr"] for group in one.optimizer.param_groups]
         assert rates == pytest.approx([RATES["policy"] / 4, RATES["critic"] * 3 / 4])
         one.save()
@@ -84,7 +84,7 @@ class TestStep:
         one = loop(tmp_path, settings)
         start = values(one)
         backward(one, policy=10.0, critic=0.1)
-        norms = one.step(["policy", "critic"])
+        norms = one.optimization.step(["policy", "critic"])
         assert norms == pytest.approx({"policy": 10 * math.sqrt(3), "critic": 0.1 * math.sqrt(2)})  # as they were
         steps = {name: (start[name] - value) / RATES[name] for name, value in values(one).items()}
         assert float(steps["policy"].norm()) == pytest.approx(1.0, rel=1e-5)
@@ -101,14 +101,14 @@ class TestStep:
         """Neither by momentum nor by decay: a minibatch in which no decision counted."""
         one = loop(tmp_path, kind=kind, **options)
         backward(one, policy=1.0, critic=1.0)
-        one.step(["policy", "critic"])
+        one.optimization.step(["policy", "critic"])
         before = values(one)
         backward(one, critic=1.0)
-        assert one.step(["policy", "critic"])["policy"] == 0.0
+        assert one.optimization.step(["policy", "critic"])["policy"] == 0.0
         assert moved(one, before) == {"critic"}
         before = values(one)
-        one.backward(METHOD, {"loss": torch.zeros(())}, Recorded(None, {}))  # a loss that hangs on nothing
-        assert one.step(["policy", "critic"]) == {"policy": 0.0, "critic": 0.0}
+        one.optimization.backward(METHOD, {"loss": torch.zeros(())}, Recorded(None, {}))  # a loss that hangs on nothing
+        assert one.optimization.step(["policy", "critic"]) == {"policy": 0.0, "critic": 0.0}
         assert moved(one, before) == set()
         assert one.updates == 2 and one.optimizer_steps == 3
 
@@ -117,13 +117,13 @@ class TestStep:
         one, parameter = loop(tmp_path), torch.nn.Parameter(torch.tensor([1.0, 2.0]))
         optimizer = torch.optim.Adam([parameter], lr=0.1)
         parameter.grad = torch.tensor([3.0, 4.0])
-        assert one.step_other(optimizer) == 5.0
+        assert one.optimization.step_other(optimizer) == 5.0
         assert one.optimization.other_updates == 1 and parameter.tolist() == pytest.approx([0.9, 1.9])
         assert one.updates == 0
         after = parameter.detach().clone()
         for gradient in (None, torch.zeros(2)):
             parameter.grad = gradient
-            assert one.step_other(optimizer) == 0.0
+            assert one.optimization.step_other(optimizer) == 0.0
             assert torch.equal(parameter, after) and one.optimization.other_updates == 1
 
 
@@ -135,7 +135,7 @@ class TestSchedule:
         for iteration in one.iterations():
             for _ in range(2 + iteration):
                 backward(one, policy=1.0, critic=1.0)
-                one.step(["policy", "critic"])
+                one.optimization.step(["policy", "critic"])
                 seen.append({group["name"]: group["lr"] for group in one.optimizer.param_groups} | {"run": one.lr})
             one.finish({})
         shares = [1 / 3, 2 / 3, 1.0, 0.75, 0.75, *[0.5] * 4, *[0.25] * 5]
@@ -157,10 +157,10 @@ class TestGuards:
         before = values(one)
         loss = value * model(one).policy.sum()
         results = {"loss": loss, "ratio": torch.tensor([2.0])}
-        one.backward(METHOD, results, Recorded(None, {"advantage": torch.tensor([3.0])}), divisor=4.0)
+        one.optimization.backward(METHOD, results, Recorded(None, {"advantage": torch.tensor([3.0])}), divisor=4.0)
         backward(one, policy=1.0)
         with pytest.raises(NonFiniteError, match="stopped before the update of step 0") as stopped:
-            one.step()
+            one.optimization.step()
         assert moved(one, before) == set() and one.updates == 0
         assert stopped.value.dump is not None
         dump = read_dump(stopped.value.dump)
@@ -178,7 +178,7 @@ class TestGuards:
         model(one).critic.register_hook(lambda gradient: gradient * math.nan)
         backward(one, policy=1.0, critic=1.0)
         with pytest.raises(NonFiniteError, match="gradient is not finite") as stopped:
-            one.step(["policy", "critic"])
+            one.optimization.step(["policy", "critic"])
         assert moved(one, before) == set() and one.updates == one.optimizer_steps == 0
         assert "critic: 1 NaN" in str(stopped.value) and "policy:" not in str(stopped.value)
         assert stopped.value.dump is not None
@@ -192,14 +192,16 @@ class TestGuards:
         two = model(one)
         spoil = two.policy.register_hook(lambda gradient: gradient * math.nan)
         backward(one, policy=1.0, critic=1.0)
-        assert set(one.step(["critic"])) == {"critic"}
+        assert set(one.optimization.step(["critic"])) == {"critic"}
         assert bool(two.policy.isfinite().all())
         backward(one, policy=1.0, critic=1.0)
         spoil.remove()
         two.critic.register_hook(lambda gradient: gradient * math.nan)
-        one.backward(METHOD, {"loss": two.critic.sum()}, Recorded(None, {"advantage": torch.tensor([7.0])}))
+        one.optimization.backward(
+            METHOD, {"loss": two.critic.sum()}, Recorded(None, {"advantage": torch.tensor([7.0])})
+        )
         with pytest.raises(NonFiniteError, match=r"critic: 1 NaN") as stopped:
-            one.step(["critic"])
+            one.optimization.step(["critic"])
         assert stopped.value.dump is not None
         assert read_dump(stopped.value.dump).batch["advantage"].tolist() == [7.0]
 
@@ -207,7 +209,7 @@ class TestGuards:
         one = loop(tmp_path)
         spoil = model(one).policy.register_hook(lambda gradient: gradient * math.nan)
         backward(one, policy=1.0, critic=1.0)
-        one.step(["critic"])
+        one.optimization.step(["critic"])
         spoil.remove()
         backward(one, policy=1.0)
-        assert one.step() == pytest.approx({"policy": math.sqrt(3), "critic": 0.0})
+        assert one.optimization.step() == pytest.approx({"policy": math.sqrt(3), "critic": 0.0})

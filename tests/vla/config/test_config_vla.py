@@ -375,8 +375,8 @@ class TestFiles:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         changes = {"environment": {"name": "metaworld", "workers": "ray"}, "trackers": ["wandb"]}
         found = dict(self.problems(tmp_path, NEW, **changes))
-        assert "pip install 'genrl-diffusion[metaworld]'" in found["environment.name"]
-        assert "pip install 'genrl-diffusion[ray]'" in found["environment.workers"]
+        assert "pip install 'metaworld" in found["environment.name"]
+        assert "pip install 'ray" in found["environment.workers"]
         assert "pip install wandb" in found["trackers.0"]
 
     def test_all_of_them_at_once_and_the_output_in_use(self, tmp_path: Path) -> None:

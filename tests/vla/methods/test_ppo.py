@@ -12,12 +12,13 @@ import torch
 
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 
@@ -138,7 +139,7 @@ def test_a_loss_that_is_not_finite_leaves_what_it_was_made_from(opened: Opened) 
         nothing = torch.full(rollout.valid.shape, float("nan"))
         chosen = decisions(rollout, nothing, nothing, torch.ones_like(nothing))
         with pytest.raises(NonFiniteError, match="loss is not finite.*genrl replay") as stopped:
-            learn(run, rollout, chosen, run.settings, Figures(), gae.loss, policy=True, critic=True)
+            learn(run, rollout, chosen, run.settings, Meter(), gae.loss, policy=True, critic=True)
         assert stopped.value.dump is not None
         found = Recorded(None, read_dump(stopped.value.dump).batch)
         scored = score(run.settings, Acting(run.policy, rollout.sampler), found)

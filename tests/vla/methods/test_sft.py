@@ -40,8 +40,8 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
         policy = opened.policy
         with torch.no_grad():
             torch.nn.init.normal_(policy.out.weight, std=0.1)  # zero at first: nothing else would have a gradient
-        start, found, step = vla_runs.weights(policy), [], opened.loop.step
-        opened.loop.step = lambda groups: found.append(vla_runs.gradients(opened)) or step(groups)  # type: ignore[method-assign, assignment, func-returns-value]
+        start, found, step = vla_runs.weights(policy), [], opened.loop.optimization.step
+        opened.loop.optimization.step = lambda groups: found.append(vla_runs.gradients(opened)) or step(groups)  # type: ignore[method-assign, assignment, func-returns-value]
         opened.frames = shown
         sft.train(opened, run.trainer)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
+from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.train import train
 from tests.vla import vla_runs
 
 CRITIC = set(PPO.metrics)
-OWN = set(SECTIONS["Policies in simulation"]) | CRITIC
+OWN = set(by_heading()["Policies in simulation"]) | CRITIC
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
 SHARED |= {"memory/peak_mb"}
 UPDATES = {"ratio/mean", "ratio/clipped", "kl/updates"}
@@ -41,7 +41,7 @@ def test_a_run_logs_what_the_catalogue_has(name: str, tmp_path: Path) -> None:
     """That no other key is logged is the logger's to refuse (`document` raises)."""
     changes, wanted = CONFIGURATIONS[name]
     run = train(vla_runs.config(tmp_path, **changes))
-    entry = {id(doc): key for key, doc in METRICS.items()}
+    entry = {id(doc): key for key, doc in catalogue().items()}
     logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
     assert logged == wanted
 

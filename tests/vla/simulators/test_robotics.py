@@ -201,7 +201,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mujoco", None)
     from genrl.vla.simulators.robotics import env
 
-    with pytest.raises(Misuse, match=r"FetchReach-v4 needs mujoco: pip install 'genrl-diffusion\[robotics\]'"):
+    with pytest.raises(Misuse, match="FetchReach-v4 needs mujoco: pip install 'gymnasium-robotics"):
         env.Shared("FetchReach-v4")
 
 

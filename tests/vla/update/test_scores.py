@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
 from genrl.vla.run import VLARun, check_on_policy
-from genrl.vla.update.inner import Loss
-from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import (
     Decisions,
     Scored,
@@ -182,14 +182,14 @@ def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path)
     with vla_runs.opened(vla_runs.config(tmp_path, sampler="flow_noise")) as run:
         run.policy.out = nn.Sequential(nn.Dropout(0.1), run.policy.out)
         run.policy.train()
-        with pytest.raises(RuntimeError, match="other log-probabilities than when it sampled them.*Look for dropout"):
+        with pytest.raises(RuntimeError, match="the log-probability of a sampled chunk is off by .*Look for dropout"):
             run.collect(run.settings)
         run.policy.eval()
         rollout = run.collect(run.settings)
         slots = torch.arange(len(rollout.group))
         assert check_on_policy(run.policy, rollout, slots) == 0.0
         other = rollout._replace(step_index=(rollout.step_index + 1).clamp(max=2))
-        with pytest.raises(RuntimeError, match="before any update"):
+        with pytest.raises(RuntimeError, match="before the first update"):
             check_on_policy(run.policy, other, slots)
         with pytest.raises(RuntimeError, match="nan off"):
             check_on_policy(run.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
@@ -209,8 +209,8 @@ def update_gradient(
         run.loop.optimizer.zero_grad(set_to_none=True)
         return dict.fromkeys(groups, 0.0)
 
-    run.loop.step = caught  # type: ignore[method-assign, assignment]
-    learn(run, rollout, chosen, settings, Figures(), loss, policy=True, critic=run.policy.critic)
+    run.loop.optimization.step = caught  # type: ignore[method-assign, assignment]
+    learn(run, rollout, chosen, settings, Meter(), loss, policy=True, critic=run.policy.critic)
     return found
 
 

@@ -192,5 +192,5 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     fewer = {name: value for name, value in weights("llada").items() if "blocks.1.up_proj" not in name}
     (folder / "config.json").write_text(json.dumps(settings("llada")))
     save_file(fewer, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="1 weights are missing or left over"):
+    with pytest.raises(ValueError, match="it lacks 1 weights of LLaDA"):
         MaskedPolicy(str(folder), length=3, samples=None)

@@ -36,12 +36,12 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.diffusion.updating import Meter
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.updating import Meter
 from genrl.runtime.weights import state
 from genrl_rewards.calls import inner
 from genrl_rewards.scorers.preference.adversary import Trainable, check_trainable, checked_logits
@@ -74,7 +74,7 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
                 with torch.set_grad_enabled(trains_adversary):
                     judge(run, adversary, pairs, rollouts.num_samples, meter if step == 0 else Meter())
                 if trains_adversary:
-                    meter.add("adversary/grad_norm", torch.tensor([run.loop.step_other(optimizer)]))
+                    meter.add("adversary/grad_norm", torch.tensor([run.loop.optimization.step_other(optimizer)]))
         metrics = meter.result() | {
             "adversary/reference_mean": float(real.nanmean()),
             "adversary/margin": float(real.nanmean() - fake.nanmean()),

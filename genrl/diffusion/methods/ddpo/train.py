@@ -19,8 +19,8 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
+from genrl.runtime.loop.updating import Meter
 
 
 def train(run: DiffusionRun, settings: DDPO) -> None:

@@ -33,13 +33,13 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import Meter, descend
 from genrl.mdp.gaussian import per_sample
 from genrl.mdp.noise import generator
 from genrl.objectives.forward import diff_instruct as objective
 from genrl.objectives.forward.diff_instruct import score_from_prediction, score_from_velocity
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, descend
 from genrl.runtime.weights.optimizers import make_optimizer
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
@@ -79,13 +79,14 @@ def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimiz
             (loss.sum() / rollouts.num_samples).backward()
             meter.add("assistant/error", loss / given.noisy[0].numel())
             run.loop.alive()
-        meter.add("assistant/grad_norm", torch.tensor([run.loop.step_other(optimizer)]))
+        meter.add("assistant/grad_norm", torch.tensor([run.loop.optimization.step_other(optimizer)]))
 
 
 def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter: Meter) -> None:
     """Step 3: one step of the generator."""
 
-    def prepare(given: Noised, micro_batch: MicroBatch) -> Recorded:
+    def prepare(part: tuple[Noised, MicroBatch]) -> Recorded:
+        given, micro_batch = part
         batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
         gradient, divergence = divergence_gradient(run, settings, batch, given)
         rewarded = reward_gradient(run, rollouts, micro_batch, reward_loss)
@@ -95,7 +96,8 @@ def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter:
         return recorded_chain(batch, z, range(1), gradient + rewarded.gradient.to(gradient))
 
     parts = noised(run.policy, rollouts, "generator", 0)
-    descend(run, settings, parts, prepare, loss, meter, divisor=rollouts.num_samples)
+    norms = descend(run.loop, settings, run.policy, parts, prepare, loss, divisor=rollouts.num_samples)
+    meter.note({"grad_norm": norms["policy"]})
 
 
 def loss(settings: DiffInstruct, policy: Policy, given: Recorded) -> dict[str, Tensor]:

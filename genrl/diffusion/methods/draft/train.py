@@ -31,10 +31,10 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import Meter, descend
 from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, descend
 
 __all__ = ["check", "loss", "train"]
 
@@ -86,8 +86,9 @@ def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) 
         return recorded_chain(micro_batch.batch, micro_batch.pieces[0].trajectory.initial, steps, rewarded.gradient)
 
     run.start_training(len(rollouts.mine))
-    parts = zip(rollouts.mine.values(), strict=True)
-    descend(run, settings, parts, prepare, loss, meter, divisor=rollouts.num_samples)
+    parts = rollouts.mine.values()
+    norms = descend(run.loop, settings, run.policy, parts, prepare, loss, divisor=rollouts.num_samples)
+    meter.note({"grad_norm": norms["policy"]})
     return meter.result()
 
 

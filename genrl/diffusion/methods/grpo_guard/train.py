@@ -32,10 +32,10 @@ from genrl.diffusion.steps.transitions import (
     step_of,
     update,
 )
-from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.guard import guard_log_ratio, guard_surrogate
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 
 def train(run: DiffusionRun, settings: GRPOGuard) -> None:

@@ -16,8 +16,8 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
+from genrl.runtime.loop.updating import Meter
 
 
 def train(run: DiffusionRun, settings: PaCoGRPO) -> None:

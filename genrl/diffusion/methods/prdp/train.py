@@ -27,10 +27,10 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Tensors, check_on_policy, every_step, evidence, replayed
-from genrl.diffusion.updating import Meter, descend
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, descend
 
 
 def train(run: DiffusionRun, settings: PRDP) -> None:
@@ -64,10 +64,10 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
             now, start, before, rewards, beta=settings.beta, clip=settings.clip_range, reduction="mean"
         )
         coefficients = gradient.flatten(0, 1).T.float()
-        prepare = partial(recorded_of, run, coefficients)
         parts = [(m, i) for m in rollouts.mine.values() for i in m.pieces[0].trajectory.log_probs]
         # The coefficients are of a mean over the pairs of all processes, so nothing is left to divide by.
-        descend(run, settings, parts, prepare, loss, meter, divisor=1.0)
+        norms = descend(run.loop, settings, run.policy, parts, partial(recorded_of, run, coefficients), loss)
+        meter.note({"grad_norm": norms["policy"]})
         if out.num_pairs > 0:
             meter.add("loss", out.loss)
             meter.add("prdp/clip_frac", torch.tensor([out.clipped]))
@@ -77,8 +77,9 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
     return meter.result()
 
 
-def recorded_of(run: DiffusionRun, coefficients: Tensor, micro_batch: MicroBatch, i: int) -> Recorded | None:
+def recorded_of(run: DiffusionRun, coefficients: Tensor, part: tuple[MicroBatch, int]) -> Recorded | None:
     """Step i of a micro-batch with its coefficients, of those [T', N]; None where all of them are 0."""
+    micro_batch, i = part
     coefficient = coefficients[i, micro_batch.slots].to(run.policy.device)
     # A sharded model is evaluated by all processes together: each as often as the others.
     if not run.weights.in_step and not bool(coefficient.any()):

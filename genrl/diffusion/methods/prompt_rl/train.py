@@ -39,10 +39,10 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps, check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import sampler, update
-from genrl.diffusion.updating import Meter
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
 from genrl.objectives.surrogates.policy_losses import kl_k3
+from genrl.runtime.loop.updating import Meter
 
 __all__ = ["loss", "train"]
 
@@ -126,7 +126,7 @@ def learn_to_write(
             "Usual causes: low precision (trainer.rewriter.dtype: float32), or attention that answers otherwise with a "
             "cache than without"
         )
-    return metrics | {"rewriter/grad_norm": run.loop.step_other(rewriter.optimizer)}
+    return metrics | {"rewriter/grad_norm": run.loop.optimization.step_other(rewriter.optimizer)}
 
 
 def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence[str]]) -> dict[str, float]:

@@ -32,10 +32,11 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import Meter, update
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 
 
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:

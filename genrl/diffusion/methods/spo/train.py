@@ -32,11 +32,12 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scoring
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Tensors, choose_kernel, compared_steps, last_step_is_drawn, replayed
-from genrl.diffusion.updating import Meter, update
+from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences.preference import step_winners
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose
 from genrl_rewards.compose import Running
 

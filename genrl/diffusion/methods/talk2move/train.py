@@ -32,11 +32,11 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps, check_on_policy, choose_kernel
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import update
-from genrl.diffusion.updating import Meter
 from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
 from genrl.objectives.advantages.groups import group_advantages
+from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose
 
 __all__ = ["loss", "train"]

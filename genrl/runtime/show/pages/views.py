@@ -11,7 +11,7 @@ from genrl.config.json_schemas import method_of
 from genrl.config.method import MetricDoc, headings
 from genrl.config.yaml_source import plain
 from genrl.runtime.folder.edits import leaves
-from genrl.runtime.folder.metrics import METRICS, SECTIONS, document
+from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.loop.progress import duration
 from genrl.runtime.show.curves import Point, chart
 from genrl.runtime.show.pages.followed import Column, Followed
@@ -105,7 +105,7 @@ def documented(configs: tuple[str, ...]) -> Documented:
     for config in configs:
         method = method_of(plain(config)) if config else None
         found |= {} if method is None else headings(method)
-    return {**found, **SECTIONS}
+    return {**found, **by_heading()}
 
 
 def sections(runs: Sequence[Followed]) -> list[Section]:
@@ -143,7 +143,7 @@ def timings(runs: Sequence[Followed]) -> Table:
     """Where the time went."""
     many = len(runs) > 1
     table = [["phase", *(["run"] * many), "times", "mean", "total", "share"]]
-    for key in (key for key in METRICS if key.startswith("timing/")):
+    for key in (key for key in catalogue() if key.startswith("timing/")):
         for run in runs:
             if key not in run.columns:
                 continue

@@ -5,7 +5,7 @@ meta/stats.json                                  statistics of every feature
 meta/tasks.parquet                               the instructions and their numbers
 meta/episodes/chunk-000/file-000.parquet         per episode: its length, its files, its statistics
 data/chunk-000/file-000.parquet                  a row per frame, many episodes per file; pictures as PNG inside, or
-videos/<camera>/chunk-000/file-000.mp4           as videos, many episodes per file (`genrl-diffusion[av]`)
+videos/<camera>/chunk-000/file-000.mp4           as videos, many episodes per file (the extra `av`)
 """
 
 from genrl.vla.data.lerobot_dataset.layout import Episode, Limits

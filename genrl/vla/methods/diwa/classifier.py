@@ -14,7 +14,7 @@ from genrl.objectives.contrastive import supervised_contrastive
 from genrl.vla.methods.diwa.dreams import as_observation, latent_inputs
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.methods.diwa.settings import Classifier
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.encoder import ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
@@ -122,7 +122,7 @@ def train_classifier(
         embedding, logits = judge(as_observation(Latent(h, z), told))
         cross = functional.cross_entropy(logits, label)
         loss = cross + CONTRAST * supervised_contrastive(embedding, label, TEMPERATURE)
-        yield {"loss": descend(optimiser, loss), "accuracy": (logits.argmax(1) == label).float().mean().item()}
+        yield {"loss": step_beside(optimiser, loss), "accuracy": (logits.argmax(1) == label).float().mean().item()}
 
 
 @torch.no_grad()

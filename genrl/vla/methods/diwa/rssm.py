@@ -18,7 +18,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 
 _LEAST_STD = 0.05
@@ -177,7 +177,7 @@ def world_step(
     noise = torch.randn((batch_size, length + 1, model.stochastic), generator=rng)
     shown, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
     found = world_loss(model, shown, done, noise)
-    descend(optimiser, found.loss, 100.0)
+    step_beside(optimiser, found.loss, 100.0)
     return WorldLoss(*(value.detach() for value in found))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from genrl.mdp.noise import derive_seed, seeded
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data import demonstrations
 from genrl.vla.data.frames import frame_statistics
@@ -37,7 +38,7 @@ from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
-from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.learn import learn
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -101,9 +102,9 @@ def train(run: VLARun, settings: DiWA) -> None:
     for iteration in run.loop.iterations():
         rollout = run.collect(settings)._replace(shared=recorded_statistics(policy.stats))
         chosen, explained = estimated_decisions(run, rollout, settings)
-        figures, trains_policy = Figures(), iteration >= settings.critic_warmup
+        figures, trains_policy = Meter(), iteration >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
-        run.finish(rollout, figures.means | explained)
+        run.finish(rollout, figures.result() | explained)
 
 
 def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Tensor]:
@@ -122,16 +123,16 @@ def train_world(
     run: VLARun, how: World, world: WorldModel, observations: torch.Tensor, actions: torch.Tensor
 ) -> dict[str, float]:
     """The world model from play; its figures over the last tenth of the updates."""
-    figures, seed = Figures(), run.config.seed
+    figures, seed = Meter(), run.config.seed
     optimiser = torch.optim.Adam(world.parameters(), lr=how.lr)
     run.loop.phase("learning the world", how.steps)
     for step in range(how.steps):
         optimiser.param_groups[0]["lr"] = how.lr * max(0.05, 1.0 - step / how.steps)
         found = world_step(world, optimiser, observations, actions, length=how.window, seed=seed, step=step)
         if step >= 0.9 * how.steps:
-            figures.add({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
+            figures.note({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
         run.loop.advance(1)
-    return figures.means
+    return figures.result()
 
 
 def teach(

@@ -20,6 +20,7 @@ from genrl.mdp import forward
 from genrl.mdp.noise import generator, seeded
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.runtime.show.intervals import wilson
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
@@ -27,7 +28,7 @@ from genrl.vla.data.demonstrations import world_of
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import Step, descend, stepper
+from genrl.vla.offline.descent import Step, step_beside, stepper
 from genrl.vla.offline.imitation import observation_of
 from genrl.vla.offline.transitions import (
     Behaviour,
@@ -45,7 +46,6 @@ from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
 from genrl.vla.simulators.contract import Environment
-from genrl.vla.update.learn import Figures
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -146,7 +146,7 @@ def train_step(
     if settings.weighted:
         index = torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng)
         losses = critic_losses(nets, take(data, index), settings)
-        descend(critics, torch.stack(list(losses.values())).sum())
+        step_beside(critics, torch.stack(list(losses.values())).sum())
         nets.reward.follow(settings.critics.target_rate)
         nets.violation.follow(settings.critics.target_rate)
         found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
@@ -317,11 +317,11 @@ def train(run: VLARun, settings: FISOR) -> None:
     step_actor = stepper(run, settings, loss, sampler)
     for iteration in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
-        figures = Figures()
+        figures = Meter()
         with loop.timed("train"):
             for step in range(settings.steps_per_iteration):
                 number = iteration * settings.steps_per_iteration + step
                 found = train_step(nets, data, sampler, settings, critics, step_actor, seed=config.seed, step=number)
-                figures.add(found)
+                figures.note(found)
                 loop.advance(1)
-        loop.finish(figures.means | shown | {"lr": loop.lr})
+        loop.finish(figures.result() | shown | {"lr": loop.lr})

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.grpo.settings import GRPO
 from genrl.vla.rollout.rollout import episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import actor_loss, decisions, filtered, score
 
 
@@ -35,6 +36,6 @@ def train(run: VLARun, settings: GRPO) -> None:
         kept = rollout.valid & filtered(rollout, settings) & (advantage != 0)
         rows = advantage.expand(rollout.valid.shape)
         chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
-        figures = Figures()
+        figures = Meter()
         learn(run, rollout, chosen, settings, figures, loss, policy=True, critic=False)
-        run.finish(rollout, figures.means)
+        run.finish(rollout, figures.result())

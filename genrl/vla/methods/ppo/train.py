@@ -14,11 +14,12 @@ from torch import Tensor
 from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, summed
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Acting, Diffusion
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import Figures, learn
+from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import Decisions, Scored, actor_loss, decisions, filtered, score, spread_out
 
 
@@ -28,9 +29,9 @@ def train(run: VLARun, settings: PPO) -> None:
         rollout = run.collect(settings)
         chosen, explained = estimated_decisions(run, rollout, settings)
         # values are those of the critic that acted: it must have had its warm-up
-        figures, trains_policy = Figures(), iteration - run.age >= settings.critic_warmup
+        figures, trains_policy = Meter(), iteration - run.age >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
-        run.finish(rollout, figures.means | explained)
+        run.finish(rollout, figures.result() | explained)
 
 
 def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tuple[Decisions, dict[str, float]]:
@@ -40,7 +41,7 @@ def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tu
     kept = estimated(rollout, rows, settings)
     normalised = run.normalised(found.advantages, kept)
     weight = weights(rollout, kept, settings)
-    mean = run.summed({"weight": weight.sum(), "number": kept.sum()})
+    mean = summed({"weight": float(weight.sum()), "number": float(kept.sum())})
     weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
     chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
     return chosen, explained_variance(run, found, kept)

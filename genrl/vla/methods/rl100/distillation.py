@@ -11,7 +11,7 @@ from torch import Tensor
 from genrl.mdp.noise import generator, seeded
 from genrl.vla.evaluate import evaluate
 from genrl.vla.methods.rl100.settings import RL100
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.imitation import mean_of_last
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
@@ -56,7 +56,7 @@ def distil(
         with torch.no_grad():
             goal = sampler.act(teacher, teacher.encode(shown), noise)
         loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
-        found = descend(optimiser, loss)
+        found = step_beside(optimiser, loss)
         schedule.step()
         yield found
 

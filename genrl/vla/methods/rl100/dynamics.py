@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
@@ -78,7 +78,7 @@ def train_dynamics(
     optimiser = torch.optim.Adam(model.parameters(), lr=learning_rate)
     for step in range(steps):
         index = torch.randint(len(data.reward), (batch_size,), generator=generator(seed, "dynamics", step))
-        yield descend(optimiser, model.loss(take(data, index)))
+        yield step_beside(optimiser, model.loss(take(data, index)))
 
 
 @torch.no_grad()

@@ -23,12 +23,13 @@ from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, deal
 from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.offline.critics import Critics, seen_statistics, train_iql
-from genrl.vla.offline.descent import Step, descend, followed, stepper
+from genrl.vla.offline.descent import Step, followed, step_beside, stepper
 from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.offline.transitions import Store, Transitions, frames_of, merge, successful, take
 from genrl.vla.policies.encoder import Inputs
@@ -36,7 +37,6 @@ from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler
 from genrl.vla.setup import sampler_of
-from genrl.vla.update.learn import Figures, minibatches
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -266,7 +266,7 @@ def improve(
 ) -> dict[str, float]:
     """The gated updates of one round; the policy is the accepted one at the end."""
     loop, policy = run.loop, run.policy
-    sampler, figures = sampler_of(run.config, policy, iteration), Figures()
+    sampler, figures = sampler_of(run.config, policy, iteration), Meter()
     chosen = torch.randint(len(data.reward), (GATE_STARTS,), generator=generator(seed, "starts"))
     start = rows(data.observation, chosen)
 
@@ -283,19 +283,19 @@ def improve(
         batch = draw_at(old, sampler, critics, observation, rng, executed=run.env.chunk)
         clip = decayed_clip(settings.clip_range, settings.clip_decay, update)
         for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=run.env.chunk):
-            figures.add(row)
+            figures.note(row)
         if (update + 1) % settings.gate_every == 0 and gate.admits(worth()):
             old.load_state_dict(policy.state_dict())
         loop.advance(1)
     policy.load_state_dict(old.state_dict())
     counts = {"gate/accepted": float(gate.accepted), "gate/refused": float(gate.refused)}
-    return figures.means | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}
+    return figures.result() | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}
 
 
 def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step, iteration: int) -> dict[str, float]:
     """PPO on episodes of the policy, with V of the offline phase, which learns on."""
     config, loop, policy = run.config, run.loop, run.policy
-    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), run.env.chunk
+    sampler, figures, executed = sampler_of(config, policy, iteration), Meter(), run.env.chunk
     with loop.timed("rollout"):
         rollout = acted(run, sampler, iteration, 0)
     loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
@@ -306,22 +306,21 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
     loop.phase("training", settings.online_epochs * count)
     with loop.timed("train"):
         for epoch in range(settings.online_epochs):
-            for dealt in minibatches(
-                [count], 0, settings.online_minibatch, config.seed, "minibatches", iteration, epoch
-            ):
+            parts = max(1, round(count / settings.online_minibatch))
+            for dealt in deal([count], 0, parts, config.seed, "minibatches", iteration, epoch):
                 chosen = part(batch, dealt.mine)
                 clip = ONLINE_CLIP
                 for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
-                    figures.add(row)
+                    figures.note(row)
                 error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
                     loop.process.accelerator.device
                 )
-                descend(optimiser, expectile_loss(error, 0.5).mean())
-                figures.add({"critic/value_loss": error.square().mean().item()})
+                step_beside(optimiser, expectile_loss(error, 0.5).mean())
+                figures.note({"critic/value_loss": error.square().mean().item()})
                 loop.advance(len(dealt.mine))
     first = rollout.valid & (rollout.episode == 0)
     success = float((rollout.success & first).any(0).float().mean())
-    return figures.means | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
+    return figures.result() | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
 
 
 def _sums(log_prob: Tensor, executed: int) -> Tensor:

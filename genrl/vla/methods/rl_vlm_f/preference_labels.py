@@ -22,7 +22,7 @@ from torch.nn import functional
 import genrl_rewards
 from genrl.mdp.noise import generator
 from genrl.vla.offline.critics import CriticNet
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, Statistics, rows
@@ -224,7 +224,7 @@ def train_rewards(
             losses.append(functional.binary_cross_entropy_with_logits(first - second, target))
             hits.append(((first > second) == (target > 0)).float().mean())
         loss = torch.stack(losses).mean()
-        yield {"loss": descend(optimiser, loss), "accuracy": torch.stack(hits).mean().item()}
+        yield {"loss": step_beside(optimiser, loss), "accuracy": torch.stack(hits).mean().item()}
 
 
 @torch.no_grad()

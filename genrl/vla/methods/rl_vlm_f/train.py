@@ -17,6 +17,7 @@ from torch import Tensor
 import genrl_rewards
 from genrl.mdp.noise import derive_seed, seeded
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import World, world_of
 from genrl.vla.methods.rl_vlm_f.preference_labels import (
@@ -40,7 +41,6 @@ from genrl.vla.offline.transitions import (
 )
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.update.learn import Figures
 from genrl_rewards.placing import open_reward
 from genrl_rewards.service.remote import Outage
 
@@ -72,7 +72,7 @@ def learn_rewards(
     """Rounds of asking and learning; the figures of the last one. device: of a judge that is loaded here."""
     outage = Outage(**settings.outage.model_dump())
     judge = open_reward(settings.judge, settings.args, device=device, remote=settings.remote, outage=outage)
-    frames, figures = data.next_observation, Figures()
+    frames, figures = data.next_observation, Meter()
     kept, labels = Pairs(*(torch.zeros(0, dtype=torch.int64) for _ in range(2))), torch.zeros(0, dtype=torch.int64)
     try:
         for number in range(settings.rounds):
@@ -92,14 +92,14 @@ def learn_rewards(
             )
             kept = Pairs(*(torch.cat(both) for both in zip(kept, pairs, strict=True)))
             labels = torch.cat([labels, told])
-            figures, round_seed = Figures(), derive_seed(seed, "round", number)
+            figures, round_seed = Meter(), derive_seed(seed, "round", number)
             for row in train_rewards(ensemble, frames, kept, labels, steps=settings.steps, seed=round_seed):
-                figures.add({f"labels/{name}": value for name, value in row.items()})
+                figures.note({f"labels/{name}": value for name, value in row.items()})
     finally:
         genrl_rewards.close(judge)
     shares = {"dropped": labels < 0, "unusable": labels == UNUSABLE}
     found = {f"labels/{name}": float(which.float().mean()) for name, which in shares.items()}
-    return figures.means | found | {"labels/pairs": float(len(labels))}
+    return figures.result() | found | {"labels/pairs": float(len(labels))}
 
 
 def train(run: VLARun, settings: RLVLMF) -> None:

@@ -19,7 +19,6 @@ class SFT(VLAMethod):
 
     title: ClassVar[str] = "Supervised training of policies in simulation"
     imitates: ClassVar[Literal["never", "new", "always"]] = "always"
-    whole_chain: ClassVar[bool] = True
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens", "actions")
 
     algorithm: Literal["sft"] = "sft"
@@ -28,12 +27,6 @@ class SFT(VLAMethod):
     """Optimiser steps of one iteration."""
     batch_size: Count = 128
     """Frames per optimiser step, over all processes."""
-
-    def refuse_processes(self, processes: int) -> None:
-        """A process without a frame would have a mean over nothing."""
-        if self.batch_size < processes:
-            text = f"{self.batch_size} frames cannot be shared out to {processes} processes"
-            raise ValueError(f"trainer.batch_size: {text}")
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """Demonstrations that are missing."""

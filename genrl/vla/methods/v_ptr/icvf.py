@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
 from genrl.vla.methods.v_ptr.settings import Pretraining
-from genrl.vla.offline.descent import descend
+from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.encoder import LANGUAGE, PICTURE, ObservationEncoder
 
 CURRENT, FUTURE = 0.2, 0.5
@@ -112,7 +112,7 @@ def train_icvf(icvf: ICVF, videos: Tensor, settings: Pretraining, *, seed: int) 
             discount=settings.discount,
             expectile=settings.expectile,
         )
-        loss = descend(optimiser, errors.mean())
+        loss = step_beside(optimiser, errors.mean())
         with torch.no_grad():
             for behind, ahead in zip(slow.parameters(), icvf.parameters(), strict=True):
                 behind.lerp_(ahead, settings.target_rate)

@@ -23,6 +23,7 @@ from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checke
 from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
 from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
 from genrl.vla.simulators.simulator import SlotHost
+from genrl_rewards.extras import install
 
 CAMERA = "corner2"
 CAMERA_PLACE = (0.75, 0.075, 0.7)
@@ -196,7 +197,7 @@ def _task_class(task: str) -> Any:
     try:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
     except ModuleNotFoundError as error:
-        raise Misuse(f"Meta-World needs {error.name}: pip install 'genrl-diffusion[metaworld]'") from error
+        raise Misuse(f"Meta-World needs {error.name}: {install('metaworld')}") from error
     return ALL_V3_ENVIRONMENTS[task]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.methods.estimate import sampler_figures
@@ -57,7 +57,7 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, floa
     preset = annealed(run.preset, loop.iteration, run.config.iterations)
     changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
 
-    idle = partial(idle_pass, run.policy, 0 if changed is None else 1) if loop.weights.in_step else None
+    idle = partial(idle_pass, run.policy, 0 if changed is None else 1)
     drawn = run.policy.round if isinstance(run.policy, Estimating) else ()
 
     def recorded(one: Update, rows: Tensor) -> Recorded:
@@ -65,18 +65,15 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, floa
         tensors = token_tensors(one.part(ready.batch, rows))
         return Recorded(asked, tensors | {"answers": answers.tokens[rows], "answered": answers.mask[rows]})
 
-    figures: dict[str, list[float]] = defaultdict(list)
+    meter, dtype = Meter(), dtype_of(run.config)
     loop.phase("training", settings.epochs * len(answers.texts))
     with loop.timed("train"):
         for _ in range(settings.epochs):
             for one in ready.updates:
-                dtype = dtype_of(run.config)
-                found = update(loop, settings, run.policy, one, recorded, loss, dtype=dtype, idle=idle)
+                meter.note(update(loop, settings, run.policy, one, recorded, loss, dtype=dtype, idle=idle))
                 if run.average is not None:
                     run.average.step()
-                for name, value in found.items():
-                    figures[name].append(value)
-    return {name: sum(values) / len(values) for name, values in figures.items()}
+    return meter.result()
 
 
 def loss(settings: RecipeMethod, policy: Policy, given: Recorded) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ critic reads the states of the policy's own language model (the paper: a smaller
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +19,16 @@ from torch import Tensor
 from genrl.mdp.noise import generator
 from genrl.objectives.tokens.utterance_credit import critic_losses, utterance_advantages, utterance_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, Results, descend, summed
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.episodes.utterance_critic import Turn, Turns, UtteranceCritic, turns_of_walk
 from genrl.vlm.methods.archer.settings import ArCHer
-from genrl.vlm.methods.updates import check_on_policy, passes
+from genrl.vlm.methods.updates import NORMS, check_on_policy
 from genrl.vlm.policies.policy import Encoded, Policy, dtype_of
 from genrl.vlm.rollout.recorded import Asked
+
+LOSSES = ("loss/q", "loss/v", "loss/policy")
 
 
 def train(run: EpisodesRun, settings: ArCHer) -> None:
@@ -45,37 +47,38 @@ def train(run: EpisodesRun, settings: ArCHer) -> None:
 
 def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]:
     """The optimiser steps of an iteration; means of what they measured."""
-    loop, critic = run.loop, utterance_critic(run.actor)
-    figures: dict[str, list[float]] = defaultdict(list)
+    loop, critic, meter = run.loop, utterance_critic(run.actor), Meter()
     moved = loop.iteration >= settings.critic.warmup
     kinds = ["critic"] * settings.critic.updates + ["policy"] * settings.updates * moved
-    loop.phase("training", len(kinds))
+    loop.phase("training", len(kinds), len(kinds))
     with loop.timed("train"):
         for number, kind in enumerate(kinds):
-            source = generator(run.config.seed, "turns", loop.iteration, number)
-            turns, policy = memory.drawn(settings.batch, source), kind == "policy"
-            taken = partial(recorded, run, settings, turns, number, kind)
-            ((results, given),) = passes(loop, settings, run.actor, [torch.arange(1)], 1, taken, loss)
-            if policy:
-                error = (results["log_prob"].detach() - given["old_log_prob"])[given["mask"]].abs().max()
-                check_on_policy(float(error), dtype_of(run.config))
-            norms = loop.step([kind])
+            turns = memory.drawn(settings.batch, generator(run.config.seed, "turns", loop.iteration, number))
+            meter.note(step(run, settings, turns, number, kind))
             if kind == "critic":
                 critic.follow(settings.critic.follow)
-            figures["grad_norm" if policy else "grad_norm/critic"].append(norms[kind])
-            for name in ("loss/q", "loss/v", "loss/policy"):
-                if name in results:
-                    figures[name].append(sum(gather_object([float(results[name].detach())])))
-            if policy:
-                sizes = gather_object([float(given["advantages"].abs().mean())])
-                figures["advantage/abs_mean"].append(sum(sizes) / len(sizes))
-    return {name: sum(values) / len(values) for name, values in figures.items()}
+    return meter.result()
+
+
+def step(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int, kind: str) -> dict[str, float]:
+    """One optimiser step of the critic or the policy, on some turns; what it measured."""
+    sums: dict[str, float] = {}
+
+    def measure(kind: str, results: Results, given: Recorded) -> None:
+        sums.update({name: float(results[name].detach()) for name in LOSSES if name in results})
+        if kind == "policy":
+            error = (results["log_prob"].detach() - given["old_log_prob"])[given["mask"]].abs().max()
+            check_on_policy(float(error), dtype_of(run.config))
+            size = float(given["advantages"].abs().mean())
+            sums["advantage/abs_mean"] = size / run.process.accelerator.num_processes
+
+    prepare = partial(recorded, run, settings, turns, number)
+    norms = descend(run.loop, settings, run.actor, [kind], prepare, loss, groups=[kind], measure=measure)
+    return summed(sums) | {NORMS[kind]: norms[kind]}
 
 
 @torch.no_grad()
-def recorded(
-    run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int, kind: str, _: Tensor | None = None
-) -> Recorded:
+def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int, kind: str) -> Recorded:
     """This process's share of some turns, with what the policy says there now, as the loss of a step reads it."""
     accelerator, config, policy = run.loop.process.accelerator, run.config, run.policy
     rank, processes = accelerator.process_index, accelerator.num_processes

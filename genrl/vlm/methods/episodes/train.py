@@ -3,13 +3,13 @@ GRPO and its family over groups of episodes that begin alike."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.episodes.rows import laid
@@ -59,17 +59,15 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
         tensors = token_tensors(one.part(ready.batch, some)) | {"places": rows.places(some, turns)}
         return Recorded(asked, tensors | {"answers": rows.tokens[turns], "answered": rows.mask[turns]})
 
-    figures: dict[str, list[float]] = defaultdict(list)
-    dtype, idle = dtype_of(run.config), partial(idle_pass, run.policy) if loop.weights.in_step else None
+    meter, dtype, idle = Meter(), dtype_of(run.config), partial(idle_pass, run.policy)
     loop.phase("training", settings.epochs * len(rows.place))
     with loop.timed("train"):
         for one in [one for _ in range(settings.epochs) for one in ready.updates]:
             found = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups, idle=idle)
-            for name, value in found.items():
-                figures[name].append(value)
+            meter.note(found)
             if kl_stop is not None and found["ratio/drift"] > kl_stop:
                 break
-    return {name: sum(values) / len(values) for name, values in figures.items()}
+    return meter.result()
 
 
 def loss(settings: Episodes, actor: Actor, given: Recorded) -> dict[str, Tensor]:

@@ -20,11 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from genrl.objectives.forward.adversarial import preference_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.runtime.show.intervals import wilson
-from genrl.vlm.common import share_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
-from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.sampling import left_padded
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
@@ -55,17 +54,17 @@ def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:
     loop.phase("training", len(numbers))
     parts = list(torch.tensor(numbers, dtype=torch.int64).split(at_once)) if numbers else []
 
-    def taken(part: Tensor) -> Recorded:
+    def prepare(part: Tensor) -> Recorded:
         return recorded(run.policy, [run.questions[k] for k in part.tolist()], size)
 
+    def measure(part: Tensor, results: Results, given: Recorded) -> None:
+        sums["loss"] += float(results["loss"].detach())
+        sums["pairs/accuracy"] += right(results["margin"]) / size
+        sums["pairs/margin"] += float(results["margin"].sum()) / size
+
     with loop.timed("train"):
-        for results, _ in passes(loop, settings, run.policy, parts, len(parts), taken, loss):
-            sums["loss"] += float(results["loss"].detach())
-            sums["pairs/accuracy"] += right(results["margin"]) / size
-            sums["pairs/margin"] += float(results["margin"].sum()) / size
-        figures = summed(sums)
-        norm = loop.step(["policy"])["policy"]
-    return figures | {"grad_norm": norm}
+        norms = descend(loop, settings, run.policy, parts, prepare, loss, groups=["policy"], done=len, measure=measure)
+    return summed(sums) | {"grad_norm": norms["policy"]}
 
 
 def recorded(policy: Any, rows: Sequence[Row], size: int) -> Recorded:
@@ -135,7 +134,7 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
     whole: VLMConfig = run.loop.config
     settings = cast(MusicPreference, whole.trainer)
     questions = Questions(whole, "eval")
-    mine, at_once = share_of(run.process, len(questions)), settings.rows_per_pass
+    mine, at_once = run.process.share(len(questions)), settings.rows_per_pass
     run.loop.phase("evaluating", len(mine))
     mine_right = 0.0
     for start in range(0, len(mine), at_once):  # none, where there are fewer pairs than processes

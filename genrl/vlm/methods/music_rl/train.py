@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.common import Headed, check_gap
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.methods.sharing import updates_of
-from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.codes import CodePolicy
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.rollout.recorded import Asked
@@ -72,27 +72,35 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
 
-    def taken(rows: Tensor) -> Recorded:
-        return recorded(run, answers, rows, reward[rows], len(rows) / update.rows)
+    def prepare(rows: Tensor) -> Recorded | None:
+        return recorded(run, answers, rows, reward[rows], len(rows) / update.rows) if len(rows) else None
 
-    parts = [rows[~reward[rows].isnan()] for rows in update.parts]
-    with loop.timed("train"):
-        for results, given in passes(loop, settings, headed, parts, update.passes, taken, loss):
-            share = float(given["share"])
-            figures = {
-                "loss": results["loss"] / share,
-                "loss/policy": -(1 - alpha) * results["policy"],
-                "loss/kl": alpha * results["kl"],
-                "kl": results["kl"] / given["ref_rows"].shape[1],
-                "loss/value": results["value_loss"],
-                "sampler/gap_mean": results["gap"],
-            }
-            for name, value in figures.items():
-                sums[name] += share * float(value.detach())
-        found = summed(sums)
+    def measure(rows: Tensor, results: Results, given: Recorded) -> None:
+        share = float(given["share"])
+        figures = {
+            "loss": results["loss"] / share,
+            "loss/policy": -(1 - alpha) * results["policy"],
+            "loss/kl": alpha * results["kl"],
+            "kl": results["kl"] / given["ref_rows"].shape[1],
+            "loss/value": results["value_loss"],
+            "sampler/gap_mean": results["gap"],
+        }
+        for name, value in figures.items():
+            sums[name] += share * float(value.detach())
+
+    found: dict[str, float] = {}
+
+    def agree() -> None:
+        found.update(summed(sums))
         if loop.iteration == 0:
             check_gap(found["sampler/gap_mean"])
-        norms = loop.step(["policy", "baseline"])
+
+    parts = [rows[~reward[rows].isnan()] for rows in update.passes]
+    with loop.timed("train"):
+        norms = descend(
+            loop, settings, headed, parts, prepare, loss,
+            groups=["policy", "baseline"], done=len, measure=measure, before_step=agree,
+        )  # fmt: skip
     return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
 
 

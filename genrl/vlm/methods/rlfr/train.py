@@ -41,7 +41,7 @@ def train(run: AnswersRun, settings: RLFR) -> None:
             row |= answering.estimated(run, ready)
             ready, figures = shaped(run, settings, flow, answers, ready)
             row |= figures | answering.learn(run, answers, ready)
-            row["grad_norm/flow"] = run.loop.step_other(optimizer)
+            row["grad_norm/flow"] = run.loop.optimization.step_other(optimizer)
         run.finish(row)
 
 
@@ -82,7 +82,7 @@ def pretrain(run: AnswersRun, settings: RLFR, flow: LatentFlow, optimizer: torch
             part = flow.error(found, noise(found, keys, told.mask), torch.cat(times).sigmoid()).sum() / tokens
             part.backward()
             error = float(part.detach())
-        loop.step_other(optimizer)
+        loop.optimization.step_other(optimizer)
         loop.optimization.other_updates = 0  # of no iteration: the process can be left here
         loop.advance(1)
         loop.check_stop()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.methods.sft.settings import VLMSFT
-from genrl.vlm.methods.updates import passes, summed
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.rollout.recorded import Asked
@@ -65,16 +65,21 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     parts = list(torch.arange(len(rows)).split(settings.rows_per_pass)) if rows else []
     every = gather_object([(len(parts), int(told.mask.sum()))])
     most, tokens = max(n for n, _ in every), sum(n for _, n in every)
-    sums: dict[str, float] = defaultdict(float)
-    idle = partial(idle_pass, run.policy) if loop.weights.in_step else None
-    taken = partial(recorded, told, tokens=tokens)
-    for results, _ in passes(loop, settings, run.policy, parts, most, taken, loss, idle=idle):
+    parts += [torch.zeros(0, dtype=torch.int64)] * (most - len(parts))  # another process has the last ones
+    sums = {"loss": 0.0, "computed": 0.0, "there": float(told.positions)}
+
+    def prepare(part: Tensor) -> Recorded | None:
+        return recorded(told, part, tokens=tokens) if len(part) else None
+
+    def measure(part: Tensor, results: Results, given: Recorded) -> None:
         sums["loss"] += float(results["loss"].detach())
         sums["computed"] += float(results["computed"])
-    sums["there"] = told.positions
-    found = summed(sums)
-    norm = loop.step(["policy"])["policy"]
-    return {"loss": 0.0, "computed": 0.0} | found | {"tokens": float(tokens), "norm": norm}
+
+    idle = partial(idle_pass, run.policy)
+    norms = descend(
+        loop, settings, run.policy, parts, prepare, loss, groups=["policy"], done=len, measure=measure, idle=idle
+    )
+    return summed(sums) | {"tokens": float(tokens), "norm": norms["policy"]}
 
 
 def recorded(told: Told, rows: Tensor, *, tokens: int) -> Recorded:

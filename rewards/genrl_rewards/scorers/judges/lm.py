@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from genrl_rewards.models.checkpoints import model_type, pretrained, torch_dtype, transformers
+from genrl_rewards.models.checkpoints import model_type, pretrained, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.scorers.judges.vlm import VLM, Endpoint, Inputs, LocalModel, Question, open_vlm, sees
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class LocalLM(LocalModel):
             raise ValueError(f"{reward}: {model!r} is a {kind!r} model, which answers no questions")
         architecture, precision = transformers.AutoModelForCausalLM, torch_dtype(dtype, reward)
         loaded = pretrained(architecture, model, types=(), reward=reward, dtype=precision).to(device)
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
+        tokenizer: Any = tokenizer_of(model, reward, padding_side="left")
         if tokenizer.chat_template is None:
             raise ValueError(f"{reward}: {model!r} has no chat template to ask questions with")
         if tokenizer.pad_token is None:

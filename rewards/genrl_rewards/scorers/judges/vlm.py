@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from PIL.Image import Image
 
-from genrl_rewards.models.checkpoints import model_type, pretrained, torch_dtype, transformers
+from genrl_rewards.models.checkpoints import model_type, pretrained, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.scorers.judges.chat import ChatServer, Server
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class LocalVLM(LocalModel):
         loaded = pretrained(architecture, model, types=(), reward=reward, dtype=precision).to(device)
         prepare: QwenInputs | ProcessorInputs
         if kind in QWEN:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
+            tokenizer = tokenizer_of(model, reward, padding_side="left")
             prepare = QwenInputs(tokenizer, transformers.Qwen2VLImageProcessorPil.from_pretrained(model))
         else:
             processor: Any = transformers.AutoProcessor.from_pretrained(model)

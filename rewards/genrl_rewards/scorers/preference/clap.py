@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrl_rewards.models.checkpoints import pretrained, torch_dtype, transformers
+from genrl_rewards.models.checkpoints import pretrained, tokenizer_of, torch_dtype, transformers
 
 SEGMENTS = 3
 TOGETHER = 16
@@ -50,7 +50,7 @@ class ClapScore:
         self.model = held.to(device, torch_dtype(dtype, "clap"))
         self.to = self.model.to
         self.features = transformers.ClapFeatureExtractor.from_pretrained(model)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        self.tokenizer = tokenizer_of(model, "clap")
 
     def _heard(self, sounds: Sequence[Tensor]) -> Tensor:
         """Unit embeddings [N, D] of segments at the model's rate."""

@@ -22,6 +22,7 @@ from genrl_rewards.models.checkpoints import (
     no_init_weights,
     read_weights,
     renamed,
+    tokenizer_of,
     torch_dtype,
     transformers,
 )
@@ -147,7 +148,7 @@ class ImageReward:
         encoders: tuple[torch.nn.Module, ...] = (self.model.vision, self.model.text)
         for encoder in encoders:
             encoder.to(precision)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer = tokenizer_of(tokenizer, "imagereward")
         self.size: Any = self.model.vision.config.image_size
         logger.info("ImageReward from %s", file)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from genrl_rewards.models.checkpoints import pretrained, transformers
+from genrl_rewards.models.checkpoints import pretrained, tokenizer_of
 from genrl_rewards.models.musicgen import MusicgenReward
 
 TOGETHER = 16
@@ -25,7 +25,7 @@ class MusicPreference:
     def __init__(self, model: str, device: str = "cpu"):
         kind = ("musicgen",)
         self.model: MusicgenReward = pretrained(MusicgenReward, model, types=kind, reward="music_preference")
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        self.tokenizer = tokenizer_of(model, "music")
         self.to(device)
 
     def to(self, device: str) -> None:

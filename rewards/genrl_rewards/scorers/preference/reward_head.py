@@ -23,6 +23,7 @@ from genrl_rewards.models.checkpoints import (
     no_init_weights,
     qwen_pictures,
     read_weights,
+    tokenizer_of,
     torch_dtype,
     transformers,
 )
@@ -84,7 +85,7 @@ def filled_backbone(base: str, weights: Mapping[str, torch.Tensor], what: str, d
 
 def tokens_of(base: str, added: Sequence[str], model: Any, what: str) -> tuple[Any, list[int]]:
     """The tokenizer of `base` with these tokens, and their ids. Raises ValueError where the model has too few."""
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
+    tokenizer: Any = tokenizer_of(base, "reward_head", padding_side="right")
     tokenizer.add_special_tokens({"additional_special_tokens": list(added)})
     ids, size = tokenizer.convert_tokens_to_ids(list(added)), model.config.text_config.vocab_size
     if max(ids) >= size:

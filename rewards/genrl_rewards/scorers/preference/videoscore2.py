@@ -15,7 +15,7 @@ import torch
 from PIL.Image import Image
 
 from genrl_rewards.contract import Scored, check_choice
-from genrl_rewards.models.checkpoints import pretrained, qwen_pictures, torch_dtype, transformers
+from genrl_rewards.models.checkpoints import pretrained, qwen_pictures, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.models.qwen_video import LEAST_PIXELS, MOST_PIXELS, PAD, chosen, patches, tokens
 from genrl_rewards.scorers.judges import templates
 from genrl_rewards.scorers.judges.judge import shown
@@ -112,7 +112,7 @@ class VideoScore2:
         loaded = pretrained(architecture, model, types=("qwen2_5_vl",), reward="videoscore2", dtype=precision)
         self.model = loaded.to(device)
         self.to = self.model.to
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = tokenizer_of(model, "videoscore2")
         self.digits = cast("list[int]", self.tokenizer.convert_tokens_to_ids(list(DIGITS)))
         if len(set(self.digits)) < len(DIGITS):
             raise ValueError(f"videoscore2: {model!r} has no tokens of their own for the digits 1 to 5")

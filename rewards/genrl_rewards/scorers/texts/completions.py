@@ -16,6 +16,7 @@ from typing import Any
 
 from genrl_rewards.contract import Reward, Scores, call, name_of, nearest, optional_columns, read
 from genrl_rewards.declared import declared, source_of
+from genrl_rewards.extras import install
 from genrl_rewards.failures import Failure, catch
 from genrl_rewards.given import is_given
 from genrl_rewards.loading import EMPTY, Listed, Origin, load, resolve, with_options
@@ -49,7 +50,7 @@ def resolve_text(name: str) -> Origin:
     if name in MATH and importlib.util.find_spec("math_verify") is None:
         raise ValueError(
             f"reward {name!r} needs the package math-verify, which is not installed: "
-            "pip install 'genrl-diffusion[math]', or write numeric"
+            f"{install('math')}, or write numeric"
         )
     if name in MODULES:
         return Origin(name, "built-in", MODULES[name], name)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from genrl_rewards.extras import install
 from genrl_rewards.loading import missing_packages
 
 SMALL = 400  # pixels; pictures whose shorter side has fewer are doubled for Tesseract, which was made for scanned pages
@@ -71,6 +72,4 @@ class PaddleReader:
 
 def _require(package: str, extra: str) -> None:
     if missing_packages((package,)):
-        raise ValueError(
-            f"ocr: the engine needs {package!r}, which is not installed here: pip install 'genrl-diffusion[{extra}]'"
-        )
+        raise ValueError(f"ocr: the engine needs {package!r}, which is not installed here: {install(extra)}")

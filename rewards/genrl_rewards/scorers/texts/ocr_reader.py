@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from genrl_rewards.extras import install
+
 Crop = Literal["detect", "ink"]
 Fold = Literal["case_space", "case", "space", "none"]
 
@@ -53,7 +55,7 @@ class Reader:
         if len(models) != 1:
             found = ", ".join(model.name for model in models) or "none"
             raise ValueError(
-                f"rapidocr should ship one recogniser in {folder}; found {found}: pip install -U 'genrl-diffusion[ocr]'"
+                f"rapidocr should ship one recogniser in {folder}; found {found}: {install('ocr')} --upgrade"
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1

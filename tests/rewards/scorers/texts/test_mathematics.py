@@ -149,5 +149,5 @@ def test_a_process_that_ends_is_an_error_and_a_missing_package_is_named(monkeypa
     with pytest.raises(RuntimeError, match="ended; its error is above"):
         mathematics.Comparer().ask(5.0, truth="1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'genrl-diffusion\[math\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'math-verify"):
         load_text("math")

@@ -254,8 +254,8 @@ def test_the_dense_score_sums_over_alignments() -> None:
         ({"fold": "cases"}, "ocr: unknown fold 'cases'. Did you mean 'case'"),
         ({"engine": "tesserakt"}, "ocr: unknown engine 'tesserakt'. Did you mean 'tesseract'"),
         ({"engine": "tesseract", "variant": "ctc"}, "variant 'ctc' needs the probabilities that only 'rapidocr' gives"),
-        ({"engine": "tesseract"}, r"needs 'pytesseract'.*pip install 'genrl-diffusion\[tesseract\]'"),
-        ({"engine": "paddleocr"}, r"needs 'paddleocr'.*pip install 'genrl-diffusion\[paddle\]'"),
+        ({"engine": "tesseract"}, r"needs 'pytesseract'.*pip install 'pytesseract"),
+        ({"engine": "paddleocr"}, r"needs 'paddleocr'.*pip install 'paddleocr"),
     ],
 )
 def test_wrong_arguments_and_missing_engines_are_refused(

@@ -1,0 +1,94 @@
+"""`genrl init` and `genrl demo`: the recipes that come with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from genrl.cli.arguments import Overrides
+
+TASKS = ("pictures", "edits", "videos", "language and vision", "tokens", "robots")
+LOCAL = ("assets/", "runs/")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the `genrl` command."""
+    app.command()(demo)
+    app.command()(init)
+
+
+def demo(overrides: Overrides = None) -> None:
+    """Train the embedded text-to-image model, minutes on two cores without a download: pictures, curves and a LoRA.
+
+    Example: `genrl demo`, or in brief `genrl demo iterations=2`
+    """
+    from genrl.cli.train import train
+    from genrl.recipes import find
+
+    output = f"output=runs/demo-{datetime.now():%Y%m%d-%H%M%S}"  # a demo never meets the folder of the one before
+    train(find("quickstart").file, [output, *(overrides or ())])
+
+
+def init(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe; without it all are listed.")] = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write it.")] = Path(),
+) -> None:
+    """Write a recipe as a YAML file, with its prompts beside it; without a name list all recipes.
+
+    Example: `genrl init sd35_medium_flow_grpo`, then `genrl check sd35_medium_flow_grpo.yaml`
+    """
+    from genrl.cli.tables import printable
+    from genrl.recipes import find, missing, write
+
+    if name is None:
+        _list()
+        return
+    try:
+        recipe = find(name)
+        written = write(recipe, to)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="NAME") from None
+    lacking, file = missing(recipe, to), written[0]
+    lines = [f"written: {', '.join(map(str, written))}"]
+    lines += [f"data of your own: {', '.join(lacking)}; the file says which columns"] if lacking else []
+    lines += [f"next: genrl check {file}, then genrl train {file}"]
+    typer.echo(printable("\n".join(lines)))
+
+
+def _list() -> None:
+    """Print the recipes of published models by task; the others, which are for trying out, by name alone."""
+    from rich.table import Table
+
+    from genrl.cli.tables import console, safe
+    from genrl.recipes import recipes
+
+    known = [(recipe, recipe.values) for recipe in recipes()]
+    for task in TASKS:
+        table = Table("recipe", "model", "", title=task, title_justify="left", box=None, pad_edge=False)
+        for recipe, values in known:
+            if _task(values) == task and (model := _model(values)) and not model.startswith(LOCAL):
+                table.add_row(*map(safe, (recipe.name, model.rpartition("/")[2], "")))
+        if table.row_count:
+            console.print(table, "")
+    small = [recipe.name for recipe, values in known if not _model(values) or _model(values).startswith(LOCAL)]
+    console.print(f"small ones, on embedded models or new ones: {', '.join(small)}", "")
+    console.print("genrl init NAME writes one of them into this folder")
+
+
+def _task(values: Mapping[str, Any]) -> str:
+    if "policy" in values:
+        return "robots"
+    if "vlm" in values:
+        return "language and vision" if values["vlm"].get("output", "text") == "text" else "tokens"
+    sampling = values.get("sampling", {})
+    return "edits" if "inputs" in sampling else "videos" if "num_frames" in sampling else "pictures"
+
+
+def _model(values: Mapping[str, Any]) -> str:
+    """Hub id or folder; empty for a model that is made anew."""
+    section = next((values[key] for key in ("model", "vlm", "policy") if key in values), None)
+    return str((section or {}).get("path") or "")

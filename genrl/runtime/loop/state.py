@@ -1,0 +1,96 @@
+"""What a loop knows of its run at a moment: the weights, their optimiser, and what is kept between iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from genrl.runtime.loop.process import Process
+from genrl.runtime.weights.kept import Kept, Stateful
+from genrl.runtime.weights.optimization import Optimization, Schedule
+from genrl.runtime.weights.weights import AVERAGE, Weights
+
+
+class Trained(Protocol):
+    """What of a run the loop calls: `running.Run` has these, and says what they do."""
+
+    def evaluate(self, iteration: int) -> dict[str, float]: ...
+    def export(self, folder: Path | None) -> None: ...
+    def micro_batch_sizes(self) -> list[int]: ...
+    def resize(self, size: int) -> None: ...
+    def forget(self) -> None: ...
+
+
+@dataclass
+class State:
+    """One process of one training run, between or within its iterations."""
+
+    config: Any
+    process: Process
+    weights: Weights
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    trained: Trained
+    retries: bool = False
+    """Whether an iteration in which memory runs out is done again."""
+    after_backward: Callable[[], None] | None = None
+    iteration: int = 0
+    """Finished iterations."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase of the running iteration."""
+    unfinished_row: dict[str, float] | None = None
+    """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What a method keeps from one iteration to the next, as JSON; in the checkpoint."""
+    kept: Kept = field(default_factory=Kept)
+    """Beside the model (`keep`)."""
+    outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
+    saved: int | None = None  # the iteration of the newest checkpoint
+
+    def __post_init__(self) -> None:
+        average = self.config.ema
+        self.optimization = Optimization(
+            self.process.accelerator, self.weights, self.optimizer, self.schedule, self.process.run.dumps, average
+        )
+        if average is not None and AVERAGE not in self.weights.snapshots:
+            self.weights.snapshot(AVERAGE)
+
+    @property
+    def is_main(self) -> bool:
+        return self.process.is_main
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps of the running iteration that moved the weights."""
+        return self.optimization.updates
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the run so far."""
+        return self.optimization.steps
+
+    @property
+    def lr(self) -> float:
+        """Of the last step of the first group of parameters."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
+        """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved, and where
+        the method is begun again in this process, that of the one kept under this name before. changes: whether
+        iterations change it, so that undoing one puts it back; False for data that is made once.
+        """
+        self.kept.keep(name, thing, changes=changes)
+
+    def keep_average(self) -> None:
+        """From here on the model holds the averaged weights, where the run keeps an average: it is trained no more."""
+        if self.config.ema is not None:
+            self.weights.take(AVERAGE)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context in which the model holds the averaged weights, where the run keeps an average."""
+        return self.weights.use(AVERAGE) if self.config.ema is not None else nullcontext()

@@ -1,0 +1,311 @@
+"""LoRA files of every program (form x alpha x dtype x damage): each acts as it was trained, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from genrl.diffusion.policy.adapters import load_lora
+from tests.diffusion.families import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+TARGETS = ("to_q", "to_out.0")
+FORMS = ("diffusers", "no header", "peft", "peft named", "bare", "comfyui", "kohya", "lycoris", "2023")
+WITH_SETTINGS = ("diffusers", "peft", "peft named")
+WITH_ALPHA = ("bare", "comfyui", "kohya", "lycoris")
+RANK = 2
+
+
+@pytest.fixture(scope="module")
+def sd3() -> Any:
+    return FAMILIES["sd3"]().pipe
+
+
+@pytest.fixture
+def pipe(sd3: Any) -> Iterator[Any]:
+    yield sd3
+    sd3.unload_lora_weights()
+
+
+def layers_of(network: nn.Module) -> dict[str, Any]:
+    """Also where peft has been: it stands around a layer."""
+    ends = tuple(f".{target}" for target in TARGETS)
+    return {key: part for key, part in network.named_modules() if key.endswith(ends) and hasattr(part, "in_features")}
+
+
+def trained(network: nn.Module, dtype: torch.dtype, *, dora: bool) -> dict[str, dict[str, Tensor]]:
+    source = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return (0.1 + torch.rand(*shape, generator=source)).to(dtype)
+
+    made = {}
+    for key, layer in layers_of(network).items():
+        made[key] = {"A": noise(RANK, layer.in_features), "B": noise(layer.out_features, RANK)}
+        if dora:
+            made[key]["m"] = noise(layer.out_features)
+    return made
+
+
+def key_of(form: str, layer: str, part: str) -> str:
+    named = {
+        "diffusers": f"transformer.{layer}",
+        "no header": f"transformer.{layer}",
+        "peft": f"base_model.model.{layer}",
+        "peft named": f"base_model.model.{layer}",
+        "bare": layer,
+        "comfyui": f"diffusion_model.{layer}",
+        "kohya": "lora_unet_" + layer.replace(".", "_"),
+        "lycoris": "lycoris_" + layer.replace(".", "_"),
+        "2023": f"transformer.{layer}",
+    }[form]
+    if part == "alpha":
+        return f"{named}.alpha"
+    if form in ("kohya", "lycoris"):
+        return f"{named}.{ {'A': 'lora_down.weight', 'B': 'lora_up.weight', 'm': 'dora_scale'}[part] }"
+    if part == "m":
+        return f"{named}.lora_magnitude_vector"
+    if form == "2023":
+        return f"{named}.lora.{'down' if part == 'A' else 'up'}.weight"
+    return f"{named}.lora_{part}{'.default' if form == 'peft named' else ''}.weight"
+
+
+def write(
+    folder: Path, form: str, weights: dict[str, dict[str, Tensor]], alpha: float | None, *, dora: bool = False
+) -> Path:
+    """A file as a program writes it, with its alpha where the form has one."""
+    tensors = {}
+    for layer, parts in weights.items():
+        for part, value in parts.items():
+            tensors[key_of(form, layer, part)] = value[:, None] if form == "kohya" and part == "m" else value
+        if alpha is not None and form in WITH_ALPHA:
+            tensors[key_of(form, layer, "alpha")] = torch.tensor(alpha)
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha or RANK, "target_modules": list(TARGETS)}
+    settings |= {"use_dora": True} if dora else {}
+    header = {"format": "pt"}
+    folder.mkdir(exist_ok=True, parents=True)
+    name = "pytorch_lora_weights.safetensors"
+    if form == "diffusers":
+        header["lora_adapter_metadata"] = json.dumps({f"transformer.{k}": v for k, v in settings.items()})
+    if form.startswith("peft"):
+        name = "adapter_model.safetensors"
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / name, header)
+    return folder / name
+
+
+def deltas(network: Any, name: str) -> dict[str, Tensor]:
+    return {
+        key: module.get_delta_weight(name).float()
+        for key, module in network.named_modules()
+        if name in getattr(module, "lora_A", {})
+    }
+
+
+CASES = [
+    (form, alpha, dtype)
+    for form, alpha, dtype in product(FORMS, (None, 1.0, 8.0), (torch.float32, torch.bfloat16, torch.float16))
+    if alpha is None or form in WITH_SETTINGS + WITH_ALPHA
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_acts_as_it_was_trained(pipe: Any, tmp_path: Path, form: str) -> None:
+    """At its own strength, from the file, its folder, and in every precision; without any alpha, at that of alpha =
+    rank."""
+    for number, (_, alpha, dtype) in enumerate(case for case in CASES if case[0] == form):
+        weights = trained(pipe.transformer, dtype, dora=False)
+        file = write(tmp_path / str(number), form, weights, alpha)
+        for source in (file, file.parent):
+            name = f"a{number}_{source.is_dir()}"
+            load_lora(pipe, str(source), name)
+            found = deltas(pipe.transformer, name)
+            assert found.keys() == weights.keys()
+            for layer, parts in weights.items():
+                wanted = (alpha or RANK) / RANK * parts["B"].float() @ parts["A"].float()
+                torch.testing.assert_close(found[layer], wanted, rtol=1e-5, atol=1e-6)
+            pipe.transformer.delete_adapters(name)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "2023"])
+def test_magnitudes_of_a_dora_are_read(pipe: Any, tmp_path: Path, form: str) -> None:
+    weights = trained(pipe.transformer, torch.float32, dora=True)
+    load_lora(pipe, str(write(tmp_path, form, weights, None, dora=True)), "dora")
+    for layer, parts in weights.items():
+        module: Any = pipe.transformer.get_submodule(layer)
+        assert module.use_dora["dora"]
+        assert torch.equal(module.lora_magnitude_vector["dora"].weight, parts["m"])
+
+
+def damaged(weights: dict[str, dict[str, Tensor]], how: str) -> None:
+    layer = sorted(weights)[1]
+    match how:
+        case "half":
+            del weights[layer]["B"]
+        case "other half":
+            del weights[layer]["A"]
+        case "layer":
+            del weights[layer]
+        case "another layer":
+            weights["transformer_blocks.77.attn.to_q"] = weights.pop(layer)
+        case "a layer more":
+            weights["transformer_blocks.77.attn.to_q"] = {part: value.clone() for part, value in weights[layer].items()}
+        case "width":
+            weights[layer]["A"] = torch.ones(RANK, 3)
+        case "rank":
+            weights[layer]["A"] = torch.ones(RANK + 1, weights[layer]["A"].shape[1])
+        case "nan":
+            weights[layer]["A"][0, 0] = float("nan")
+        case "infinity":
+            weights[layer]["B"][0, 0] = float("inf")
+        case "no magnitude":
+            del weights[layer]["m"]
+
+
+DAMAGE = {
+    "half": r"has no lora_B \(up\)",
+    "other half": r"has no lora_A \(down\)",
+    "another layer": "of no layer here",
+    "a layer more": "of no layer here",
+    "width": "it is of another model: its layer .* goes from 3 to",
+    "rank": f"by rank {RANK + 1} and {RANK}",
+    "nan": "not finite",
+    "infinity": "not finite",
+    "no magnitude": "have no magnitude",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_does_not_fit_is_refused_by_name(pipe: Any, tmp_path: Path, form: str, how: str) -> None:
+    weights = trained(pipe.transformer, torch.float32, dora=how == "no magnitude")
+    damaged(weights, how)
+    file = write(tmp_path, form, weights, None)
+    with pytest.raises(ValueError, match=DAMAGE[how]):
+        load_lora(pipe, str(file), "bad")
+
+
+@pytest.mark.parametrize("form", WITH_SETTINGS)
+def test_layers_that_the_settings_name_are_there(pipe: Any, tmp_path: Path, form: str) -> None:
+    weights = trained(pipe.transformer, torch.float32, dora=False)
+    damaged(weights, "layer")
+    with pytest.raises(ValueError, match=r"lacks 1 of the \d+ layers of the transformer that its settings name"):
+        load_lora(pipe, str(write(tmp_path, form, weights, 4.0)), "bad")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("peft_type", "LOHA", "is of a LOHA, which diffusers does not load"),
+        ("r", 16, "its settings say rank 16"),
+        ("lora_alpha", float("nan"), "finite and not 0"),
+        ("lora_alpha", 0, "finite and not 0"),
+    ],
+)
+def test_settings_that_are_not_of_the_file(pipe: Any, tmp_path: Path, key: str, value: Any, says: str) -> None:
+    file = write(tmp_path, "peft", trained(pipe.transformer, torch.float32, dora=False), 4.0)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text()) | {key: value}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=says):
+        load_lora(pipe, str(file), "bad")
+
+
+def test_patterns_and_rslora_of_peft(pipe: Any, tmp_path: Path) -> None:
+    """Flow-GRPO's and Flow-Factory's files are peft's; ranks and alphas by layer, and alpha over the root."""
+    weights = trained(pipe.transformer, torch.float32, dora=False)
+    file = write(tmp_path, "peft", weights, 4.0)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    settings |= {"alpha_pattern": {"to_q": 6.0}, "use_rslora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    load_lora(pipe, str(file), "peft")
+    for layer, found in deltas(pipe.transformer, "peft").items():
+        alpha = 6.0 if layer.endswith("to_q") else 4.0
+        wanted = alpha / RANK**0.5 * weights[layer]["B"] @ weights[layer]["A"]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_which_alpha_was_taken_is_said(pipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = trained(pipe.transformer, torch.float32, dora=False)
+    with caplog.at_level(logging.WARNING):
+        load_lora(pipe, str(write(tmp_path / "a", "bare", weights, None)), "a")
+        load_lora(pipe, str(write(tmp_path / "b", "kohya", weights, 8.0)), "b")
+        load_lora(pipe, str(write(tmp_path / "c", "peft", weights, 3.0)), "c")
+    assert "rank 2, alpha 2 (no alpha in the file: taken as the rank)" in caplog.text
+    assert "rank 2, alpha 8 (its own alphas)" in caplog.text
+    assert "rank 2, alpha 3 (its settings)" in caplog.text
+
+
+def test_which_of_several_files(pipe: Any, tmp_path: Path) -> None:
+    weights = trained(pipe.transformer, torch.float32, dora=False)
+    file = write(tmp_path, "bare", weights, None)
+    for name in ("b.safetensors", "c.safetensors"):
+        (tmp_path / name).write_bytes(file.read_bytes())
+    load_lora(pipe, str(tmp_path), "standard")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"has 2 files \(b.safetensors, c.safetensors\): give .*/FILE to say which"):
+        load_lora(pipe, str(tmp_path), "either")
+
+
+@pytest.mark.parametrize(
+    "start", [b"version https://git-lfs.github.com/spec/v1\n", b"", b"<html>", b"\x10\0\0\0\0\0\0\0{"]
+)
+def test_no_weights(pipe: Any, tmp_path: Path, start: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(start)
+    with pytest.raises(ValueError, match="pointer|empty|not a safetensors file|is cut"):
+        load_lora(pipe, str(tmp_path), "bad")
+
+
+def test_kohyas_file_of_a_unet_and_its_text_encoder(tmp_path: Path) -> None:
+    """Convolutions of 1 x 1 for linear layers, names with and without `text_model`; both networks, or none."""
+    pipe: Any = FAMILIES["sd15"]().pipe
+    tensors, wanted = {}, {}
+    for start, part, ends in (
+        ("lora_unet_", pipe.unet, ("attn1.to_q", "proj_in")),
+        ("lora_te_", pipe.text_encoder, ("q_proj",)),
+    ):
+        for key, layer in part.named_modules():
+            if not key.endswith(ends):
+                continue
+            weight = layer.weight.flatten(1)
+            name = start + ("text_model_" if part is pipe.text_encoder and "text_model" not in key else "")
+            name += key.replace(".", "_")
+            down, up = torch.randn(RANK, weight.shape[1], 1, 1), torch.randn(weight.shape[0], RANK, 1, 1)
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            tensors[f"{name}.alpha"] = torch.tensor(1.0)
+            wanted[part, key] = 0.5 * up.flatten(1) @ down.flatten(1)
+    save_file(tensors, tmp_path / "a.safetensors")
+    load_lora(pipe, str(tmp_path), "a")
+    for (part, key), delta in wanted.items():
+        found = deltas(part, "a")[key].flatten(1)
+        torch.testing.assert_close(found, delta, rtol=1e-4, atol=1e-5)
+    pipe.unload_lora_weights()
+    save_file(tensors | {"lora_te2_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight": torch.ones(2, 4)},
+              tmp_path / "a.safetensors")  # fmt: skip
+    with pytest.raises(ValueError, match="1 of the .* of no layer here"):
+        load_lora(pipe, str(tmp_path), "b")
+
+
+def test_original_names_of_flux_go_through_diffusers_converter(tmp_path: Path) -> None:
+    """kohya's files of FLUX have queries, keys and values in one layer: the converter splits it without a loss."""
+    pipe: Any = FAMILIES["flux"]().pipe
+    width = pipe.transformer.config.num_attention_heads * pipe.transformer.config.attention_head_dim
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    down, up = torch.randn(4, width), torch.randn(3 * width, 4)
+    tensors = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    load_lora(pipe, str(tmp_path), "a")
+    found = deltas(pipe.transformer, "a")
+    rows = torch.cat([found[f"transformer_blocks.0.attn.to_{one}"] for one in "qkv"])
+    torch.testing.assert_close(rows, 0.5 * up @ down, rtol=1e-4, atol=1e-5)
+    save_file(tensors | {f"{name}.dora_scale": torch.ones(3 * width, 1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="magnitudes|of no layer"):
+        load_lora(pipe, str(tmp_path), "b")

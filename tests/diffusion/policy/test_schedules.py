@@ -1,0 +1,141 @@
+"""Every scheduler of diffusers that is accepted, stepped along its own schedule; and the others, refused alike by the
+check, which reads a file, and by the policy, which has the object."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from genrl.diffusion.config.pipeline_classes import replaced_schedule, scheduler_refusal, settings_of
+from genrl.diffusion.policy.scheduler import Request, Step, as_policy_head
+
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+
+
+def _made() -> dict[str, Any]:
+    """Name -> a scheduler of each class that can be made without arguments here."""
+    made = {}
+    for name in sorted(dir(diffusers)):
+        kind = getattr(diffusers, name) if name.endswith("Scheduler") else None
+        required = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty] if kind else [0]
+        if not any(getattr(p, "kind", None) is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in required) and kind:
+            try:
+                made[name] = kind()
+            except ImportError:  # torchsde
+                continue
+    return made
+
+
+MADE = _made()
+ACCEPTED = [name for name in MADE if scheduler_refusal(name, {}) is None]
+CASES = [
+    (name, settings)
+    for name in ACCEPTED
+    for settings in (
+        [{"timestep_spacing": spacing} for spacing in ("leading", "trailing", "linspace")]
+        if "timestep_spacing" in settings_of(name)
+        else [{}]
+    )
+] + [(name, FLOW) for name in MADE if "use_flow_sigmas" in settings_of(name) and not scheduler_refusal(name, FLOW)]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_every_step_ends_at_the_next_entry_of_the_schedule(name: str, settings: dict[str, Any]) -> None:
+    """With the true noise as the model's output, a state stays the mix of picture and noise at its level: in training,
+    by the levels that a step is told, and in evaluation, by the parent's own step."""
+    scheduler = getattr(diffusers, name)(**settings)
+    for steps in (3, 8, 20):
+        head: Any = as_policy_head(scheduler)
+        _follow(head, steps)
+
+
+def _follow(head: Any, steps: int) -> None:
+    clean, noise = torch.linspace(-1.0, 1.0, 4).reshape(1, 1, 2, 2), torch.tensor([[[[0.3, -1.2], [0.7, 0.1]]]])
+    flow = head.parametrisation == "flow"
+
+    def mixed(level: torch.Tensor) -> torch.Tensor:
+        level = level.float()
+        return (1.0 - level) * clean + level * noise if flow else level.sqrt() * clean + (1.0 - level).sqrt() * noise
+
+    seen: list[tuple[float, float]] = []
+
+    def record(step: Step) -> torch.Tensor:
+        seen.append((float(step.sigma), float(step.sigma_next)))
+        return mixed(step.sigma_next)
+
+    for on_step in (record, None):
+        head.request, head.latents_dtype = Request(on_step=on_step), torch.float32
+        head.set_timesteps(steps)
+        times = head.timesteps
+        levels = head.full_sigmas if flow else torch.stack([*head.alphas_cumprod[times], head.final_alpha_cumprod])
+        assert len(times) == steps
+        assert bool((times.float().diff() < 0).all())
+        state = head.hold(mixed(levels[0]))
+        for index, t in enumerate(times):
+            state = head.step(noise - clean if flow else noise, t, state, return_dict=False)[0]
+            torch.testing.assert_close(state, mixed(levels[index + 1]), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(seen), torch.stack([levels[:-1], levels[1:]], 1).float())
+
+
+@pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "DEISMultistepScheduler"])
+@pytest.mark.parametrize("steps", [3, 8, 20])
+def test_linspace_has_the_levels_of_the_scheduler_in_whose_place_it_is(name: str, steps: int) -> None:
+    scheduler = getattr(diffusers, name)(timestep_spacing="linspace")
+    head: Any = as_policy_head(scheduler)
+    head.set_timesteps(steps)
+    scheduler.set_timesteps(steps)
+    assert head.timesteps.tolist() == scheduler.timesteps.tolist()
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+def test_steps_that_divide_keep_the_bits_of_ddims_own(spacing: str) -> None:
+    scheduler = diffusers.DDIMScheduler(timestep_spacing=spacing, steps_offset=int(spacing == "leading"))
+    head: Any = as_policy_head(scheduler)
+    scheduler.set_timesteps(20)
+    head.set_timesteps(20)
+    head.latents_dtype = torch.float32
+    state = theirs = head.hold(torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)))
+    for t in scheduler.timesteps:
+        output = 0.3 * theirs + 0.1
+        theirs = scheduler.step(output, t, theirs).prev_sample
+        state = head.step(output, t, state).prev_sample
+        assert torch.equal(state, theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in ACCEPTED])
+def test_a_refused_scheduler_is_refused_in_the_same_words_when_it_is_loaded(name: str) -> None:
+    with pytest.raises(ValueError, match=name) as refused:
+        as_policy_head(MADE[name])
+    assert str(refused.value) == scheduler_refusal(name, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("FlowMatchHeunDiscreteScheduler", {}, "calls the model twice a step"),
+        ("FlowMatchLCMScheduler", {}, "a consistency model jumps"),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "no deterministic step"),
+        ("DPMSolverMultistepScheduler", {"prediction_type": "flow_prediction"}, "set use_flow_sigmas to true"),
+        ("EulerDiscreteScheduler", {"prediction_type": "flow_prediction"}, "it has no flow sigmas"),
+        ("UniPCMultistepScheduler", {"use_flow_sigmas": True}, "set it to flow_prediction"),
+        ("DDIMInverseScheduler", {}, "from the picture to the noise"),
+        ("SASolverScheduler", FLOW, "adds noise of its own"),
+        ("DPMSolverMultistepScheduler", FLOW | {"algorithm_type": "sde-dpmsolver++"}, "adds noise of its own"),
+        ("HeliosScheduler", {}, "start anew in each of its stages"),
+        ("EDMEulerScheduler", {}, "nor one with a beta schedule"),
+        ("DDPMScheduler", {"prediction_type": "velocity"}, "prediction_type velocity"),
+    ],
+)
+def test_the_reason_is_the_true_one(name: str, settings: dict[str, Any], says: str) -> None:
+    assert says in (scheduler_refusal(name, settings) or "")
+
+
+def test_levels_that_ddim_does_not_have_are_said() -> None:
+    said = replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": True, "timestep_spacing": "trailing"})
+    assert said is not None
+    assert "use_karras_sigmas" in said
+    assert replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": False}) is None

@@ -1,0 +1,109 @@
+"""The inner loop: passes of an optimiser step; things dealt to steps, the same however many processes share them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Meter, deal, descend, require_on_policy
+from tests.runtime.loop.loops import METHOD, loop, model
+
+
+def square(settings: Any, two: Any, given: Recorded) -> dict[str, Tensor]:
+    return {"loss": given["scale"] * two.policy.square().sum(), "size": given["scale"]}
+
+
+def scaled(by: float) -> Recorded | None:
+    """A part; None of 0."""
+    return Recorded(None, {"scale": torch.tensor(by)}) if by else None
+
+
+class TestDescend:
+    def test_the_gradients_of_all_parts_are_one_step(self, tmp_path: Path) -> None:
+        one, seen = loop(tmp_path), []
+        one.phase("training", 30, 3)
+
+        def measure(part: float, results: Any, recorded: Recorded) -> None:
+            seen.append((part, float(results["size"])))
+
+        norms = descend(one, METHOD, model(one), [1.0, 0.0, 3.0], scaled, square, divisor=2.0, measure=measure)
+        # of (1 + 3) / 2 |p|^2: 4 p
+        assert norms["policy"] == pytest.approx(4 * math.sqrt(14)) and norms["critic"] == 0.0
+        assert seen == [(1.0, 1.0), (3.0, 3.0)] and one.process.progress.count == 30
+
+    def test_where_weights_are_in_shards_a_part_without_samples_is_a_pass_too(self, tmp_path: Path) -> None:
+        one, passes = loop(tmp_path), []
+
+        def idle() -> Tensor:
+            passes.append(1)
+            return 0.0 * model(one).policy.sum()
+
+        descend(one, METHOD, model(one), [1.0, 0.0], scaled, square, idle=idle)
+        assert not passes
+        one.weights.in_step = True
+        descend(one, METHOD, model(one), [1.0, 0.0, 0.0], scaled, square, idle=idle)
+        assert len(passes) == 2
+
+    def test_a_step_that_is_not_wanted_leaves_no_gradient(self, tmp_path: Path) -> None:
+        one = loop(tmp_path)
+        before = model(one).policy.detach().clone()
+        assert descend(one, METHOD, model(one), [1.0], scaled, square, before_step=lambda: False) == {}
+        assert model(one).policy.grad is None and torch.equal(model(one).policy, before) and one.updates == 0
+
+
+@settings(max_examples=60)
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=5), parts=st.integers(1, 50), seed=st.integers(0, 9))
+def test_every_thing_is_dealt_once_whoever_has_it(counts: list[int], parts: int, seed: int) -> None:
+    """All processes know the same of a part. Numbered over all processes, first the first one's, it is the set that one
+    process with all things gets."""
+    parts = min(parts, max(1, sum(counts)))
+    dealt = [list(deal(counts, process, parts, seed)) for process in range(len(counts))]
+    for process, batches in enumerate(dealt):
+        assert sorted(number for batch in batches for number in batch.mine.tolist()) == list(range(counts[process]))
+    starts, shared = torch.tensor([0, *counts]).cumsum(0).tolist(), []
+    for batch in zip(*dealt, strict=True):
+        sizes = [len(own.mine) for own in batch]
+        assert {len(own.every) for own in batch} == {sum(sizes)} and {own.most for own in batch} == {max(sizes)}
+        assert sum(sizes) > 0
+        shared.append(
+            {start + number for start, own in zip(starts, batch, strict=False) for number in own.mine.tolist()}
+        )
+        assert shared[-1] == set(batch[0].every.tolist())
+    assert shared == [set(batch.mine.tolist()) for batch in deal([sum(counts)], 0, parts, seed)]
+
+
+def test_no_part_is_a_small_remainder() -> None:
+    assert [len(batch.every) for batch in deal([17], 0, 4, 3)] == [5, 4, 4, 4]
+
+
+def test_the_order_is_that_of_the_keys() -> None:
+    def order(*keys: int | str) -> list[int]:
+        return [number for batch in deal([50], 0, 6, *keys) for number in batch.mine.tolist()]
+
+    assert order(1, "minibatches", 2, 3) == order(1, "minibatches", 2, 3)
+    assert len({tuple(order(1, "minibatches", 2, epoch)) for epoch in range(4)}) == 4
+    assert order(0) != list(range(50)) and not list(deal([0, 0], 0, 1, 1))
+
+
+@pytest.mark.parametrize("off", [2e-3, math.nan])
+def test_what_is_not_on_policy_stops_before_the_first_update(off: float) -> None:
+    require_on_policy(1e-3, 1e-3, "the ratio", causes="")
+    with pytest.raises(RuntimeError, match=r"the ratio is off by .*, more than 0.001: .* Why\."):
+        require_on_policy(off, 1e-3, "the ratio", causes="Why.")
+
+
+def test_notes_are_means_over_the_times_they_were_made() -> None:
+    meter = Meter()
+    for value in (1.0, 3.0):
+        meter.note({"a": value})
+    meter.note({"b": 5.0})
+    meter.add("c", torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))
+    assert meter.result() == {"a": 2.0, "b": 5.0, "c": 1.25}

@@ -1,0 +1,130 @@
+"""What is written into a folder of one's own holds there; and a wheel carries it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from genrl import recipes
+from genrl.config import ConfigError, check_files, load, load_located
+
+PUBLISHED = ("sd35_medium_flow_grpo", "flux1_kontext_flow_grpo", "qwen2_5_vl_7b_fsdp")
+
+
+@pytest.mark.parametrize("name", ["sd15_ddpo", "flow_grpo_fast", "prompt_rl", "vlm/grpo", "qwen_image_edit_talk2move"])
+def test_a_written_recipe_is_the_one_in_the_clone(
+    name: str, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys are equal but for where files lie, and each file that it names is in the folder."""
+    recipe = recipes.find(name)
+    monkeypatch.chdir(root)
+    there = load(recipe.file).model_dump(mode="json")
+    written = recipes.write(recipe, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    here = load(written[0].name).model_dump(mode="json")
+    assert written[0] == tmp_path / recipe.written
+    for key, value in texts(here):
+        if ".py:" in value or value.startswith(("prompts/", "assets/")):
+            assert Path(value.partition(".py:")[0] + ".py" * (".py:" in value)).exists(), (key, value)
+    where = re.compile(r"assets/(?=prompts/)|configs/[\w/]*/(?=\w+\.py:)")
+    moved = {(key, where.sub("", value)) for key, value in texts(there) if key != ".output"}
+    assert {(key, value) for key, value in texts(here) if key != ".output"} == moved
+    assert recipes.write(recipe, tmp_path) == written, "the same content again is no error"
+    written[0].write_text("iterations: 3\n")
+    with pytest.raises(ValueError, match="is there already, with other content"):
+        recipes.write(recipe, tmp_path)
+
+
+def texts(tree: object, path: str = "") -> list[tuple[str, str]]:
+    if isinstance(tree, str):
+        return [(path, tree)]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [found for key, value in items for found in texts(value, f"{path}.{key}")]
+
+
+def test_every_recipe_has_a_name_of_its_own_and_a_wrong_one_is_refused() -> None:
+    known = recipes.recipes()
+    assert len({recipe.written for recipe in known}) == len(known) > 150
+    for name in ("quickstart", "configs/quickstart.yaml"):
+        assert recipes.find(name).file.relative_to(recipes.root()) == Path("configs/quickstart.yaml")
+    with pytest.raises(ValueError, match="did you mean .*sd15_ddpo"):
+        recipes.find("sd15_dpo")
+
+
+def test_paths_are_looked_up_beside_the_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder is looked through first; an override means it alone."""
+    folder = tmp_path / "mine"
+    recipes.write(recipes.find("sd15_ddpo"), folder)
+    monkeypatch.chdir(tmp_path)
+    config = load("mine/sd15_ddpo.yaml")
+    assert config.prompts.train == "mine/prompts/animals_train.txt"
+    assert config.model.path == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/animals_train.txt").write_text("a cat\n")
+    config = load("mine/sd15_ddpo.yaml", ["prompts.eval=prompts/animals_eval.txt"])
+    assert config.prompts.train == "prompts/animals_train.txt"
+    assert config.prompts.eval == "prompts/animals_eval.txt"
+
+
+def test_an_error_says_where_a_file_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    file = recipes.write(recipes.find("sd15_ddpo"), folder)[0]
+    (folder / "prompts/animals_eval.txt").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        check_files(*load_located("mine/sd15_ddpo.yaml"))
+    said = str(refused.value)
+    assert "prompts/animals_eval.txt: no such file" in said and f"(looked in {tmp_path} and in {folder})" in said
+    with pytest.raises(ConfigError) as refused:
+        check_files(*load_located(file, ["rewards=[{name: own.py:reward}]", "prompts.eval=prompts/animals_train.txt"]))
+    assert f"'own.py' does not exist (looked from {tmp_path})" in str(refused.value), "an override means one folder"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked. Built of a copy, so that no build folder is left in the clone."""
+    root = Path(__file__).parents[1]
+    copy, made, site = (tmp_path_factory.mktemp(name) for name in ("clone", "wheel", "site"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, copy)
+    for name in ("genrl", "rewards", "configs", "assets"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", made, copy]
+    subprocess.run(build, check=True, env={**os.environ, "PIP_NO_INDEX": "1"})
+    with zipfile.ZipFile(next(made.glob("*.whl"))) as archive:
+        archive.extractall(site)
+    return site
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_what_its_commands_name(wheel: Path, tmp_path: Path) -> None:
+    def genrl(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(wheel), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "genrl", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    listed = genrl("init")
+    for name in PUBLISHED:
+        assert name in listed
+        for own in re.findall(r"prompts/\w+\.jsonl(?=.*; the file says)", genrl("init", name)):
+            (tmp_path / own).parent.mkdir(exist_ok=True)
+            (tmp_path / own).write_text(json.dumps({"prompt": f"make it {own}", "source_image": "a.png"}) + "\n")
+            Image.new("RGB", (64, 64), "red").save((tmp_path / own).with_name("a.png"))
+        assert "valid" in genrl("check", f"{name}.yaml")
+    genrl("init", "vlm/quickstart")
+    assert "valid" in genrl("check", "vlm_quickstart.yaml")
+    small = ["sampling.group_size=4", "sampling.batch_size=8", "sampling.num_inference_steps=2", "evaluation.every=0"]
+    genrl("demo", "iterations=1", *small, "output=runs/demo")
+    assert (tmp_path / "runs/demo/lora").is_dir()
+    assert str(wheel) in (tmp_path / "runs/demo/config.yaml").read_text(), "the embedded model is the wheel's"
