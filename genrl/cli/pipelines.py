@@ -32,6 +32,10 @@ def call_arguments(
     return given | key_values(further, "num_frames=33")
 
 
+BROKEN = 0.05
+"""Share of pictures that are not finite above which an evaluation fails."""
+
+
 def evaluate(name: str, options: Options) -> None:
     """Print the scores of a pipeline, or of a run's, over a prompt file, and write them to `options.out`."""
     from genrl.diffusion.chosen import choose, config_of
@@ -48,6 +52,7 @@ def evaluate(name: str, options: Options) -> None:
     from genrl.cli.tables import console, safe, scores_table, write_scores
     from genrl.diffusion.config.sections import EVALUATION_SEED, Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
+    from genrl.diffusion.rollout.scoring import not_finite
     from genrl.diffusion.sample import evaluate_pipeline, load
 
     check_inputs(chosen.inputs, rows, source)
@@ -56,9 +61,10 @@ def evaluate(name: str, options: Options) -> None:
     num_prompts = len(rows)
     rows = [row for row in rows for _ in range(own.group_size)]
     scorers = named_rewards(options.reward) if options.reward or not config else rewards_of_run(config, Path(name))
+    pipe = load(chosen.model, chosen.adapter)
     with closing(scorers):
-        metrics = evaluate_pipeline(
-            load(chosen.model, chosen.adapter),
+        found = evaluate_pipeline(
+            pipe,
             rows,
             scorers,
             batch_size=options.batch_size,
@@ -66,13 +72,16 @@ def evaluate(name: str, options: Options) -> None:
             num_pictures=0,
             arguments=chosen.arguments,
             inputs=chosen.inputs,
-        ).metrics
+        )
+    metrics = found.metrics
     table = scores_table(f"{name}, {num_prompts} prompts of {source}", "metric", "value")
     for metric, value in sorted(metrics.items()):
         table.add_row(safe(metric), f"{value:.4f}")
     console.print(table)
     record = {"model": chosen.model.path, "lora": chosen.adapter, "prompts": source, "num_prompts": num_prompts}
     write_scores(options.out, record | {"seed": seed, "arguments": chosen.arguments}, metrics)
+    if found.scored.broken > BROKEN * len(rows):
+        raise RuntimeError(not_finite(found.scored.broken, len(rows), pipe))
 
 
 def _rows(source: str, config: Config | None, options: Options) -> list[Prompt]:

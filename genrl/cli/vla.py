@@ -60,7 +60,16 @@ def evaluate(model: Path, config: VLAConfig, options: Options) -> None:
         typer.echo(f"{len(written)} films and pictures in {options.videos}")
     record: dict[str, object] = {"policy": str(model), "environment": config.environment.model_dump(mode="json")}
     record |= {"seed": settings.evaluation.seed, "episodes": episodes}
-    write_scores(options.out, record, success_rates(judged))
+    write_scores(options.out, record | {"lost": judged.lost}, success_rates(judged))
+    if judged.lost > LOST * (episodes + judged.lost):
+        raise RuntimeError(
+            f"{judged.lost} of {episodes + judged.lost} episodes were lost with their simulators, which are in no "
+            "figure above: see what they say, or raise environment.timeout_s"
+        )
+
+
+LOST = 0.05
+"""Share of lost episodes above which an evaluation fails."""
 
 
 def _by_instruction(judged: Judged, title: str) -> Table:
@@ -73,8 +82,15 @@ def _by_instruction(judged: Judged, title: str) -> Table:
         low, high = wilson(round(rate * episodes), episodes)
         table.add_row(safe(name), f"{rate:.3f}", f"{low:.3f} to {high:.3f}", f"{episodes:,}")
 
+    if not judged.measured:
+        table.add_row("all", "not measured", "environment.success_key is null", f"{len(judged.success):,}")
+        return table
     for name, (rate, episodes) in by_task(judged).items():
         add(name, rate, episodes)
     table.add_section()
+    if judged.lost:
+        table.add_row("lost with the simulator, in no rate", "", "", f"{judged.lost:,}")
+    if not judged.success:
+        return table
     add("all", sum(judged.success) / len(judged.success), len(judged.success))
     return table

@@ -27,7 +27,7 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.rewriter import Rewriter, TextRoom
-from genrl.diffusion.rollout.scoring import Scorers, check_rows
+from genrl.diffusion.rollout.scoring import Scorers, check_rows, not_finite
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.show.pictures import grid, save_png, to_pil
 from genrl.runtime.weights.devices import default_device
@@ -60,7 +60,8 @@ def sample(
     The pictures of an earlier call, which its prompts.json lists, are removed; no other files are. arguments: of the
     pipeline call (num_inference_steps, guidance_scale, height, ...); inputs: those with a value per prompt. rewriter:
     prompt k is drawn as this model, shown its pictures where it sees, rewrites it by the key (seed + k,). Raises
-    ValueError for an argument that the pipeline does not take.
+    ValueError for an argument that the pipeline does not take, and RuntimeError, when all are written, where one is not
+    finite: it is a black file.
     """
     check_call_arguments(pipe, arguments or (), section=None)
     texts = list(prompts)
@@ -77,10 +78,13 @@ def sample(
     # Before the pictures, so that those of a call that is cut short are listed, too, and removed by the next.
     write_atomic(out / SAMPLE_LIST, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
-    for k, picture in enumerate(drawn(pipe, texts, seed, arguments or {}, inputs)):
-        paths.append(save_png(picture, out / f"{k:05d}.png"))
-        pictures.append(picture)
-    save_png(grid(pictures[:64], texts[:64]), out / SAMPLE_GRID)
+    try:
+        for k, picture in enumerate(drawn(pipe, texts, seed, arguments or {}, inputs)):
+            paths.append(save_png(picture, out / f"{k:05d}.png"))
+            pictures.append(picture)
+    finally:
+        if pictures:
+            save_png(grid(pictures[:64], texts[:64]), out / SAMPLE_GRID)
     return paths
 
 
@@ -91,9 +95,14 @@ def drawn(
     arguments: Mapping[str, Any],
     inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> Iterator[Image]:
-    """One picture per text, each alone, text k from the noise of seed + k; of a video its frames side by side."""
+    """One picture per text, each alone, text k from the noise of seed + k; of a video its frames side by side. Raises
+    RuntimeError after the last where one was not finite: it is black."""
+    broken = 0
     for one in samples(pipe, texts, range(seed, seed + len(texts)), arguments, inputs):
+        broken += not bool(one.isfinite().all())
         yield to_pil(one)
+    if broken:
+        raise RuntimeError(not_finite(broken, len(texts), pipe))
 
 
 def samples(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
+from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
@@ -35,7 +37,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
-from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
+from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.kernels.backend import choose
@@ -102,6 +104,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if far is not None and config.sampling.staleness:
         ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(ahead.close)
+    _keep_apart(config, policy, prompts)
     run = DiffusionRun(config, process, policy, weights, prompts, eval_prompts, scorers, far, ahead)
     if far is not None:
         far.ready()
@@ -250,6 +253,23 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
     use_kernels(policy, config.kernels)
     weights = trainable_weights(config, policy)
     return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
+
+
+def _keep_apart(config: Config, policy: Policy, prompts: Sequence[prompt_files.Prompt]) -> None:
+    """Two prompts with pictures of their own, beside each other, before the first iteration."""
+    sampling = config.sampling
+    if not sampling.inputs or sampling.batch_size == 1:
+        return
+    column = next(iter(sampling.inputs.values()))
+    one = prompts[0]
+    two = next((p for p in prompts if p.columns[column] != one.columns[column] and p.size == one.size), None)
+    if two is not None:
+        keys = [("apart", config.seed, k) for k in range(2)]
+        inputs = batch_inputs(sampling.inputs, [one, two])
+        with torch.compiler.set_stance("force_eager"):  # not for two calls
+            require_apart(
+                policy, Batch([one.text, two.text], list(keys), batch_arguments(sampling, [one]), inputs=inputs)
+            )
 
 
 def _all_placed(config: Config) -> bool:

@@ -22,13 +22,16 @@ from genrl.vla.simulators.environments import evaluation_episodes
 
 
 class Judged(NamedTuple):
-    """E episodes: instruction, success, executed actions and return of each; clips of the first ones."""
+    """E episodes that ran to their end: instruction, success, executed actions and return of each; clips of the first
+    ones; beside them how many were lost with their simulator, and whether success was measured at all."""
 
     instruction: list[str]
     success: list[bool]
     steps: list[int]
     returns: list[float]
     clips: list[Clip]
+    lost: int = 0
+    measured: bool = True
 
     def joined(self, other: Judged) -> Judged:
         """Joins these episodes and then the others."""
@@ -38,7 +41,13 @@ class Judged(NamedTuple):
             self.steps + other.steps,
             self.returns + other.returns,
             self.clips + other.clips,
+            self.lost + other.lost,
+            self.measured and other.measured,
         )
+
+    def of(self, success_key: str | None) -> Judged:
+        """Of an environment with this key: without one nothing says whether an episode succeeded."""
+        return self._replace(measured=success_key is not None or any(self.success))
 
 
 @torch.no_grad()
@@ -55,8 +64,9 @@ def evaluate(
     """`episodes` of them by `Sampler.act`, numbers first, first + 1, ... of the list that the seed makes.
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
-    An episode that a simulator lost counts as a failure. clips: so many of them are filmed, a picture per
-    decision, successes and failures. advance: called with 0 after every decision, then with the episodes of a round.
+    An episode that a simulator lost is counted as lost, neither as a success nor as a failure. clips: so many of them
+    are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with
+    the episodes of a round.
     """
     numbers = evaluation_episodes(seed, first + episodes)
     found = Judged([], [], [], [], [])
@@ -84,6 +94,7 @@ def _round(
     policy, instruction = who.policy, list(env.task_description)
     running, success = np.ones(env.num_envs, dtype=np.bool_), np.zeros(env.num_envs, dtype=np.bool_)
     steps, returns = np.zeros(env.num_envs, dtype=np.int64), np.zeros(env.num_envs)
+    lost = np.zeros(env.num_envs, dtype=np.bool_)
     filmed = list(range(min(4 * films, wanted)))  # to choose of: successes and failures
     pictures: list[list[NDArray[np.uint8]]] = [[] for _ in filmed]
     decision = 0
@@ -94,6 +105,7 @@ def _round(
         chunk = _chunk(who, seen, noise)[:, : env.chunk]
         raw, _, terminated, truncated, info = env.step(chunk.cpu().numpy().astype(np.float32))
         success |= running & info["is_success"]
+        lost |= running & info.get("dropped", False)
         steps += np.where(running, info["n_executed"], 0)
         returns += np.where(running, info["rewards"].sum(1), 0.0)
         ended = terminated | truncated
@@ -104,10 +116,11 @@ def _round(
     clips = [
         Clip(np.stack(frames), instruction[slot], bool(success[slot]))
         for slot, frames in zip(filmed, pictures, strict=True)
+        if not lost[slot]
     ]
-    count = slice(0, wanted)
-    told = instruction[count], success[count].tolist(), steps[count].tolist(), returns[count].tolist()
-    return Judged(*told, balanced(clips, films))
+    whole = [slot for slot in range(wanted) if not lost[slot]]
+    told = [instruction[k] for k in whole], success[whole].tolist(), steps[whole].tolist(), returns[whole].tolist()
+    return Judged(*told, balanced(clips, films), wanted - len(whole))
 
 
 def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
@@ -137,14 +150,24 @@ def film(env: Environment, slots: list[int], running: NDArray[np.bool_], picture
 
 
 def success_rates(found: Judged) -> dict[str, float]:
-    """Metrics: `eval/success_mean` with its 95 % Wilson interval, length, return, and success of each instruction."""
-    low, high = wilson(sum(found.success), len(found.success))
+    """Metrics: `eval/success_mean` with its 95 % Wilson interval, length, return, and success of each instruction;
+    without success where nothing says it. Raises RuntimeError where every episode was lost."""
+    if not found.success:
+        raise RuntimeError(
+            f"all {found.lost} episodes of the evaluation were lost with their simulators: none is judged"
+        )
     row = {
+        "eval/length_mean": sum(found.steps) / len(found.steps),
+        "eval/return_mean": sum(found.returns) / len(found.returns),
+        "eval/lost": float(found.lost),
+    }
+    if not found.measured:
+        return row
+    low, high = wilson(sum(found.success), len(found.success))
+    row |= {
         "eval/success_mean": sum(found.success) / len(found.success),
         "eval/success_low": low,
         "eval/success_high": high,
-        "eval/length_mean": sum(found.steps) / len(found.steps),
-        "eval/return_mean": sum(found.returns) / len(found.returns),
     }
     return row | {f"eval/success/{slug(text)}": rate for text, (rate, _) in by_task(found).items()}
 

@@ -248,7 +248,7 @@ class VLARun(Run[VLAConfig]):
                 clips=settings.videos if self.process.rank == 0 else 0,
                 advance=self.loop.advance_or_leave,
             )
-        return of_all(own)
+        return of_all(own).of(config.environment.success_key)
 
     def micro_batch_sizes(self) -> list[int]:
         """Decisions per pass of the policy, and the smaller numbers that can be taken: from those of a whole minibatch,

@@ -179,7 +179,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
             seed=settings.seed,
             clips=settings.videos,
             advance=progress.advance,
-        )
+        ).of(config.environment.success_key)
 
 
 def _on_device(config: VLAConfig, model: Path) -> Any:

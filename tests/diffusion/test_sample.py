@@ -159,3 +159,25 @@ def test_pictures_of_an_earlier_call_are_removed(pipe: Any, tmp_path: Path) -> N
     (tmp_path / "prompts.json").write_text('[{"file": "../mine.png"}, {"file": "mine.png"}, 3]')
     sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
     assert (tmp_path / "mine.png").read_bytes() == b"kept"
+
+
+def test_pictures_that_are_not_finite_are_counted_and_end_the_command(folder: Path, pipe: Any) -> None:
+    """A VAE that overflows in half precision: black files are no result, and no reward is blamed for them."""
+    decode, calls = pipe.vae.decode, []
+
+    def overflowing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        (made,) = decode(*args, **{**kwargs, "return_dict": False})
+        return (made * (float("nan") if len(calls) % 2 else 1.0),)
+
+    pipe.vae.decode = overflowing
+    with pytest.raises(RuntimeError, match=r"^1 of 2 pictures hold .* finite.*AutoencoderKL, float32"):
+        sample(pipe, PROMPTS[:1] * 2, folder / "nan", arguments=ARGUMENTS)
+    assert (folder / "nan" / "00001.png").is_file() and (folder / "nan" / "grid.png").is_file()
+    (folder / "bright.py").write_text("def bright(images):\n    return images.flatten(1).mean(1)\n")
+    scorers = plain({"bright": genrl_rewards.load(f"{folder}/bright.py:bright")})
+    found = evaluate_pipeline(pipe, [Prompt("a"), Prompt("b")], scorers, arguments=ARGUMENTS, batch_size=1)
+    assert found.scored.broken == 1
+    pipe.vae.decode = lambda *args, **kwargs: (decode(*args, **{**kwargs, "return_dict": False})[0] * float("nan"),)
+    with pytest.raises(RuntimeError, match="^2 of 2 pictures hold numbers that are not finite.*or the weights have"):
+        evaluate_pipeline(pipe, [Prompt("a"), Prompt("b")], scorers, arguments=ARGUMENTS)

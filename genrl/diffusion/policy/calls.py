@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,14 @@ class PipelineCalls:
                     return_dict=False,
                     **ends,
                     **_per_prompt(batch.sampling, len(batch)),
-                    **batch.inputs,
+                    **{name: _unwrapped(values) for name, values in batch.inputs.items()},
                 )
             return output[0]
         except Leave:
             return None
-        except (AssertionError, AttributeError, TypeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             said = self._explained(error)
             if said is None:
                 raise
@@ -93,9 +95,13 @@ class PipelineCalls:
 
     def _explained(self, error: Exception) -> str | None:
         """What an error that was raised within diffusers says of the pipeline."""
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        if Path(diffusers.__file__).parent not in Path(frame.filename).parents:
-            return None
+        frames = traceback.extract_tb(error.__traceback__)
+        packages = [_package(frame.filename) for frame in frames]
+        if "diffusers" not in packages or "genrl" in packages[packages.index("diffusers") :]:
+            return None  # what a step or a head of ours raised is addressed already
+        if any("/torch/distributed/" in frame.filename for frame in frames):
+            return None  # of another process
+        frame = next(one for one, package in zip(frames[::-1], packages[::-1], strict=True) if package == "diffusers")
         where = f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
         said = f"{type(error).__name__}: {error}".rstrip(": ")
         return f"{type(self.pipe).__name__} cannot be called so; diffusers ends in {said} ({where})"
@@ -198,6 +204,17 @@ class PipelineCalls:
             return self.head.recut(cut), *rest
 
         pipe.get_timesteps = get_timesteps
+
+
+def _package(file: str) -> str:
+    """Of diffusers or this one, to which a file belongs."""
+    homes = {"diffusers": Path(diffusers.__file__).parent, "genrl": Path(__file__).parents[2]}
+    return next((name for name, home in homes.items() if home in Path(file).parents), "")
+
+
+def _unwrapped(values: Sequence[Any]) -> Any:
+    """The picture of one sample itself: some pipelines take no list, and all that take one take a picture, too."""
+    return values[0] if len(values) == 1 else values
 
 
 def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:

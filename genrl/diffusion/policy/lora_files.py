@@ -279,7 +279,8 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     if odd:
         raise ValueError(f"the alpha of {first(odd)} is {alphas[odd[0]]:g}: it is finite and not 0")
     alphas = {layer: alphas.get(layer, float(rank)) for layer, rank in ranks.items()}
-    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
     settings = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,

@@ -31,6 +31,10 @@ from genrl.mdp.kernels import PredictionType
 Parametrisation = Literal["flow", "diffusion"]
 
 
+STEPPED_WITH = ("return_dict", "generator", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise", "variance_noise")
+"""Arguments of a scheduler's `step` that say how it draws noise, which the kernel does here."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One denoising step as the policy sees it. B: batch; `...`: the dimensions of one state."""
@@ -331,6 +335,11 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
                 made = parent.step(self, model_output, timestep, sample, *args, **kwargs)
             self.note(made[0] if isinstance(made, tuple) else made.prev_sample)
             return made
+        if odd := [name for name, value in kwargs.items() if value is not None and name not in STEPPED_WITH]:
+            raise ValueError(
+                f"the pipeline steps its scheduler with {', '.join(odd)}, which the step of no kernel has: it may mean "
+                "another sign or other levels, and would train on something else"
+            )
         state = self._step(model_output, sample)
         return SchedulerOutput(prev_sample=state) if kwargs.get("return_dict", True) else (state,)
 

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -68,6 +68,8 @@ class Scored:
     """Label -> float64 [N]; NaN = no score."""
     parts: dict[str, Tensor]
     """`label/part` -> float64 [N]."""
+    broken: int = 0
+    """Samples whose pictures are not finite: they have no score, whatever a reward makes of them."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,11 @@ class Scoring:
             raise self._short or torch.OutOfMemoryError("memory ran out while another process scored")
         scores = [item for _, items, _ in everything for item in items]
         broken = {slot for _, _, slots in everything for slot in slots}
-        return _gathered(list(self.scorers.rewards), scores, broken, len(self.rows))
+        if len(broken) == len(self.rows):  # before a reward is blamed for what it could not score
+            raise RuntimeError(not_finite(len(broken), len(self.rows)))
+        if broken:
+            logger.warning(not_finite(len(broken), len(self.rows)))
+        return replace(_gathered(list(self.scorers.rewards), scores, broken, len(self.rows)), broken=len(broken))
 
     @contextmanager
     def _until_all_are_there(self) -> Iterator[None]:
@@ -355,6 +361,17 @@ def score(
         for slots, images in pieces:
             scoring.add(slots, images)
         return scoring.result()
+
+
+def not_finite(broken: int, count: int, pipe: Any = None) -> str:
+    """What pictures that are not finite mean: no reward's fault. pipe: where it is at hand, to name its VAE."""
+    vae = getattr(pipe, "vae", None)
+    named = "the VAE" if vae is None else f"the VAE ({type(vae).__name__}, {str(vae.dtype).removeprefix('torch.')})"
+    return (
+        f"{broken} of {count} pictures hold numbers that are not finite, so they have no score and would be black: "
+        f"{named} overflows in half precision (write model.dtype: bfloat16 or float32; --dtype), or the weights have "
+        "diverged"
+    )
 
 
 def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection[int], count: int) -> Scored:

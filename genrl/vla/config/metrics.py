@@ -102,6 +102,11 @@ SIMULATION = {
     "eval/success/<name>": MetricDoc(
         "success of the episodes with the instruction `<name>`", "Which tasks are not learnt.", "share 0..1"
     ),
+    "eval/lost": MetricDoc(
+        "episodes that were lost with their simulator, and are in no other figure",
+        "Above 0: the rates are of fewer episodes than asked for.",
+        "episodes",
+    ),
     "eval/length_mean": MetricDoc("mean number of executed actions of an episode", "Quicker is better.", "actions"),
     "eval/return_mean": MetricDoc(
         "mean undiscounted return of an episode", "As the reward says.", "the environment's own"

@@ -101,6 +101,7 @@ class Simulator:
                 "reset(self, *, seed=None, options=None), and begins with super().reset(seed=seed)"
             )
         self.env, self.box, self.reading, self.elapsed, self.seed = env, box, reading, 0, 0
+        self.says_success = False
 
     def begin(self, number: int) -> Outcome:
         """Begin the episode of a number: of one of `goals` starts, where there are so many."""
@@ -114,25 +115,52 @@ class Simulator:
         for k in range(self.reading.chunk):
             action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
             raw, reward, terminated, truncated, info = self.env.step(action)
-            success = bool(self._told(info, "success_key"))
-            costs[k] = float(self._told(info, "cost_key"))
             self.elapsed += 1
-            terminated = bool(terminated) or success
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
+            success = self._success(info, bool(terminated) or bool(truncated) or (limit and not self.says_success))
+            costs[k] = self._number(self._told(info, "cost_key", needed=True), "cost_key")
+            terminated = bool(terminated) or success
             truncated = (bool(truncated) or limit) and not terminated
             rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
             if terminated or truncated:
                 break
         return self._outcome(raw, rewards, k + 1, terminated, truncated, success)._replace(costs=costs[None])
 
-    def _told(self, info: dict[str, Any], which: str) -> Any:
-        """The number in info under the key that the reading has for it; 0 where it has none."""
+    def _success(self, info: dict[str, Any], ended: bool) -> bool:
+        """Whether the step succeeded. Some environments say it at the end of an episode alone, which is enough; where
+        an entry of another name speaks of success, the key is wrong, which is said at once."""
+        self.says_success |= self.reading.success_key in info
+        ended = ended or any("success" in str(name) for name in info)
+        found = self._told(info, "success_key", needed=ended)
+        value = self._number(found, "success_key")
+        if value not in (0.0, 1.0):
+            raise Misuse(
+                f"{self.env.unwrapped}: info[{self.reading.success_key!r}] is {found!r}, and success is true or false: "
+                "set environment.success_key to an entry that says so, or compare it with a threshold there"
+            )
+        return value == 1.0
+
+    def _number(self, found: Any, which: str) -> float:
+        try:
+            value = float(found)
+        except (TypeError, ValueError):
+            value = float("nan")
+        if value != value:
+            key = getattr(self.reading, which)
+            raise Misuse(f"{self.env.unwrapped}: info[{key!r}] is {found!r}, no number (environment.{which})")
+        return value
+
+    def _told(self, info: dict[str, Any], which: str, *, needed: bool) -> Any:
+        """The entry of info under the key that the reading has for it; 0 where it has none, or none is needed yet."""
         key = getattr(self.reading, which)
-        if key is None:
+        if key is None or (key not in info and not needed):
             return 0
         if key not in info:
-            raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set {which}")
-        return np.asarray(info[key]).item()
+            raise Misuse(
+                f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set environment.{which} to "
+                "one of these, or to null"
+            )
+        return np.asarray(info[key]).item() if np.asarray(info[key]).size == 1 else info[key]
 
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
         """See `Expert`; clipped to the box of actions. Raises Misuse where the environment is none, tells something

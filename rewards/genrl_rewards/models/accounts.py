@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -131,7 +132,11 @@ def _read_tokenizers(wrong: list[str]) -> Iterator[None]:
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         made = plain(cls, *args, **kwargs)
-        if isinstance(made, PreTrainedTokenizerBase) and (problem := no_vocabulary(made)):
+        # A file of a few tokens is what somebody wrote; without a file a library makes a tokenizer of nothing.
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
+        folder = Path(str(source)) / str(kwargs.get("subfolder") or "")
+        there = any((folder / str(name)).is_file() for name in {*cls.vocab_files_names.values(), "tokenizer.json"})
+        if not there and isinstance(made, PreTrainedTokenizerBase) and (problem := no_vocabulary(made)):
             wrong.append(problem)
         return made
 

@@ -80,7 +80,7 @@ def test_a_tokenizer_without_vocabulary(tmp_path: Path, kind: str) -> None:
         tokenizer_of(str(tmp_path), "lm")
 
 
-@pytest.mark.parametrize("name", ["tiny-sd/tokenizer", "tiny-janus", "tiny-vlm-emoji", "tiny-dllm"])
+@pytest.mark.parametrize("name", ["tiny-sd/tokenizer", "tiny-janus", "tiny-dllm", "tiny-t2i/tokenizer_3"])
 def test_small_vocabularies_are_vocabularies(name: str) -> None:
     assert tokenizer_of(str(ASSETS / name), "lm").get_vocab()
 

@@ -38,7 +38,7 @@ def test_costs_of_executed_actions_are_in_info() -> None:
 def test_a_wrong_key_is_refused_and_so_are_costs_where_there_are_none() -> None:
     env = open_environment(line(cost_key="costs"))
     env.reset(seed=0)
-    with pytest.raises(ValueError, match=r"no 'costs' in its info, only \['cost'\]: set cost_key"):
+    with pytest.raises(ValueError, match=r"no 'costs' in its info, only \['cost'\]: set environment.cost_key"):
         env.step(np.ones((2, 3, 1), np.float32))
     silent = open_environment(line(cost_key=None))
     silent.reset(seed=0)

@@ -87,7 +87,50 @@ def test_actions_are_clipped_to_the_box() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(Misuse, match="set success_key"):
+    with pytest.raises(Misuse, match="set environment.success_key"):
         begun(2, success_key="success").execute(chunk(0, 0))
     with pytest.raises(Misuse, match="space of vectors"):
         Simulator(gymnasium.make("CartPole-v1"), Reading(chunk=2))
+
+
+class Says(Walk):
+    """What its info says: `told` at the end, or in every step."""
+
+    def __init__(self, told: Any, *, always: bool = False) -> None:
+        super().__init__()
+        self.told, self.always = told, always
+
+    def step(self, action: np.ndarray):
+        *rest, info = super().step(action)
+        ended = bool(rest[2] or rest[3])
+        says = {"is_success": self.told} if ended or self.always else {}
+        return *rest, says
+
+
+def said(told: Any, *, always: bool = False, **how: Any) -> Outcome:
+    simulator = Simulator(Says(told, always=always), Reading(chunk=5, reward="environment", **how))
+    simulator.begin(0)
+    return simulator.execute(chunk(1, 1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("told", "right"), [(True, True), (np.bool_(False), False), (1, True), (np.float32(0), False)])
+def test_success_may_be_said_at_the_end_alone(told: Any, right: bool) -> None:
+    assert said(told).success.tolist() == [right]
+
+
+@pytest.mark.parametrize("told", [0.3, float("nan"), 2, "yes", [True, False], None])
+def test_what_is_no_success_is_not_cast(told: Any) -> None:
+    with pytest.raises(Misuse, match="success is true or false|no number"):
+        said(told, always=True)
+
+
+def test_an_end_that_says_nothing_is_no_failure() -> None:
+    class Silent(Walk):
+        def step(self, action: np.ndarray):
+            return *super().step(action)[:4], {"other": 1}
+
+    for limit in (None, 2):
+        simulator = Simulator(Silent(), Reading(chunk=5, max_steps=limit))
+        simulator.begin(0)
+        with pytest.raises(Misuse, match=r"only \['other'\]: set environment.success_key"):
+            simulator.execute(chunk(1, 1, 1, 1, 1))
