@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from genrl.vlm.policies.music_tokens import MusicPolicy
-from genrl.vlm.tasks import row
-from genrl.vlm.tasks.rows import Split
+from genrl.vlm.tasks import Split, row
 from genrl_rewards.scorers.texts.tunes import louder
 
 ASSETS = Path(__file__).resolve().parent

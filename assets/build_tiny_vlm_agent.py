@@ -23,7 +23,7 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
 from genrl.playground.grid import CELL, GOAL, VIEW, Grid
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.hosts import Local
 from genrl.vlm.episodes.episodes import Table
 

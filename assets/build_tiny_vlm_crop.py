@@ -23,13 +23,13 @@ from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.playground import crop
+from genrl.playground.crop import CELLS, SHOWN, Thing
+from genrl.playground.watch import FRAMES, Watch
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.environments import crop
 from genrl.vlm.environments.contract import Split
-from genrl.vlm.environments.crop import CELLS, SHOWN, Thing
 from genrl.vlm.environments.hosts import Local
-from genrl.vlm.environments.watch import FRAMES, Watch
 from genrl.vlm.episodes.episodes import Table, play
 from genrl.vlm.episodes.evaluate import SEEDS
 from genrl.vlm.policies.policy import Policy

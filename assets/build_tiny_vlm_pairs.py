@@ -24,7 +24,7 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed
 from genrl.playground.tasks import pairs, shapes
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.tasks.rows import Split
+from genrl.vlm.tasks import Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 
 ASSETS = Path(__file__).resolve().parent

@@ -28,7 +28,7 @@ from genrl.vlm import tasks
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.tasks.rows import Split
+from genrl.vlm.tasks import Split
 from genrl_rewards.scorers.objects.shapes import find
 from genrl_rewards.scorers.texts.verifiable import exact
 

@@ -38,7 +38,7 @@ BY_ALGORITHM: dict[str, Overrides] = {
     "sft": {"trainer.steps_per_iteration": 4},
     "diwa": {  # as much as a first success in the model of the world takes: without one there is no gradient
         **{"trainer.critic_warmup": 0, "trainer.world.tables": 100, "trainer.world.steps": 100},
-        **{"trainer.imitation_steps": 20, "trainer.classifier.steps": 20, "trainer.classifier.lr": 0.01},
+        **{"trainer.imitation_steps": 20, "trainer.classifier.steps": 100},
         "demonstrations.expert": 100,
     },
     "fisor": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64},

@@ -34,7 +34,7 @@ from benchmarks.server_drills import broken_servers, mutated_bodies, slow_strang
 from genrl.config import RunConfig, dump, load
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder import run as run_folder
-from genrl.runtime.folder.edits import config_edits
+from genrl.runtime.folder.contents import config_edits
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop import frame
 from tests import run_folders

@@ -26,9 +26,9 @@ from torch import Tensor
 from benchmarks.common import RESULTS
 from genrl.config import load
 from genrl.playground.minitable import task
-from genrl.playground.minitable.hazard import HAZARD, in_hazard, nearest_hazard
-from genrl.playground.minitable.play import seen as table_numbers
 from genrl.playground.minitable.task import Floats, State
+from genrl.playground.minitable.world import HAZARD, in_hazard, nearest_hazard
+from genrl.playground.minitable.world import seen as table_numbers
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.weights import state

@@ -36,7 +36,7 @@ import torch
 from benchmarks.common import COMMIT, RESULTS
 from genrl.runtime.folder.run import write_atomic
 
-KERNELS = ("qk_norm_rope", "adaln", "sde_step", "prefix_attention", "joint_attention")
+KERNELS = ("prefix_attention", "joint_attention")
 FAMILIES = ("sd35_medium", "flux1_dev", "sdxl", "sd15", "qwen_image", "wan21_1_3b")
 CACHE = Path(tempfile.gettempdir()) / "genrl-compiled"
 """What torch has compiled: it outlives a call."""

@@ -1,6 +1,6 @@
 """Kernels against the best of the compiled definition and the library, on a GPU.
 
-    python -m benchmarks.kernels [prefix_attention qk_norm_rope adaln sde_step joint_attention] [--rounds 7]
+    python -m benchmarks.kernels [prefix_attention joint_attention] [--rounds 7]
     TRITON_INTERPRET=1 python -m benchmarks.kernels --dry-run      # all of it but the times, on a CPU
 
 Shapes in bfloat16: SD3.5-M at 512 and 1024 pixels, FLUX.1 at 720 and 1024, Qwen-Image at 512, the suffix of a flow VLA
@@ -27,13 +27,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
-from genrl.kernels.adaln import adaln, adaln_torch
-from genrl.kernels.backend import compiled
 from genrl.kernels.joint_attention import joint_attention, usable
 from genrl.kernels.machine import triton_problem
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
-from genrl.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_torch
-from genrl.kernels.sde_step import sde_step, sde_step_torch
 from genrl.runtime.weights.devices import without_cudnn_attention
 
 PEAK = {"H100": (790e12, 3.0e12), "H200": (790e12, 4.3e12), "A100": (280e12, 1.7e12)}
@@ -94,41 +90,11 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: 
             found[name] = Case(inputs, partial(call, backend=backend), repeated, libraries, products, True)
         return found
     for name, (tokens, heads, size) in images.items():
-        width = heads * size
-        numbers = tokens * width
-        if kernel == "qk_norm_rope":
-            angle = torch.randn(tokens, size // 2, device=device)
-            turn = (angle.cos(), angle.sin())
-            inputs = [random(1, tokens, heads, size), random(size)]
-            found[name] = Case(
-                inputs,
-                lambda x, w, turn=turn: qk_norm_rope(x, w, *turn, backend=backend),
-                lambda x, w, turn=turn: qk_norm_rope_torch(x, w, *turn, 1e-6),
-                {},
-                4.0 * numbers,
-            )
-        elif kernel == "adaln":
-            stream, modulation = (1, tokens, width), (1, 1, width)
-            inputs = [random(stream), random(stream), *(random(modulation) for _ in range(3))]
-            found[name] = Case(
-                inputs, partial(adaln, backend=backend), lambda *t: adaln_torch(*t, 1e-6), {}, 8.0 * numbers
-            )
-        elif kernel == "sde_step":
-            x, noise = torch.randn(2, 1, 64 * tokens, device=device)  # 16 channels, patches of 2 x 2
-            a, b, s = torch.tensor([[0.9], [-0.1], [0.3]])  # on the host, as in a run
-            found[name] = Case(
-                [torch.randn_like(x)],
-                lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step(x, v, a, b, s, noise=n, backend=backend)[1:],
-                lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step_torch(x, v, a, b, s, n, None, "mean")[1:],
-                {},
-                20.0 * x.numel(),
-            )
-        else:
-            inputs = [random(1, tokens, heads, size) for _ in range(3)]
-            libraries = {n: partial(joint_attention, backend=n) for n in usable(inputs[0]) if n not in ("auto", "math")}
-            libraries.pop("sage", None)
-            plain = partial(joint_attention, backend="auto")
-            found[name] = Case(inputs, plain, _attention_torch, libraries, 4.0 * heads * tokens**2 * size, True)
+        inputs = [random(1, tokens, heads, size) for _ in range(3)]
+        libraries = {n: partial(joint_attention, backend=n) for n in usable(inputs[0]) if n not in ("auto", "math")}
+        libraries.pop("sage", None)
+        plain = partial(joint_attention, backend="auto")
+        found[name] = Case(inputs, plain, _attention_torch, libraries, 4.0 * heads * tokens**2 * size, True)
     return found
 
 
@@ -213,7 +179,7 @@ def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 def candidates_of(case: Case, device: str) -> dict[str, Callable[..., Outputs]]:
     """Name -> what can compute the case; without a GPU the compiler traces and compiles nothing."""
-    definition = compiled(case.definition) if device == "cuda" else torch.compile(case.definition, backend="eager")
+    definition = torch.compile(case.definition, dynamic=False, backend="inductor" if device == "cuda" else "eager")
     return {"ours": case.ours, "compiled": definition, **case.libraries}
 
 
@@ -259,7 +225,7 @@ def on_by_default(ratios: Mapping[str, Iterable[float]]) -> bool:
 
 def main() -> None:
     arguments = parser(__doc__)
-    names = ["prefix_attention", "qk_norm_rope", "adaln", "sde_step", "joint_attention"]
+    names = ["prefix_attention", "joint_attention"]
     arguments.add_argument("kernels", nargs="*", default=[], help=f"of {', '.join(names)}; default: all")
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--dry-run", action="store_true", help="tiny shapes, no times; needs no GPU")

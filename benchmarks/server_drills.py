@@ -24,11 +24,11 @@ IMAGES = torch.rand(2, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 
 
 def broken_servers(_: int, __: random.Random) -> Iterator[Row]:
-    """Every fault by every outage policy: no score is made up, and training stops, goes on, or waits, as it is told."""
+    """Every fault by every outage policy: no score is made up, and training stops or goes on, as it is told."""
     notes = []
     for name, fault in FAULTS.items():
-        for policy in ("stop", "drop", "pause"):
-            outage = Outage(timeout_s=0.08, deadline_s=0.3, policy=policy, pause_s=0.3)  # type: ignore[arg-type]
+        for policy in ("stop", "drop"):
+            outage = Outage(timeout_s=0.08, deadline_s=0.3, policy=policy)  # type: ignore[arg-type]
             with servers.scripted(fault.reply) as url:
                 reward = Remote(url, "mine")
                 reward.outage = outage  # from here on: it may take longer to say hello on a busy machine
@@ -37,8 +37,8 @@ def broken_servers(_: int, __: random.Random) -> Iterator[Row]:
             wanted = {"outage": [] if policy == "drop" else [True], "failure": [False], "no score": []}
             if not all(map(math.isnan, scores.values)) or fatal != wanted[fault.meaning]:
                 notes.append(f"{name}, {policy}: {scores.values}, {fatal}")
-    tries = 3 * len(FAULTS)
-    yield Row(f"{len(FAULTS)} server faults by three policies", tries, tries - len(notes), "those scores", tuple(notes))
+    tries = 2 * len(FAULTS)
+    yield Row(f"{len(FAULTS)} server faults by both policies", tries, tries - len(notes), "those scores", tuple(notes))
 
 
 def mutated_bodies(tries: int, _: random.Random) -> Iterator[Row]:

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.common import parser, save
 from genrl.mdp.noise import generator
+from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, IMAGE, STATE, TOKENS, Batch, PredictsVelocity
-from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.sampling import ChunkNoise, FlowSteps
 
 SETTINGS = ((32, 4), (64, 4), (64, 8))

@@ -25,7 +25,7 @@ from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.vla.offline.transitions import Transitions, merge, play, take
 from genrl.vla.policies.policy import STATE, Batch
 from genrl.vla.simulators.contract import Environment, Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 
 GAMMA, LAM, CLIP = 0.99, 0.95, 0.2
 EPOCHS, MINIBATCH, LR = 8, 500, 1e-3

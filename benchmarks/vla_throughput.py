@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.common import parser, save
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 
 ARM = {"num_envs": 48, "chunk": 8, "tasks": ("reach-v3", "push-v3", "pick-place-v3"), "max_steps": 80}
 MAZE = {"num_envs": 64, "chunk": 16, "tasks": ("umaze",), "max_steps": 160}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from genrl.playground.shapes import Scene, draw
 from genrl.playground.tasks import clips, jigsaw, quality, series, shapes
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.texts.expected import number_in, numbers_in
 from genrl_rewards.scorers.texts.verifiable import answer_in, iou_of
 

@@ -5,12 +5,13 @@ classes of methods (`genrl.FlowGRPO`) and of sections (`genrl.Sampling`) are wha
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from genrl.quiet import hush
+from genrl.torchvision_import import watch
 
 if TYPE_CHECKING:
+    __version__: str
     from genrl.config import LoRA as LoRA
     from genrl.config import Optimizer as Optimizer
     from genrl.diffusion.config.sections import Evaluation as Evaluation
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from genrl.interface.using import sample as sample
     from genrl.interface.using import score as score
 
-try:
-    __version__ = version("genrl-diffusion")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
 _FUNCTIONS = {
     **dict.fromkeys(("Result", "train", "resume"), "genrl.interface.training"),
     **dict.fromkeys(("evaluate", "export", "sample", "score"), "genrl.interface.using"),
@@ -35,10 +32,18 @@ _FUNCTIONS = {
 }
 
 hush()
+watch()
 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use: `import genrl` needs no torch."""
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("genrl-diffusion")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "0+unknown"
     if name in _FUNCTIONS:
         return getattr(import_module(_FUNCTIONS[name]), name)
     if name[0].isupper():  # not a module of this package, for which Python asks here first

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import genrl_rewards
-from genrl_rewards.service import connections, serve, wire
+from genrl_rewards.service import http_app, serve, wire
 from genrl_rewards.service.http_app import app
 from genrl_rewards.service.wire import Limits
 
@@ -28,7 +28,7 @@ def live(
     """A real server in a thread of this process; yields its URL."""
     bound = serve.listen("127.0.0.1", port)
     bound.listen()
-    server = connections.server(app(reward, name, token=token, limits=limits))
+    server = http_app.server(app(reward, name, token=token, limits=limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

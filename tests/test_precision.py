@@ -60,7 +60,7 @@ def displacement(config: RunConfig, kind: Kind, given: Given, prepare: Callable[
             for settings, recorded, divisor in given:
                 with torch.autocast("cpu", HALF, enabled=prepare is halved):
                     results = code_of(settings).loss(settings, policy, recorded)
-                loop.optimization.backward(settings, results, recorded, divisor)
+                loop.optimization.backward(settings, results, recorded, divisor=divisor)
             loop.optimization.step()
         state = loop.optimizer.state
         end = {name: state[p].get("master", p.detach()).float() for name, p in named.items() if p in state}

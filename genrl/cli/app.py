@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli import check, collect, compare, doctor, encode, evaluate, init, plan, rewards, runs, sample, train
+from genrl.cli import check, collect, compare, doctor, evaluate, init, plan, rewards, runs, sample, train
 from genrl.cli.errors import CleanErrors
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def _global(
         raise typer.Exit
 
 
-for group in (init, train, encode, sample, collect, evaluate, compare, check, plan, runs, doctor, rewards):
+for group in (init, train, sample, collect, evaluate, compare, check, plan, runs, doctor, rewards):
     group.add_to(app)
 
 

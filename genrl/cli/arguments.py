@@ -57,6 +57,20 @@ def key_values(texts: Sequence[str] | None, example: str, param_hint: str | None
     return values
 
 
+def call_arguments(
+    num_inference_steps: int | None,
+    guidance_scale: float | None,
+    height: int | None,
+    width: int | None,
+    further: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Arguments of the pipeline call; what was not given is left to the pipeline. further: `key=value` texts."""
+    from genrl.diffusion import chosen
+
+    given = chosen.call_arguments(num_inference_steps, guidance_scale, height, width)
+    return given | key_values(further, "num_frames=33")
+
+
 def refuse(given: Mapping[str, object], what: str) -> None:
     """Raise BadParameter naming those options that were given although they mean nothing for `what`."""
     if names := [name for name, value in given.items() if value]:
@@ -70,3 +84,34 @@ def default_device() -> str:
     from genrl.runtime.weights import devices
 
     return devices.default_device()
+
+
+def run_config(run: Path) -> Path:
+    """The configuration file of a run folder. Raises BadParameter, naming the runs nearby, for any other folder."""
+    if (run / "config.yaml").is_file():
+        return run / "config.yaml"
+    if run.name == "config.yaml" and run.is_file():
+        raise typer.BadParameter(f"{run} is a file: give the run folder, {run.parent}", param_hint="RUN")
+    from genrl.config.folders import runs_in
+
+    around = run if run.is_dir() else run.parent
+    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
+
+
+def is_policy(folder: Path) -> bool:
+    """Whether a folder holds a policy in LeRobot's layout, or an OpenVLA."""
+    from genrl.vla.config.openvla import is_openvla
+
+    config = _model_config(folder)
+    return "output_features" in config or is_openvla(config)
+
+
+def is_vision_language(folder: Path) -> bool:
+    """Whether a folder holds a vision-language model as transformers saves it."""
+    return "vision_config" in _model_config(folder)
+
+
+def _model_config(folder: Path) -> dict[str, object]:
+    from genrl.config.folders import read_json
+
+    return read_json(folder / "config.json")

@@ -86,10 +86,15 @@ def check(
     for part in checked.summary:
         console.print(part)
     failing = _print_rows(checked.config) if rows else 0
-    for part in _cards(file, changes, checked, card):
+    cards = _cards(file, changes, checked, card)
+    for part in cards:
         console.print(part)
     if explain:
         print_keys(checked.config)
+    from genrl.cli.unchecked import unchecked
+
+    known = bool(cards) if checked.config.kind == "diffusion" else card is not None
+    console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=known)))}")
     if failing:
         raise typer.Exit(1)
 
@@ -151,7 +156,8 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
-    if config.optimizer.args or ":" in config.optimizer.name:  # only its own code tells whether it takes them
+    own = config.optimizer.model_fields_set & {"args", "betas"}
+    if own or ":" in config.optimizer.name:  # only its own code tells whether it takes them
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)
@@ -230,6 +236,7 @@ def schema(
     """
     import json
 
-    from genrl.config import json_schema, load
+    from genrl.config import load
+    from genrl.config.json_schemas import json_schema
 
-    typer.echo(json.dumps(json_schema(map(load, files or ())), indent=1))
+    typer.echo(json.dumps(json_schema(type(load(file).trainer) for file in files or ()), indent=1))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Guidance, Height, Precision, Steps, Width, refuse
+from genrl.cli.arguments import Guidance, Height, Precision, Steps, Width, call_arguments, refuse
 
 if TYPE_CHECKING:
     from genrl.data.prompts import Prompt
@@ -97,7 +97,6 @@ def compare(
     refuse({"--key": key, "--json": as_json}, "making a page: it reads votes, with --read")
     if a is None or b is None:
         raise typer.BadParameter("give two models, A and B, or --read votes.json", param_hint="A B")
-    from genrl.cli.pipelines import call_arguments
     from genrl.runtime.show.compare.page import check_new
 
     check_new(out)
@@ -129,7 +128,7 @@ def _make_of_answers(a: str, b: str, asked: Asked) -> None:
     """Write the page of models whose pictures or sounds answer held-out questions, and its key."""
     from genrl.runtime.loop.progress import Progress
     from genrl.runtime.show.compare.page import Page
-    from genrl.vlm.compare import compare as fill
+    from genrl.vlm.evaluate import compare as fill
 
     page = Page(asked.out, question=asked.question, beside=asked.beside)
     with Progress(1, unit="samples") as progress:
@@ -200,12 +199,12 @@ def _category(rows: Sequence[Prompt], column: str | None, source: str) -> str | 
 
 def _scorers(first: Side, second: Side, asked: Asked) -> Iterator[Scorers]:
     """The rewards that `--reward` names, or those of the runs, of both where they differ."""
-    from genrl.cli.pipelines import named_rewards, rewards_of_run
+    from genrl.interface.using import rewards_of_run, scorers_of
 
     if asked.no_rewards:
         refuse({"--reward": asked.rewards}, "--no-rewards")
     elif asked.rewards:
-        yield named_rewards(asked.rewards)
+        yield scorers_of([{"name": name} for name in asked.rewards])
     else:
         seen: list[object] = []
         for run, name in ((first.run, first.name), (second.run, second.name)):

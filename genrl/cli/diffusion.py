@@ -25,12 +25,24 @@ SHOWN = 8
 
 
 def components_of(config: Config) -> tuple[Component, ...]:
-    """The networks of the pipeline; none where it is not on this machine."""
+    """The networks of the pipeline: of one that is not on this machine, as it was published, where that is known."""
     from genrl.diffusion.config.estimate import read_components
     from genrl.diffusion.config.files import model_folder
+    from genrl.diffusion.config.published import published
 
-    folder = model_folder(config)
-    return read_components(folder, config.model.variant, config.model.without) if folder else ()
+    if folder := model_folder(config):
+        return read_components(folder, config.model.variant, config.model.without)
+    return tuple(part for part in published(config.base) if part.name not in config.model.without)
+
+
+def held_out(config: Config) -> int | None:
+    """Number of prompts for evaluation; None where no file says it."""
+    from genrl.data.prompts import FILES, read
+
+    source = config.prompts.eval
+    if source is None or Path(source).suffix not in FILES or not Path(source).is_file():
+        return None
+    return len(read(source, config.prompts.column).rows)
 
 
 def summary(config: Config) -> list[RenderableType]:
@@ -40,13 +52,15 @@ def summary(config: Config) -> list[RenderableType]:
     from genrl.diffusion.config.memory_estimate import memory
 
     components = components_of(config)
-    cost = plan(config, components)
+    cost = plan(config, components, held_out(config))
     parts: list[RenderableType] = [_plan_table(config, cost)]
     if not components:
         if cost.guidance == 2:
             parts.append("guidance is counted as a second model call; where it is an input of the model, halve these")
         where = "is not on this machine" if model_folder(config) is None else "holds no networks"
         return [*parts, f"memory: not estimated, because {safe(config.model.path)} {where}"]
+    if model_folder(config) is None:
+        parts.append(f"{safe(config.base)} is not on this machine: its networks are those that were published")
     parts += [_component_table(components), memory_table(memory(config, components))]
     if config.sampling.guidance_scale is None and cost.guidance == 2:
         parts.append("guidance_scale is the pipeline's default here, counted as two model calls per step")

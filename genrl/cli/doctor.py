@@ -9,7 +9,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +27,7 @@ OPTIONAL = {
     "xformers": "kernels.attention: xformers",
     "flash-attn": "kernels.attention: flash2",
     "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
-    "triton": "fused kernels",
+    "triton": "kernels.compile, kernels.fused, vlm.prefix_attention",
     "math-verify": "reward math",
     "ftfy": "prompts of Wan and other video pipelines",
     "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",
@@ -109,6 +108,8 @@ def advice(report: Report) -> list[str]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -151,8 +152,8 @@ def _torch() -> Finding:
 
 
 def _kernels() -> Finding:
-    """What `kernels.backend: auto` and each name of kernels.attention would run here, in half precision, and whether
-    `kernels.compile` can."""
+    """What the `auto` of `vlm.prefix_attention` would run here, which names of `kernels.attention` can, in half
+    precision, and whether `kernels.fused` and `kernels.compile` can."""
     import torch
 
     from genrl.kernels import machine
@@ -160,8 +161,9 @@ def _kernels() -> Finding:
 
     device = default_device()
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    no_triton = machine.triton_problem(like.device)
     return {
-        **machine.summary(),
+        "prefix_attention": "triton" if no_triton is None else f"sdpa (no Triton: {no_triton})",
         "joint_attention": ", ".join(machine.usable(like)),
         "compile": machine.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
     }

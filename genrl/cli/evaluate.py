@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
-from genrl.cli.folders import is_policy, is_vision_language
+from genrl.cli.arguments import (
+    Dtype,
+    Guidance,
+    Height,
+    Lora,
+    ModelName,
+    Precision,
+    Steps,
+    Width,
+    call_arguments,
+    is_policy,
+    is_vision_language,
+    refuse,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -63,8 +75,6 @@ class Options:
 
     def call_arguments(self) -> dict[str, Any]:
         """Arguments of the pipeline call."""
-        from genrl.cli.pipelines import call_arguments
-
         return call_arguments(self.num_inference_steps, self.guidance_scale, self.height, self.width, self.further)
 
     def refuse_all_but(self, what: str, *takes: str) -> None:
@@ -114,11 +124,32 @@ def evaluate(
     )  # fmt: skip
     settings = _settings_of(model, config_file, options.further)
     if settings is None:
-        from genrl.cli import pipelines
-
         refuse({"--episodes": episodes, "--videos": videos}, "a pipeline")
-        return pipelines.evaluate(model, options)
+        return _evaluate_pipeline(model, options)
     _evaluate_policy(Path(model), settings, options)
+
+
+def _evaluate_pipeline(name: str, options: Options) -> None:
+    """Print the scores of a pipeline, or of a run's, over a prompt file, and write them to `options.out`."""
+    from genrl.interface.using import judge_pipeline
+
+    found = judge_pipeline(
+        name, options.prompts, [{"name": reward} for reward in options.reward], options.call_arguments(),
+        lora=options.lora, dtype=options.dtype, num_prompts=options.num_prompts, batch_size=options.batch_size,
+        seed=options.seed,
+    )  # fmt: skip
+
+    from genrl.cli.tables import console, safe, scores_table, write_scores
+
+    table = scores_table(f"{name}, {found.prompts} prompts of {found.source}", "metric", "value")
+    for metric, value in sorted(found.metrics.items()):
+        table.add_row(safe(metric), f"{value:.4f}")
+    console.print(table)
+    record: dict[str, Any] = {"model": found.chosen.model.path, "lora": found.chosen.adapter, "prompts": found.source}
+    record |= {"num_prompts": found.prompts, "seed": found.seed, "arguments": found.chosen.arguments}
+    write_scores(options.out, record, found.metrics)
+    if found.fault:
+        raise RuntimeError(found.fault)
 
 
 def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from genrl.cli.arguments import Overrides
+
+if TYPE_CHECKING:
+    from genrl.recipes import Recipe
 
 TASKS = ("pictures", "edits", "videos", "language and vision", "tokens", "robots")
 LOCAL = ("assets/", "runs/")
@@ -68,15 +71,31 @@ def _list() -> None:
 
     known = [(recipe, recipe.values) for recipe in recipes()]
     for task in TASKS:
-        table = Table("recipe", "model", "", title=task, title_justify="left", box=None, pad_edge=False)
+        table = Table("recipe", "model", "card", title=task, title_justify="left", box=None, pad_edge=False)
         for recipe, values in known:
             if _task(values) == task and (model := _model(values)) and not model.startswith(LOCAL):
-                table.add_row(*map(safe, (recipe.name, model.rpartition("/")[2], "")))
+                table.add_row(*map(safe, (recipe.name, model.rpartition("/")[2], _card(recipe))))
         if table.row_count:
             console.print(table, "")
     small = [recipe.name for recipe, values in known if not _model(values) or _model(values).startswith(LOCAL)]
     console.print(f"small ones, on embedded models or new ones: {', '.join(small)}", "")
+    console.print("card: on which it fits by the estimate of genrl check; +: and the activations of a UNet besides")
     console.print("genrl init NAME writes one of them into this folder")
+
+
+def _card(recipe: Recipe) -> str:
+    """The smallest card on which it fits as it is, by the estimate of `genrl check`; empty where there is none."""
+    from genrl.cli.diffusion import components_of
+    from genrl.config import load
+    from genrl.diffusion.config.memory_estimate import CARDS, SHARE, memory
+    from genrl.diffusion.config.schema import Config
+
+    config = load(recipe.file) if "model" in recipe.values else None
+    if not isinstance(config, Config) or not (components := components_of(config)):
+        return ""
+    more = " +" if any(part.name == "unet" for part in components) else ""
+    peak = sum(num_bytes for _, num_bytes in memory(config, components))
+    return next((f"{size} GB{more}" for size in CARDS if peak <= SHARE * size * 10**9), f"over {CARDS[-1]} GB")
 
 
 def _task(values: Mapping[str, Any]) -> str:

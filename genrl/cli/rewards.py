@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
@@ -17,7 +17,10 @@ from genrl.cli.arguments import default_device, key_values
 if TYPE_CHECKING:
     from genrl.data.picture_rows import Row
     from genrl.data.scoring import Result
+    from genrl_rewards.loading import Listed
 
+SHOWN = 6
+"""Of rewards that are found all is shown if they are no more, so that it fits a screen."""
 RewardName = Annotated[
     str, typer.Argument(metavar="REWARD", help="A name that `genrl rewards` lists, or path/to/file.py:Name.")
 ]
@@ -36,27 +39,51 @@ def add_to(app: typer.Typer) -> None:
     app.command()(serve)
 
 
-def list_rewards() -> None:
-    """List the rewards that can be named in a configuration, built in and installed.
+def list_rewards(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="WORD", help="Show those with these words in what is said of them.")
+    ] = None,
+) -> None:
+    """List the rewards that can be named in a configuration, built in and installed; with words, what they score.
 
-    Example: `genrl rewards`
+    Example: `genrl rewards`, and `genrl rewards text`
     """
-    from rich.table import Table
-
     import genrl_rewards
     from genrl.cli.tables import console, safe
     from genrl_rewards.scorers.texts.completions import listing_texts
 
-    for title, rows in (("of pictures", genrl_rewards.listing()), ("of texts (section `vlm`)", listing_texts())):
-        table = Table(title=title, title_justify="left")
-        for column in ("name", "origin", "takes", "range", "what it scores"):
-            table.add_column(column, overflow="fold")  # a name that is cut cannot be written into a configuration
-        for row in rows:
-            table.add_row(*map(safe, (row.name, row.origin, row.needs, row.range, row.doc)))
-        console.print(table)
-    console.print(
-        "your own: name: path/to/file.py:function_or_class (a function of images or completions, and of columns)"
-    )
+    kinds = {"of pictures, videos and sounds": genrl_rewards.listing(), "of texts (section `vlm`)": listing_texts()}
+    if words:
+        _search(words, kinds)
+        return
+    for title, rows in kinds.items():
+        console.print(f"[bold]{safe(title)}[/bold]")
+        for origin in dict.fromkeys(row.origin for row in rows):
+            names = safe(", ".join(row.name for row in rows if row.origin == origin))
+            console.print(names if origin == "built-in" else f"{safe(origin)}: {names}", overflow="fold")
+    console.print("your own: path/to/file.py:function_or_class, of images or completions, and of columns")
+    console.print("what one scores, takes and gives: genrl rewards NAME, or any word: genrl rewards text")
+
+
+def _search(words: Sequence[str], kinds: Mapping[str, Sequence[Listed]]) -> None:
+    """Print the rewards that all words speak of. Raises BadParameter where there is none."""
+    from genrl.cli.tables import console, safe
+    from genrl_rewards.contract import nearest
+
+    rows = [(kind, row) for kind, listed in kinds.items() for row in listed]
+    wanted = [word.lower() for word in words]
+    named = [(kind, row) for kind, row in rows if [row.name] == list(words)]
+    found = named or [(kind, row) for kind, row in rows if all(word in " ".join(row).lower() for word in wanted)]
+    if not found:
+        hint = nearest(words[0], [row.name for _, row in rows])
+        raise typer.BadParameter(f"no reward speaks of {' '.join(words)!r}.{hint}", param_hint="WORD")
+    for kind, row in found:
+        name = f"[bold]{safe(row.name)}[/bold]"
+        if len(found) > SHOWN:
+            console.print(f"{name}: {safe(row.doc)}", no_wrap=True, overflow="ellipsis")
+            continue
+        console.print(f"{name} ({safe(f'{kind}, {row.origin}')})", overflow="fold")
+        console.print(f"    {safe(row.doc)}\n    takes {safe(row.needs)}; gives {safe(row.range)}")
 
 
 def score(

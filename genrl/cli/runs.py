@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genrl.cli.arguments import RunFolder, refuse
-from genrl.cli.folders import check_new, run_config
+from genrl.cli.arguments import RunFolder, run_config
 
 if TYPE_CHECKING:
     from genrl.runtime.loop.replay import Replay
@@ -51,41 +50,21 @@ def export(
 
     `--push org/name` uploads the folder with the card, the configuration and pictures.
     """
-    from genrl.config import load
-    from genrl.diffusion.config.schema import Config
     from genrl.interface.using import export as write
-    from genrl.vla.config.schema import VLAConfig
 
-    config = load(run_config(run))
-    out = _folder_to_write(run, out, push, private)
-    if isinstance(config, VLAConfig):
-        refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")
-    elif not isinstance(config, Config):
-        refuse({"--format": form != "diffusers"}, "a vision-language model, which is written as PEFT does")
-    write(run, out, step=step, full=full, form=form)
-    typer.echo(f"written to {out}")
-    if push is not None:
-        from genrl.runtime.folder import hub
-
-        typer.echo(f"uploaded to {hub.push(run, out, push, private=private)}")
-
-
-def _folder_to_write(run: Path, out: Path | None, push: str | None, private: bool) -> Path:
-    """Where the model is written; by default, for the hub, a folder of the run that is written anew. Before any work,
-    raises BadParameter for one in use, and ValueError for what cannot be uploaded."""
-    if push is None:
-        refuse({"--private": private}, "a folder on this machine")
-        if out is None:
+    run_config(run)
+    if out is None:
+        if push is None:
             raise typer.BadParameter("give the folder to write, or --push ORG/NAME", param_hint="--out")
-    else:
         from genrl.runtime.folder import hub
 
         hub.check_repo(push)
-        if out is None:
-            out = run / "hub" / push.partition("/")[2]
-            shutil.rmtree(out, ignore_errors=True)
-    check_new(out)
-    return out
+        out = run / "hub" / push.partition("/")[2]  # a folder of the run that is written anew
+        shutil.rmtree(out, ignore_errors=True)
+    write(run, out, step=step, full=full, form=form, push=push, private=private)
+    typer.echo(f"written to {out}")
+    if push is not None:
+        typer.echo(f"uploaded to {push}")
 
 
 def watch(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli.arguments import Guidance, Height, Lora, ModelName, Precision, Steps, Width
+from genrl.cli.arguments import Guidance, Height, Lora, ModelName, Precision, Steps, Width, call_arguments
 
 
 def add_to(app: typer.Typer) -> None:
@@ -40,34 +40,13 @@ def sample(
 
     Example: `genrl sample runs/quickstart --prompt "two red circles and a blue square"`
     """
-    if not prompt and not prompts:
+    if bool(prompt) == bool(prompts):
         raise typer.BadParameter('give --prompt "text" (also several times) or --prompts FILE')
-    texts, rows = list(prompt or []), []
-    if prompts:
-        from genrl.data.prompts import load as load_prompts
 
-        rows = load_prompts(prompts)
-        texts += [row.text for row in rows]
-
-    from genrl.cli.pipelines import call_arguments
-    from genrl.diffusion.chosen import choose
+    from genrl.interface.using import sample as generate
 
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
-    chosen = choose(model, lora, dtype, given)
-
-    if chosen.inputs and prompt:
-        columns = ", ".join(chosen.inputs.values())
-        text = f"{model} is given pictures with each prompt; give --prompts FILE.jsonl with the columns {columns}"
-        raise typer.BadParameter(text, param_hint="--prompt")
-
-    from genrl.diffusion.policy.rewriter import load_rewriter
-    from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
-    from genrl.diffusion.sample import load
-    from genrl.diffusion.sample import sample as generate
-
-    check_inputs(chosen.inputs, rows, str(prompts))
-    writer = None if rewriter is None else load_rewriter(rewriter)
-    pipe = load(chosen.model, chosen.adapter)
-    pictures = batch_inputs(chosen.inputs, rows)
-    paths = generate(pipe, texts, out, seed=seed, arguments=chosen.arguments, inputs=pictures, rewriter=writer)
-    typer.echo(f"{len(paths)} pictures and grid.png in {out}")
+    pictures = generate(
+        model, prompts or prompt, lora=lora, out=out, seed=seed, arguments=given, dtype=dtype, rewriter=rewriter
+    )
+    typer.echo(f"{len(pictures)} pictures and grid.png in {out}")

@@ -1,4 +1,4 @@
-"""`genrl train` and `genrl resume`."""
+"""`genrl train`, `genrl resume`, and `genrl encode`, which encodes prompts before training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli.arguments import ConfigFile, Overrides, RunFolder, opened
-from genrl.cli.folders import run_config
+from genrl.cli.arguments import ConfigFile, Overrides, RunFolder, default_device, opened, run_config
 
 Changes = Annotated[
     list[str] | None,
@@ -26,6 +25,7 @@ def add_to(app: typer.Typer) -> None:
     """Add these commands to the `genrl` command."""
     app.command()(train)
     app.command()(resume)
+    app.command()(encode)
 
 
 def train(
@@ -59,6 +59,35 @@ def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> N
     (`optimizer.schedule`) is then that of the longer run, and jumps up where the shorter one had ended.
     """
     _train(run_config(run), overrides, run, nproc)
+
+
+def encode(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Encode all prompts of a configuration into its folder of encodings (`model.encodings`).
+
+    Example: `genrl encode mine.yaml model.encodings=encodings`
+
+    What is there is not encoded again. A run with `model.offload.text_encoders: encode_then_free` that finds all of its
+    prompts there does not load its text encoders.
+    """
+    from rich.progress import Progress
+
+    from genrl.cli.tables import console, size
+    from genrl.config import check_files, load_located
+    from genrl.diffusion.config.schema import Config
+
+    config, origins = load_located(*opened(file, overrides))
+    if not isinstance(config, Config):
+        raise typer.BadParameter(f"{file} trains no pipeline, so there is nothing to encode", param_hint="FILE")
+    check_files(config, origins)
+
+    from genrl.diffusion import train
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("encoding", total=None)
+        count, new, written = train.encode(
+            config, default_device(), lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    console.print(f"{count} prompts, {new} of them encoded now ({size(written)}): {config.model.encodings}")
 
 
 def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:

@@ -13,7 +13,11 @@ from rich.table import Table
 from genrl.cli.arguments import default_device
 from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
 from genrl.diffusion.config.memory_estimate import CARDS, SHARE
+from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
+
+PUBLISHED = Path(schema.__file__).parent / "published"
+"""The config.json of models that recipes name, by hub id, with what their layers are made of."""
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,6 +70,8 @@ def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
     if config.vlm.output != "text" or is_given(config.vlm.path):
         text = "memory is estimated for models in a folder or on the hub that answer with text"
         raise typer.BadParameter(text, param_hint="--memory")
+    if not path.is_dir() and (PUBLISHED / config.vlm.path).is_dir():
+        path = PUBLISHED / config.vlm.path
     if not path.is_dir() and not isinstance(try_to_load_from_cache(config.vlm.path, "config.json"), str):
         text = f"the config.json of {config.vlm.path} is not here: hf download {config.vlm.path} --include '*.json'"
         raise typer.BadParameter(text, param_hint="--memory")
@@ -124,7 +130,7 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     from genrl.vlm.environments.hosts import open_host
     from genrl.vlm.episodes.episodes import Table as Slots
     from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
-    from genrl.vlm.episodes.opening import settings_of
+    from genrl.vlm.episodes.run import settings_of
     from genrl.vlm.policies.folder import load_trained
     from genrl.vlm.policies.policy import Policy
 

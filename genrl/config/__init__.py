@@ -8,7 +8,6 @@ from genrl.config.economy import Economy as Economy
 from genrl.config.errors import ConfigError as ConfigError
 from genrl.config.errors import Problem as Problem
 from genrl.config.loading import dump as dump
-from genrl.config.loading import json_schema as json_schema
 from genrl.config.loading import load as load
 from genrl.config.loading import load_located as load_located
 from genrl.config.optimizers import Optimizer as Optimizer

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from genrl.config.errors import Finding
-from genrl.config.section import Count, Section, Share, Ways, Whole
+from genrl.config.section import Count, Section, Share, Ways
 
 
 class Replay(Section):
@@ -16,10 +14,6 @@ class Replay(Section):
 
     share: Share = 0.5
     """Largest share of an iteration's prompts that were asked before; the others are the next of the data."""
-    cooldown: Whole = 2
-    """Iterations in between."""
-    times: Count = 4
-    """Most times that a prompt is asked in the run, the first one included."""
 
 
 class Selection(Section):
@@ -28,8 +22,6 @@ class Selection(Section):
     by: Literal["success", "spread"]
     """success = rate of samples whose first reward is at least 1 (answers: evaluation.right_at), nearest to one half;
     spread = largest variance of the total reward within the group, for rewards that are not just right or wrong."""
-    discount: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.5
-    """What an earlier visit counts, compared with the one after it; the model changes (MoPPS on geometry: .5)."""
     candidates: Count = 8
     """Prompts looked at for each that is asked (MoPPS on geometry: 8)."""
     replay: Replay | None = None

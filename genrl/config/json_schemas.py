@@ -6,7 +6,7 @@ those from outside too. In the schemas returned here all `$ref` are resolved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,27 @@ def with_installed(*others: type[Method]) -> dict[str, Any]:
     own = [method for method in others if not is_built_in(method)]
     brought = (method for kind in KINDS for method in installed(kind))
     return definitions(tuple(dict.fromkeys([*brought, *own])))
+
+
+def json_schema(methods: Iterable[type[Method]] = ()) -> dict[str, Any]:
+    """JSON schema of a configuration file of any kind, for completion and checks in editors; with `methods` from
+    outside."""
+    definitions = with_installed(*methods)
+    include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
+    for name in (schema_class(kind).__name__ for kind in KINDS):
+        definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "genrl configuration",
+        "if": {"required": ["policy"]},
+        "then": {"$ref": "#/$defs/VLAConfig"},
+        "else": {
+            "if": {"required": ["vlm"]},
+            "then": {"$ref": "#/$defs/VLMConfig"},
+            "else": {"$ref": "#/$defs/Config"},
+        },
+        "$defs": definitions,
+    }
 
 
 def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:
@@ -178,9 +199,3 @@ def _walk(node: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
 def keys_in(schema: Schema) -> dict[str, Schema]:
     """Every key below a schema by its dotted path (list items as 0), with its schema."""
     return dict(_walk(schema, ""))
-
-
-@cache
-def all_keys(kind: Kind = "diffusion") -> Mapping[str, Schema]:
-    """Every key of every section of a kind of run, of all built-in methods."""
-    return keys_in(_resolved(kind))

@@ -42,6 +42,11 @@ def method_base(kind: Kind) -> str:
     return f"{_ROWS[kind].schema.partition(':')[0]}.{_ROWS[kind].method}"
 
 
+def kind_section(kind: Kind) -> str:
+    """The section by which a file says that it is of this kind."""
+    return _ROWS[kind].section
+
+
 def kind_of(data: Any) -> Kind:
     """The kind of run that a file describes which says `data`."""
     named = (kind for kind, row in _ROWS.items() if isinstance(data, Mapping) and row.section in data)

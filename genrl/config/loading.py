@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,10 +13,8 @@ import yaml
 from pydantic import ValidationError
 
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
-from genrl.config.json_schemas import with_installed
-from genrl.config.kinds import KINDS, Kind, schema_class
+from genrl.config.kinds import Kind, schema_class
 from genrl.config.kinds import kind_of as kind_of_data
-from genrl.config.messages import explain
 from genrl.config.places import locate
 from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
@@ -97,6 +95,8 @@ def _validated(tree: _Tree) -> tuple[RunConfig, Origins]:
     try:
         return schema.model_validate(value), tree.origins
     except ValidationError as error:
+        from genrl.config.messages import explain  # the schemas of all kinds, which a valid file does not need
+
         raise ConfigError(explain(error, value, tree.origins)) from None
 
 
@@ -114,27 +114,6 @@ def _default_output(path: Path) -> Path:
     parts = path.resolve().with_suffix("").parts
     above = max((k for k, part in enumerate(parts[:-1]) if part == "configs"), default=len(parts) - 2)
     return Path("runs", *parts[above + 1 :])
-
-
-def json_schema(configs: Iterable[RunConfig] = ()) -> dict[str, Any]:
-    """JSON schema of a configuration file of any kind, for completion and checks in editors; with the methods from
-    files that `configs` train by."""
-    definitions = with_installed(*(type(config.trainer) for config in configs))
-    include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
-    for name in (schema_class(kind).__name__ for kind in KINDS):
-        definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "genrl configuration",
-        "if": {"required": ["policy"]},
-        "then": {"$ref": "#/$defs/VLAConfig"},
-        "else": {
-            "if": {"required": ["vlm"]},
-            "then": {"$ref": "#/$defs/VLMConfig"},
-            "else": {"$ref": "#/$defs/Config"},
-        },
-        "$defs": definitions,
-    }
 
 
 def _read(path: Path) -> _Tree:

@@ -64,6 +64,7 @@ OTHER_NAMES = {
     "pretrained_model_name_or_path": "model.path",
     "model_name_or_path": "model.path",
     "lora_rank": "model.lora.rank",
+    "r": "model.lora.rank",
     "lora_alpha": "model.lora.alpha",
     "target_modules": "model.lora.targets",
     "mixed_precision": "model.autocast",
@@ -92,8 +93,9 @@ TRL_NAMES: Mapping[str, tuple[str, ...]] = {
 """Ours, for pipelines and for vision-language models. Looked at first: some are nearly the name of another key."""
 
 
-def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins) -> list[Problem]:
-    """Every problem of `error`, located in the files that `data` was read from."""
+def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins, within: KeyPath = ()) -> list[Problem]:
+    """Every problem of `error`, located in the files that `data` was read from. within: the section that was validated
+    alone, if one was."""
     found: dict[KeyPath, Problem] = {}
     problems: list[Problem] = []
     for item in error.errors(include_url=False):
@@ -101,7 +103,7 @@ def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins) -
         if isinstance(cause, ImpossibleConfig):
             problems += [_impossible(keys, text, origins) for keys, text in cause.problems]
             continue
-        path = _without_tags(item["loc"], data)
+        path = _without_tags((*within, *item["loc"]), data)
         if item["type"].startswith("union_tag"):
             path = (*path, tag_of(node_at(path, data) or {}) or "")
         text = item["msg"] if item["type"] == NO_METHOD else _text(item["type"], path, data)

@@ -28,6 +28,8 @@ from genrl.config.section import Section, Text
 
 ENTRY_POINTS = "genrl.methods"
 FUNCTIONS = {"train": "train(run, settings)", "loss": "loss(settings, policy, recorded)"}
+CALLED = {"grpo": "flow_grpo", "nft": "diffusion_nft"}
+"""Short names that everybody uses of methods for pipelines; `grpo` is a method of its own for policies."""
 NO_METHOD = "no_method"
 """Type of the validation error of a `trainer.algorithm` that names no method."""
 

@@ -13,38 +13,23 @@ from genrl.config.section import Fraction, NonNegative, Positive, Section, Text,
 
 
 class Known(NamedTuple):
-    """One optimiser. source: "module:class"; args: what `optimizer.args` may hold; state_bytes: per trained parameter;
-    shards: whether its state is saved and put back where weights are sharded; install: its package."""
+    """One optimiser. source: "module:class"; state_bytes: per trained parameter; shards: whether its state is saved and
+    put back where weights are sharded; install: its package."""
 
     source: str
-    args: tuple[str, ...]
     state_bytes: float
-    betas: bool = True
     shards: bool = False
     install: str = ""
 
 
 OPTIMIZERS = {
-    "adamw": Known("torch.optim:AdamW", ("eps", "amsgrad", "foreach", "fused"), 8, shards=True),
-    "adamw_8bit": Known("torchao.optim:AdamW8bit", ("eps", "amsgrad", "block_size"), 2 + 8 / 256, install="torchao"),
-    "adafactor": Known("torch.optim:Adafactor", ("beta2_decay", "eps", "d", "foreach"), 0, betas=False),
-    "lion": Known(
-        "lion_pytorch:Lion", ("use_triton", "decoupled_weight_decay"), 4, shards=True, install="lion-pytorch"
-    ),
-    "muon": Known(
-        "genrl.runtime.weights.muon:Muon",
-        ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-        4,
-    ),
-    "prodigy": Known(
-        "prodigyopt:Prodigy",
-        ("beta3", "eps", "decouple", "use_bias_correction", "safeguard_warmup", "d0", "d_coef", "growth_rate")
-        + ("slice_p",),
-        16,
-        install="prodigyopt",
-    ),
+    "adamw": Known("torch.optim:AdamW", 8, shards=True),
+    "adamw_8bit": Known("torchao.optim:AdamW8bit", 2 + 8 / 256, install="torchao"),
+    "adafactor": Known("torch.optim:Adafactor", 0),
+    "lion": Known("lion_pytorch:Lion", 4, shards=True, install="lion-pytorch"),
+    "muon": Known("genrl.runtime.weights.muon:Muon", 4),
+    "prodigy": Known("prodigyopt:Prodigy", 16, install="prodigyopt"),
 }
-OWN_KEYS = ("lr", "betas", "weight_decay")
 LEAST_PRODIGY = 0.01
 LARGEST_COPY = 32_000_000
 """Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
@@ -77,13 +62,9 @@ class Optimizer(Section):
         return OPTIMIZERS.get(self.name, OPTIMIZERS["adamw"]).state_bytes
 
     def problems(self, sharded_by: str | None) -> Iterator[Finding]:
-        """What can be told without importing the optimiser. sharded_by: the key that shards what is trained, if any."""
+        """What can be told without importing the optimiser, which `check_optimizer` does. sharded_by: the key that
+        shards what is trained, if any."""
         name, known = self.name, OPTIMIZERS.get(self.name)
-        for key in self.args:
-            if key in OWN_KEYS:
-                yield (f"optimizer.args.{key}", f"optimizer.{key}"), f"has its own key; write optimizer.{key}"
-            elif known is not None and key not in known.args:
-                yield (f"optimizer.args.{key}",), unknown_argument(name, key, known.args)
         if known is None and ":" not in name:
             near = get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -92,8 +73,6 @@ class Optimizer(Section):
         if sharded_by is not None and (known is None or not known.shards):
             can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
-        if known is not None and self.betas is not None and not known.betas:
-            yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
         # Prodigy finds its own step size: at a usual rate it would run, and learn nothing, without a word.
         if name == "prodigy" and self.lr < LEAST_PRODIGY:
             text = f"prodigy finds its own step size, and lr is a factor on it: write 1, not {self.lr:g}"
@@ -112,10 +91,3 @@ class Optimizer(Section):
         if known is None:
             return f"the package {package} is not installed: install it, or write one of {', '.join(OPTIMIZERS)}"
         return f"{self.name} needs the package {known.install}: pip install {known.install}, or write adamw"
-
-
-def unknown_argument(name: str, key: str, known: tuple[str, ...]) -> str:
-    """The message for an entry of `optimizer.args` that the optimiser does not take."""
-    near = get_close_matches(key, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{name} has no argument {key!r}; {hint}it takes: {', '.join(known) or 'none'}"

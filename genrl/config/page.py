@@ -34,7 +34,7 @@ genrl config schema > genrl.schema.json         # completion in editors
 - **Paths** are relative to the folder the command is run in.
 - The **resolved configuration** is saved as `config.yaml` in the run folder and runs as it stands.
 - With `genrl resume`, only some keys may be changed: `iterations`, `checkpoint`, `evaluation`, `trackers`, `output`,
-  and where rewards and simulators run (`remote`, `isolate`, `outage`; `workers`, `timeout_s`, `worker_gb`) or samples
+  and where rewards and simulators run (`remote`, `isolate`, `outage`; `workers`, `timeout_s`) or samples
   are generated (`engine`).
 
 `configs/quickstart.yaml`, `configs/ocr.yaml` and `configs/flow_grpo.yaml` run on the embedded model, and so do those

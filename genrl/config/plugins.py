@@ -13,12 +13,14 @@ import logging
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from genrl_rewards.given import given, is_given
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def find(name: str, group: Group) -> Any:
     if name in group.built_in:
         module, _, attribute = group.built_in[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
-    for point in entry_points(group=group.entry_points):
+    for point in _installed(group):
         if point.name == name:
             try:
                 return point.load()
@@ -58,7 +60,13 @@ def find(name: str, group: Group) -> Any:
 
 def names(group: Group) -> list[str]:
     """Built-in and installed names, sorted."""
-    return sorted({*group.built_in, *(point.name for point in entry_points(group=group.entry_points))})
+    return sorted({*group.built_in, *(point.name for point in _installed(group))})
+
+
+def _installed(group: Group) -> list[EntryPoint]:
+    from importlib.metadata import entry_points  # slow, and what is built in does not need it
+
+    return list(entry_points(group=group.entry_points))
 
 
 def _from_file(name: str, group: Group) -> Any:

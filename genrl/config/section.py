@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass
 from pydantic_core import CoreSchema
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -26,7 +28,20 @@ Range = tuple[Number, Number]  # [low, high]
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
 
 
-class Section(BaseModel):
+class _Explained(ModelMetaclass):
+    """What a script makes by calling the class is refused with the words and suggestions of YAML files. Sections within
+    others do not come this way, so that their errors keep their places."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            from genrl.config.constructed import explained  # which knows the schemas of all sections
+
+            raise (explained(cls, values, error) or error) from None
+
+
+class Section(BaseModel, metaclass=_Explained):
     """What every section shares: unknown keys are errors, values cannot be changed after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,3 +79,18 @@ def _texts(module: str) -> dict[tuple[str, str], str]:
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Annotation of a discriminated union that is validated after what is left out was filled in: a section that says
+    no kind fits several, which pydantic's `oneOf` refuses. alone: the kind alone may stand in place of a section."""
+
+    alone: bool = False
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        kinds = schema.pop("oneOf")
+        if self.alone:
+            kinds = [{"enum": list(schema["discriminator"]["mapping"]), "type": "string"}, *kinds]
+        return {"anyOf": kinds, **schema}

@@ -113,10 +113,8 @@ class Outage(Section):
     """Seconds for one attempt, from connecting to the end of the reply."""
     deadline_s: Positive = 180.0
     """Seconds for one call with all its attempts."""
-    policy: Literal["stop", "drop", "pause"] = "stop"
-    """At the deadline: stop the run, leave out these samples, or wait pause_s longer and then stop."""
-    pause_s: Positive = 300.0
-    """Seconds that `pause` waits for a server to come back."""
+    policy: Literal["stop", "drop"] = "stop"
+    """At the deadline: stop the run, or leave out these samples."""
 
 
 class Checkpoint(Section):

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from genrl.data.picture_cells import open_picture_table
-from genrl.data.prompts import FILES, Prompt, PromptError
+from genrl.data.prompts import FILES, Prompt, PromptError, open_picture_table
 from genrl.data.rows import PREFERENCE_COLUMNS, no_column
 from genrl_rewards.pictures import check_picture, open_picture, picture_size
 

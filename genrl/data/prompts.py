@@ -159,6 +159,18 @@ def open_data_set(source: str) -> Dataset:
         raise PromptError(f"{source}: the data set cannot be loaded: {error}") from error
 
 
+def open_picture_table(source: str, *columns: str) -> Dataset:
+    """The data set `id:split`, with undecoded pictures in these columns. Raises PromptError where one is missing."""
+    table = open_data_set(source)
+    from datasets import Image
+
+    for column in columns:
+        if column not in table.column_names:
+            raise PromptError(f"{source}: {no_column(column, table.column_names)}")
+        table = table.cast_column(column, Image(decode=False))
+    return table
+
+
 def nearest_beside(path: Path) -> str:
     """The hint "; did you mean FOLDER/NAME?" with the name in the folder of `path` that is most like it, or nothing."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

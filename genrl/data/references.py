@@ -17,8 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from genrl.data.picture_cells import open_picture_table
-from genrl.data.prompts import Prompt, PromptError, is_data_set, nearest_beside
+from genrl.data.prompts import Prompt, PromptError, is_data_set, nearest_beside, open_picture_table
 from genrl.data.prompts import load as load_prompts
 from genrl.data.rows import MAX_LINE_BYTES, no_column
 from genrl_rewards.pictures import check_picture, open_picture

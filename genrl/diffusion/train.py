@@ -40,8 +40,7 @@ from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
-from genrl.kernels.backend import choose
-from genrl.kernels.machine import attention_problem, usable
+from genrl.kernels.machine import attention_problem, compile_problem, usable
 from genrl.runtime.loop import frame
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.ray_cluster import cluster, room_for
@@ -50,8 +49,6 @@ from genrl.runtime.weights.sharding import Sharding
 from genrl.runtime.weights.weights import REFERENCE, Weights
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
-FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
-"""Kernels by the names of a configuration."""
 
 
 def train(config: Config, resume: Path | None = None) -> Path:
@@ -307,7 +304,7 @@ def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None 
 
 
 def use_kernels(policy: Policy, kernels: Kernels) -> str:
-    """Set the fused kernels and attention back-ends that a configuration asks for; returns what runs, in a line, empty
+    """Set the fused parts and attention back-ends that a configuration asks for; returns what runs, in a line, empty
     where it asks for none.
 
     Raises ValueError where the model does not fit, or what is named cannot run on its device in its precision.
@@ -316,16 +313,15 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
         return ""
     computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
     like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
-    running = [f"{name} by {choose(FUSED[name], like, 'auto')}" for name in kernels.fused]
+    running = ["fused by torch.compile"] if kernels.fused else []
+    if kernels.fused and (problem := compile_problem(like.device)):
+        raise ValueError(f"kernels.fused: {problem}; write kernels.fused: false")
     if (name := kernels.attention) is not None:
         if problem := attention_problem(name, like.device, like.dtype, masked=False):
             raise ValueError(f"kernels.attention: {name}: {problem}; that can run here: {', '.join(usable(like))}")
         running.append(f"attention {name}")
     switches = policy.switches
-    switches.qk_norm_rope, switches.adaln = "qk_norm_rope" in kernels.fused, "adaln" in kernels.fused
-    switches.attention = kernels.attention
-    if "step" in kernels.fused:
-        policy.actions.fused = "auto"
+    switches.fused, switches.attention = kernels.fused, kernels.attention
     return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import yaml
-
 from genrl.config import RunConfig
 from genrl.config.errors import Origins
 from genrl.config.kinds import Kind
+from genrl.config.kinds import kind_of as kind_of_data
 from genrl.config.loading import kind_of, load, load_given
 from genrl.config.method import Method
 from genrl.config.section import Section
+from genrl.config.yaml_source import plain
 from genrl.diffusion.config.schema import Config
 from genrl.interface.objects import (
     Lent,
@@ -37,6 +37,7 @@ from genrl.interface.objects import (
     task_section,
     vlm_section,
 )
+from genrl.runtime.folder.contents import leaves as leaves_of
 from genrl.runtime.folder.run import Script
 from genrl_rewards.given import given, is_given, lending
 
@@ -62,6 +63,12 @@ class Result:
     """Folder of the LoRA, for `pipe.load_lora_weights`; None where all weights were trained, or it is no pipeline."""
     complete: bool
     """False where it was interrupted: `genrl.resume(result.folder, ...)` goes on."""
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "interrupted: genrl.resume goes on"
+        lora = f", LoRA in {self.lora}" if self.lora else ""
+        steps = self.metrics[-1]["step"] if self.metrics else 0
+        return f"<Result: {self.folder}, {steps} iterations, {state}{lora}>"
 
     @property
     def pipeline(self) -> Any:
@@ -112,7 +119,8 @@ def train(
     its parameters name. method: `genrl.FlowGRPO(...)` and others, a name, or a class of yours. lora: peft's LoraConfig,
     `genrl.LoRA(...)`, or None to train all weights. sampling, generation, optimizer, evaluation: these sections of a
     configuration, `genrl.Sampling(...)` or a mapping. config: a YAML file or a mapping of its keys, for all else; what
-    is given here wins. on_iteration: called after each iteration with the loop and what was logged.
+    is given here wins. on_iteration: called after each iteration with the loop and what was logged, of which
+    `step` counts iterations.
 
     The run folder (`output`) is that of `genrl train`; its config.yaml has `python:NAME` where an object was given, and
     `resume` takes the objects again. Without `evaluation` and held-out prompts nothing is evaluated. A first Ctrl-C (or
@@ -157,8 +165,8 @@ def train(
         sections["rewards"] = reward_sections(rewards, lent)
     if method is not None:
         sections["trainer"] = method_section(method, kind, lent)
-    plain = {"sampling": sampling, "generation": generation, "optimizer": optimizer, "evaluation": evaluation}
-    sections |= {name: keys_of(value) for name, value in plain.items() if value is not None}
+    written = {"sampling": sampling, "generation": generation, "optimizer": optimizer, "evaluation": evaluation}
+    sections |= {name: keys_of(value) for name, value in written.items() if value is not None}
     numbers = {"iterations": iterations, "seed": seed, "output": None if output is None else str(output)}
     sections |= {name: value for name, value in numbers.items() if value is not None}
     with lending(lent.objects):
@@ -196,7 +204,7 @@ def resume(
     lent = Lent()
     if rewards is not None:
         reward_sections(rewards, lent)
-    leaves = _leaves(yaml.safe_load(file.read_text(encoding="utf-8")))
+    leaves = leaves_of(plain(file.read_text(encoding="utf-8")))
     for key, thing in {
         "model.path": model,
         "vlm.path": None if vlm is None else _loaded(vlm, processor),
@@ -210,7 +218,7 @@ def resume(
         "trainer.algorithm": type(method) if isinstance(method, Method) else method,
     }.items():
         if thing is not None and is_given(leaves.get(key)):
-            lent.objects[leaves[key]] = thing
+            lent.objects[str(leaves[key])] = thing
     if missing := missing_objects(leaves, lent):
         raise ValueError(f"{run} was trained with objects that are to be handed over again: {'; '.join(missing)}")
     with lending(lent.objects):
@@ -270,7 +278,7 @@ def _kind(config: Any, **given: Any) -> Kind:
     if isinstance(config, (str, Path)):
         return kind_of(config)
     if config is not None:
-        return "vla" if "policy" in config else "vlm" if "vlm" in config else "diffusion"
+        return kind_of_data(config)
     raise ValueError("genrl.train: say what is trained: model (a diffusers pipeline), vlm, or policy")
 
 
@@ -312,11 +320,3 @@ def _loaded(model: Any, processor: Any) -> Any:
     lent = Lent()
     vlm_section(model, processor, lent)
     return next(iter(lent.objects.values()), None)
-
-
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, list):
-        tree = dict(enumerate(tree))
-    if not isinstance(tree, Mapping):
-        return {prefix.rstrip("."): tree}
-    return {key: leaf for name, value in tree.items() for key, leaf in _leaves(value, f"{prefix}{name}.").items()}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from genrl.config import RunConfig
 from genrl.config.loading import load, load_given
@@ -17,7 +17,10 @@ from genrl_rewards.given import is_given, lending
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from genrl.data.prompts import Prompt
     from genrl.diffusion.chosen import Chosen
+    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.rollout.scoring import Scorers
     from genrl.vla.config.schema import VLAConfig
     from genrl.vlm.config.schema import VLMConfig
 
@@ -36,29 +39,36 @@ def sample(
     height: int | None = None,
     width: int | None = None,
     arguments: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    rewriter: str | Path | None = None,
 ) -> list[Image]:
     """One picture (PIL) per prompt: prompt k from `torch.Generator().manual_seed(seed + k)`, as plain diffusers does.
 
     model: a loaded pipeline, a hub id, a folder, or the run folder of one, which is then called as it was evaluated.
     prompts: texts, rows, a `datasets.Dataset` or a file. lora: a folder or hub id. out: also write them there, with
-    prompts.json and grid.png. arguments: further ones of the pipeline's call. Raises ValueError for what does not fit.
+    prompts.json and grid.png. arguments: further ones of the pipeline's call. dtype: float32, bfloat16 or float16; that
+    of the run by default. rewriter: folder of a run's language model, which rewrites the prompts, with `out`. Raises
+    ValueError for what does not fit.
 
     >>> pictures = genrl.sample("assets/tiny-t2i", ["a red cube", "two blue stars"], num_inference_steps=2)
     >>> [picture.size for picture in pictures]
     [(64, 64), (64, 64)]
     """
     from genrl.data.prompts import load as load_prompts
-    from genrl.diffusion.policy.loading import check_call_arguments
-    from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
-    from genrl.diffusion.sample import drawn
-    from genrl.diffusion.sample import load as load_pipeline
-    from genrl.diffusion.sample import sample as write
 
     lent = Lent()
     name, source = _name(model, lent), rows_name(prompts, "prompts", lent)
     with lending(lent.objects):
         rows = load_prompts(source)
-        chosen = _chosen(name, lora, _call(num_inference_steps, guidance_scale, height, width, arguments))
+        chosen = _chosen(name, lora, _call(num_inference_steps, guidance_scale, height, width, arguments), dtype)
+
+        from genrl.diffusion.policy.loading import check_call_arguments
+        from genrl.diffusion.policy.rewriter import load_rewriter
+        from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
+        from genrl.diffusion.sample import drawn
+        from genrl.diffusion.sample import load as load_pipeline
+        from genrl.diffusion.sample import sample as write
+
         check_inputs(chosen.inputs, rows, source)
         texts, inputs = [row.text for row in rows], batch_inputs(chosen.inputs, rows)
         pipe = load_pipeline(chosen.model, chosen.adapter)
@@ -67,7 +77,8 @@ def sample(
         return list(drawn(pipe, texts, seed, chosen.arguments, inputs))
     from PIL.Image import open as open_image
 
-    paths = write(pipe, texts, Path(out), seed=seed, arguments=chosen.arguments, inputs=inputs)
+    writer = None if rewriter is None else load_rewriter(Path(rewriter))
+    paths = write(pipe, texts, Path(out), seed=seed, arguments=chosen.arguments, inputs=inputs, rewriter=writer)
     return [open_image(path) for path in paths]
 
 
@@ -105,8 +116,12 @@ def evaluate(
         if prompts is not None or rewards is not None:
             raise ValueError("genrl.evaluate: prompts and rewards are of a pipeline; here the configuration says them")
         return _of_policy(Path(model), settings)
+    lent = Lent()
+    name, sections = _name(model, lent), None if rewards is None else reward_sections(rewards, lent)
+    source = None if prompts is None else rows_name(prompts, "prompts", lent)
     given = _call(num_inference_steps, guidance_scale, height, width, arguments)
-    return _of_pipeline(model, prompts, rewards, lora, batch_size, seed, given)
+    with lending(lent.objects):
+        return judge_pipeline(name, source, sections, given, lora=lora, batch_size=batch_size, seed=seed).metrics
 
 
 def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAConfig | VLMConfig | None:
@@ -135,67 +150,123 @@ def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
             from genrl.vla.train import judge_policy
 
             return dict(success_rates(judge_policy(config, model, progress)))
+        from genrl.runtime.weights.devices import default_device
         from genrl.vlm.evaluate import held_out
         from genrl.vlm.policies.folder import load_trained, open_policy
 
         if config.environment is not None:
             raise ValueError(f"{model}: an agent is evaluated by `genrl eval`")
         is_run = (model / "config.yaml").is_file()
-        device = _device()
+        device = default_device()
         policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
         return held_out(policy, config, lambda total: progress.phase("evaluating", total), progress.advance)[0]
 
 
-def _of_pipeline(
-    model: Any,
-    prompts: str | Path | Rows | None,
-    rewards: Rewards | None,
-    lora: str | Path | None,
-    batch_size: int,
-    seed: int | None,
-    given: Mapping[str, Any],
-) -> dict[str, float]:
-    from genrl.data.prompts import load as load_prompts
-    from genrl.diffusion.chosen import config_of
-    from genrl.diffusion.config.sections import EVALUATION_SEED, Evaluation
-    from genrl.diffusion.rollout.rollout import check_inputs
-    from genrl.diffusion.rollout.scoring import open_scorers, plain
-    from genrl.diffusion.sample import evaluate_pipeline
-    from genrl.diffusion.sample import load as load_pipeline
-    from genrl_rewards.loading import load as load_reward
+class Judged(NamedTuple):
+    """The figures of a pipeline, and what they are of."""
 
-    lent = Lent()
-    name = _name(model, lent)
-    config = config_of(name) if isinstance(model, (str, Path)) else None
-    sections = None if rewards is None else reward_sections(rewards, lent)
-    source = (config.prompts.eval if config else None) if prompts is None else rows_name(prompts, "prompts", lent)
+    metrics: dict[str, float]
+    chosen: Chosen
+    source: str
+    """The prompts."""
+    prompts: int
+    seed: int
+    fault: str | None
+    """What is wrong where more than `BROKEN` of the pictures are not finite."""
+
+
+BROKEN = 0.05
+"""Share of pictures that are not finite above which an evaluation fails."""
+
+
+def judge_pipeline(
+    name: str,
+    source: str | None,
+    rewards: Sequence[Mapping[str, Any]] | None,
+    given: Mapping[str, Any],
+    *,
+    lora: str | Path | None = None,
+    dtype: str | None = None,
+    num_prompts: int | None = None,
+    batch_size: int = 8,
+    seed: int | None = None,
+) -> Judged:
+    """Score a pipeline over a source of prompts, or as its run was evaluated where these are None. rewards: sections of
+    a configuration. given: arguments of the pipeline's call; num_prompts: only the first ones. Raises ValueError where
+    there are no prompts or rewards, and for what does not fit."""
+    from genrl.diffusion.chosen import config_of
+
+    config = None if is_given(name) else config_of(name)
+    source = source or (config.prompts.eval if config else None)
     if source is None:
-        raise ValueError("genrl.evaluate: say prompts; a run with prompts.eval has its own")
-    if sections is None and config is None:
-        raise ValueError("genrl.evaluate: say rewards, a list of names or functions; a run has its own")
-    with lending(lent.objects):
-        own = Evaluation() if config is None else config.evaluation
-        rows = load_prompts(source, config.prompts.column if config else "prompt")
-        chosen = _chosen(name, lora, given)
-        check_inputs(chosen.inputs, rows, source)
-        if sections is None:
-            assert config is not None
-            scorers = open_scorers(config, _device())
-        else:
-            labels = labels_of([str(keys["name"]) for keys in sections])
-            opened = [load_reward(keys["name"], keys.get("args", {}), device=_device()) for keys in sections]
-            scorers = plain(dict(zip(labels, opened, strict=True)))
-        with closing(scorers):
-            return evaluate_pipeline(
-                load_pipeline(chosen.model, chosen.adapter),
-                [row for row in rows for _ in range(own.group_size)],
-                scorers,
-                batch_size=batch_size,
-                seed=EVALUATION_SEED if seed is None else seed,
-                num_pictures=0,
-                arguments=chosen.arguments,
-                inputs=chosen.inputs,
-            ).metrics
+        raise ValueError("give prompts (--prompts FILE); a run with prompts.eval has its own")
+    if not rewards and config is None:
+        raise ValueError("give rewards (--reward NAME; `genrl rewards` lists them); a run has its own")
+    rows = _sized_rows(source, config, given)[:num_prompts]  # before torch is loaded
+    chosen = _chosen(name, lora, given, dtype)
+
+    from genrl.diffusion.config.sections import Evaluation
+    from genrl.diffusion.rollout.rollout import check_inputs
+    from genrl.diffusion.rollout.scoring import not_finite
+    from genrl.diffusion.sample import evaluate_pipeline, load
+
+    check_inputs(chosen.inputs, rows, source)
+    own = Evaluation() if config is None else config.evaluation
+    seed = own.seed if seed is None else seed
+    scorers = scorers_of(rewards) if rewards or config is None else rewards_of_run(config, Path(name))
+    pipe, every = load(chosen.model, chosen.adapter), [row for row in rows for _ in range(own.group_size)]
+    with closing(scorers):
+        evaluated = evaluate_pipeline(
+            pipe,
+            every,
+            scorers,
+            batch_size=batch_size,
+            seed=seed,
+            num_pictures=0,
+            arguments=chosen.arguments,
+            inputs=chosen.inputs,
+        )
+    broken = evaluated.scored.broken
+    fault = not_finite(broken, len(every), pipe) if broken > BROKEN * len(every) else None
+    return Judged(evaluated.metrics, chosen, source, len(rows), seed, fault)
+
+
+def _sized_rows(source: str, config: Config | None, given: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts in the sizes that the run draws them in; of a plain pipeline, those that their columns say. One size
+    for all where the user gives it."""
+    from genrl.data.prompts import load
+    from genrl.data.sizes import NAMES, sized
+
+    rows = load(source, config.prompts.column if config else "prompt")
+    if not given.keys().isdisjoint(NAMES):
+        return rows
+    buckets = config.sampling.buckets if config else "rows"
+    if buckets == "rows" and not any(name in row.columns for row in rows for name in NAMES):
+        return rows  # a plain list, or another file than the run's
+    return sized(rows, buckets, config.sampling.picture_column if config else None, source)
+
+
+def scorers_of(rewards: Sequence[Mapping[str, Any]] | None) -> Scorers:
+    """Rewards by their sections of a configuration, each labelled as in a run."""
+    from genrl.diffusion.rollout.scoring import plain
+    from genrl.runtime.weights.devices import default_device
+    from genrl_rewards.loading import load
+
+    sections = rewards or ()
+    opened = [load(keys["name"], keys.get("args", {}), device=default_device()) for keys in sections]
+    return plain(dict(zip(labels_of([str(keys["name"]) for keys in sections]), opened, strict=True)))
+
+
+def rewards_of_run(config: Config, run: Path) -> Scorers:
+    """The rewards of a run; one that is trained beside the model as its method finds it in the run (`load_trained`)."""
+    from genrl.config.method import module_of
+    from genrl.diffusion.rollout.scoring import open_scorers
+    from genrl.runtime.weights.devices import default_device
+
+    scorers = open_scorers(config, default_device())
+    if config.trainer.trains_reward:
+        module_of(config.trainer).load_trained(scorers, run)
+    return scorers
 
 
 def score(
@@ -218,6 +289,7 @@ def score(
     import numpy as np
     import torch
 
+    from genrl.runtime.weights.devices import default_device
     from genrl_rewards.contract import score as ask
     from genrl_rewards.loading import load as load_reward
     from genrl_rewards.pictures import open_picture
@@ -237,7 +309,7 @@ def score(
     sections = reward_sections(rewards, lent)
     with lending(lent.objects):
         for name, keys in zip(labels_of([str(keys["name"]) for keys in sections]), sections, strict=True):
-            reward, label = load_reward(keys["name"], keys.get("args", {}), device=_device()), str(keys["name"])
+            reward, label = load_reward(keys["name"], keys.get("args", {}), device=default_device()), str(keys["name"])
             values = ask(reward, images=images, prompts=texts, columns=columns, name=label).values
             found[name] = [None if math.isnan(value) else value for value in values]
     return found
@@ -277,12 +349,12 @@ def export(
 
         hub.check_repo(push)
     elif private:
-        raise ValueError("private: is of a repository; give push as well")
+        raise ValueError("private (--private): is of a repository; give push as well")
     config: RunConfig = load(Path(run) / "config.yaml")
     if not isinstance(config, Config) and form != "diffusers":
-        raise ValueError("form: is of a pipeline's LoRA; leave it out")
+        raise ValueError("form (--format): is of a pipeline's LoRA; leave it out")
     if isinstance(config, VLAConfig) and full:
-        raise ValueError("full: a policy is always written whole; leave it out")
+        raise ValueError("full (--full): a policy is always written whole; leave it out")
     with whole_folder(Path(out)) as place:
         match config:
             case Config():
@@ -318,15 +390,9 @@ def _call(
     return call_arguments(num_inference_steps, guidance_scale, height, width) | dict(arguments or {})
 
 
-def _chosen(name: str, lora: str | Path | None, given: Mapping[str, Any]) -> Chosen:
+def _chosen(name: str, lora: str | Path | None, given: Mapping[str, Any], dtype: str | None) -> Chosen:
     from genrl.diffusion.chosen import Chosen, choose
     from genrl.diffusion.config.sections import Model
 
     adapter = None if lora is None else str(lora)
-    return Chosen(Model(path=name), adapter, dict(given)) if is_given(name) else choose(name, adapter, None, given)
-
-
-def _device() -> str:
-    from genrl.runtime.weights.devices import default_device
-
-    return default_device()
+    return Chosen(Model(path=name), adapter, dict(given)) if is_given(name) else choose(name, adapter, dtype, given)

@@ -17,8 +17,6 @@ PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers"
 WITHOUT_MASK = ("flash", "flash2", "flash3", "sage")
 HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 
-KERNELS = ("prefix_attention", "qk_norm_rope", "adaln", "sde_step")
-
 
 def interprets() -> bool:
     """Whether Triton kernels are interpreted (TRITON_INTERPRET=1 before the first import): tests without a GPU."""
@@ -43,13 +41,6 @@ def compile_problem(device: torch.device) -> str | None:
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "there is no C++ compiler (g++ or clang++)"
     return None
-
-
-def summary() -> dict[str, str]:
-    """Kernel -> what `auto` would run on this machine and why, for `genrl doctor`."""
-    gpu = torch.cuda.is_available()
-    problem = triton_problem(torch.device("cuda")) if gpu else "Triton needs a GPU"
-    return {name: f"torch (no Triton: {problem})" if problem else "triton" for name in KERNELS}
 
 
 def attention_problem(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, masked: bool) -> str | None:

@@ -19,15 +19,22 @@ where dk and dv of a prefix are sums over all its rows, always in the order of t
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from genrl.kernels.backend import choose, compiled
+from genrl.kernels.machine import interprets, triton_problem
 
 PrefixBackend = Literal["auto", "torch", "sdpa", "flex", "triton"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the Triton kernel."""
+
+logger = logging.getLogger(__name__)
 
 
 def prefix_attention_torch(
@@ -72,9 +79,10 @@ def prefix_attention(
     query [R, H, T, D]; key, value [R, H', T, D], or None where rows attend to the prefix alone; prefix_key,
     prefix_value [N, H', P, D] with H a multiple of H'; row_of int64 [R], the prefix of each row; prefix_mask bool
     [N, P], which tokens are there (None: all; every query must see one). scale: default 1 / sqrt(D).
-    backend: auto = Triton where it runs, else sdpa; sdpa and flex pack the rows of a prefix into one sequence, so that
-    its keys are there once, sdpa under a mask of [R/N T, P + R/N T] per prefix, flex skipping what the mask leaves out.
-    Raises ValueError for shapes that do not fit, and as `backend.choose`.
+    backend: auto = Triton where it runs (not on a CPU: its interpreter is for tests, which name it), else sdpa; sdpa
+    and flex pack the rows of a prefix into one sequence, so that its keys are there once, sdpa under a mask of [R/N T,
+    P + R/N T] per prefix, flex skipping what the mask leaves out.
+    Raises ValueError for shapes that do not fit, and for a back-end that is named and cannot run.
     """
     rows, heads, length, size = query.shape
     kept, inner = prefix_key.shape[0], prefix_key.shape[1]
@@ -98,11 +106,37 @@ def prefix_attention(
     given = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
     if backend == "sdpa" or backend == "flex":
         return _packed(*given, flex=backend == "flex")
-    if choose("prefix_attention", query, backend, instead="sdpa") == "triton":
-        from genrl.kernels.prefix_attention_triton import attend
+    if backend == "torch":
+        return prefix_attention_torch(*given)
+    problem = _triton_problem(query.device, query.dtype, backend)
+    if problem is not None and backend == "triton":
+        raise ValueError(f"kernel prefix_attention: the back-end triton was asked for, but {problem}; use auto or sdpa")
+    if problem is not None:
+        return _packed(*given, flex=False)
+    from genrl.kernels.prefix_attention_triton import attend
 
-        return attend(*given)
-    return prefix_attention_torch(*given) if backend == "torch" else _packed(*given, flex=False)
+    return attend(*given)
+
+
+@functools.cache
+def _triton_problem(device: torch.device, dtype: torch.dtype, backend: PrefixBackend) -> str | None:
+    """Why Triton does not compute on such tensors, None where it does; said once, as a warning where it does not."""
+    problem = triton_problem(device)
+    if problem is None and dtype not in DTYPES:
+        problem = f"it computes in float32, and the tensors are {str(dtype).removeprefix('torch.')}"
+    if problem is None and device.type == "cpu" and backend == "auto":
+        problem = "its interpreter is for tests"
+    if problem is None:
+        logger.info("kernel prefix_attention: triton%s", " (interpreted)" if interprets() else "")
+    elif backend == "auto":
+        logger.warning("kernel prefix_attention: sdpa (no Triton: %s)", problem)
+    return problem
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return made
 
 
 class Slots(NamedTuple):
@@ -158,7 +192,7 @@ def _packed(
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask = create_block_mask(seen, *shape, device=query.device)
-        call: Any = compiled(flex_attention) if query.is_cuda else flex_attention
+        call: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
         packed: Tensor = call(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
     else:
         n, at, to = (torch.arange(m, device=query.device) for m in (shape[0], shape[2], shape[3]))

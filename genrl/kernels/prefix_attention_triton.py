@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from genrl.kernels.backend import FUSION
 from genrl.kernels.machine import interprets
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -237,7 +236,8 @@ class PrefixAttention(torch.autograd.Function):
         output, lse = torch.empty_like(query), query.new_empty(rows, heads, length, dtype=torch.float32)
         sizes = {
             "H": heads, "KEY_H": prefix_key.shape[1], "D": size, "BLOCK_D": max(16, triton.next_power_of_2(size)),
-            "CAST": interprets(), **FUSION,
+            "CAST": interprets(),
+            "enable_fp_fusion": True,  # said at every launch: the default differs between releases of Triton
         }  # fmt: skip
         ctx.settings = sizes | tiles(row, backward=True)._asdict()
         ctx.masked, ctx.own, ctx.causal, ctx.scale = prefix_mask is not None, key is not None, causal, scale

@@ -66,16 +66,6 @@ def bounded_std(raw: Tensor, low: float, high: float) -> Tensor:
     return torch.exp(0.5 * (lowest + (highest - lowest) * (torch.tanh(raw) + 1.0) / 2.0))
 
 
-def annealed(start: float, end: float, steps: int, at: int) -> float:
-    """`start` at global step 0, linearly to `end` at `steps`, `end` from there on: pi_RL's noise level over a run.
-
-    Keep the value with the rollout: the log-probability of a recorded step is that of the level it was sampled with.
-    """
-    if steps < 1 or at < 0:
-        raise ValueError(f"annealing needs at least one step and a step of 0 or more, got {steps} and {at}")
-    return start + (end - start) * min(at / steps, 1.0)
-
-
 def noisy_steps(
     selection: Selection,
     batch: int,

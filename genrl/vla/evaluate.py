@@ -11,14 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.mdp.noise import generator
+from genrl.mdp.noise import derive_seed, generator
 from genrl.runtime.show.intervals import wilson
 from genrl.vla.data.videos import Clip
-from genrl.vla.policies.policy import Batch
+from genrl.vla.policies.policy import Batch, rows
 from genrl.vla.rollout.collect import observe
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
-from genrl.vla.simulators.environments import evaluation_episodes
+
+
+def evaluation_episodes(seed: int, count: int) -> NDArray[np.uint64]:
+    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many."""
+    return np.uint64(derive_seed(seed, "evaluation")) + np.arange(count, dtype=np.uint64)
 
 
 class Judged(NamedTuple):
@@ -74,7 +78,7 @@ def evaluate(
         wanted = min(env.num_envs, first + episodes - begin)
         # slots beyond the last number repeat it and are not counted
         place = np.minimum(begin + np.arange(env.num_envs), first + episodes - 1)
-        raw, _ = env.reset(seed=seed, options={"episodes": numbers[place]})
+        raw, _ = env.reset(seed=seed, options={"episodes": numbers[place], "once": True})
         rngs = [generator(seed, "evaluation", int(number)) for number in place]
         found = found.joined(_round(who, env, raw, rngs, wanted, max(clips - len(found.clips), 0), advance))
         advance(wanted)
@@ -92,7 +96,8 @@ def _round(
 ) -> Judged:
     """One episode in every slot, of which the first `wanted` count."""
     policy, instruction = who.policy, list(env.task_description)
-    running, success = np.ones(env.num_envs, dtype=np.bool_), np.zeros(env.num_envs, dtype=np.bool_)
+    running, success = np.arange(env.num_envs) < wanted, np.zeros(env.num_envs, dtype=np.bool_)
+    actions = np.zeros((env.num_envs, env.chunk, env.action_dim), dtype=np.float32)
     steps, returns = np.zeros(env.num_envs, dtype=np.int64), np.zeros(env.num_envs)
     lost = np.zeros(env.num_envs, dtype=np.bool_)
     filmed = list(range(min(4 * films, wanted)))  # to choose of: successes and failures
@@ -100,10 +105,12 @@ def _round(
     decision = 0
     while running.any():
         film(env, filmed, running, pictures)
-        seen = observe(raw, env, policy, decision)
-        noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
-        chunk = _chunk(who, seen, noise)[:, : env.chunk]
-        raw, _, terminated, truncated, info = env.step(chunk.cpu().numpy().astype(np.float32))
+        seen, here = observe(raw, env, policy, decision), np.flatnonzero(running)
+        shape = policy.horizon, policy.action_dim
+        noise = torch.stack([torch.randn(shape, generator=rngs[slot]) for slot in here])
+        chunk = _chunk(who, rows(seen, torch.from_numpy(here)), noise)[:, : env.chunk]
+        actions[here] = chunk.cpu().numpy()
+        raw, _, terminated, truncated, info = env.step(actions)
         success |= running & info["is_success"]
         lost |= running & info.get("dropped", False)
         steps += np.where(running, info["n_executed"], 0)

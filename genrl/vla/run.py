@@ -28,7 +28,6 @@ from genrl.runtime.show.pictures import save_png
 from genrl.runtime.weights.sharding import unsharded
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.config.sections import Diffusion
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.policies.folder import save_first_steps, save_policy
@@ -89,8 +88,8 @@ class VLARun(Run[VLAConfig]):
 
     @property
     def acting(self) -> Acting:
-        """The policy with the sampler of the running iteration."""
-        return Acting(self.policy, sampler_of(self.config, self.policy, self.loop.iteration))
+        """The policy with its sampler."""
+        return Acting(self.policy, sampler_of(self.config, self.policy))
 
     def begin(self, found: Path | None) -> None:
         """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
@@ -144,7 +143,7 @@ class VLARun(Run[VLAConfig]):
 
     def _here(self, plan: RolloutPlan) -> Acted:
         """The rollout, collected now."""
-        acting = Acting(self.policy, sampler_of(self.config, self.policy, plan.iteration), self.frozen)
+        acting = Acting(self.policy, sampler_of(self.config, self.policy), self.frozen)
         with self.drawing():
             return measured(self.env, self.acted, acting, plan, self.loop.advance_or_leave)
 
@@ -153,7 +152,7 @@ class VLARun(Run[VLAConfig]):
         assert self.versions is not None
         for iteration in self.coming():
             if iteration not in ahead.underway:  # actors are made for the first one, which is waited for: nothing moves
-                acting = Acting(self.policy, sampler_of(self.config, self.policy, iteration), self.frozen)
+                acting = Acting(self.policy, sampler_of(self.config, self.policy), self.frozen)
                 by_older = partial(self.acted, weights=self.versions.of(iteration))
                 its_own = replace(plan, iteration=iteration)
                 ahead.begin(iteration, partial(measured, self.env, by_older, acting, its_own))
@@ -240,7 +239,7 @@ class VLARun(Run[VLAConfig]):
         self.loop.phase("evaluating", settings.episodes)
         with unsharded(self.policy):
             own = evaluate(
-                Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
+                Acting(self.policy, sampler_of(config, self.policy), self.frozen),
                 self.table,
                 episodes=len(mine),
                 seed=settings.seed,
@@ -267,8 +266,8 @@ class VLARun(Run[VLAConfig]):
         """The policy's folder, with DPPO's frozen half."""
         folder, sampler = self.process.run.folder / "policy", self.config.sampler
         save_policy(self.policy, folder)
-        if self.frozen is not None and isinstance(sampler, Diffusion):
-            save_first_steps(self.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
+        if self.frozen is not None:
+            save_first_steps(self.frozen, folder, sampler.steps, sampler.first_steps)
         return folder
 
     def conclude(self) -> None:

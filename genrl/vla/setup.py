@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from genrl.config import load
-from genrl.mdp import chains
 from genrl.mdp.noise import seeded
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vla.config import sections as settings
-from genrl.vla.config.files import is_recording
-from genrl.vla.config.names import SAMPLERS, WORLDS
+from genrl.vla.config.names import SAMPLERS
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.demonstrations import demonstrated, world_of
-from genrl.vla.data.frames import Shown, episode_frames, frame_statistics
-from genrl.vla.data.lerobot_dataset import open_dataset
-from genrl.vla.data.recordings import Steps, episodes_of, read_steps
-from genrl.vla.policies.adapters import is_adapter, merge, with_lora
+from genrl.vla.data.frames import frame_statistics
+from genrl.vla.data.recordings import Steps
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
-from genrl.vla.policies.layers import require_layers
+from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import (
     ACTION,
@@ -41,22 +34,18 @@ from genrl.vla.policies.policy import (
     IMAGES,
     POINTS,
     STATE,
-    TOKENS,
     Batch,
-    NoiseHead,
     Policy,
     PredictsActions,
     PredictsNoise,
     PredictsTokens,
     PredictsVelocity,
     Statistics,
-    tokenise,
-    vocabulary,
 )
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Regression, Sampler, Tokens
+from genrl.vla.rollout.sampling import Sampler
 from genrl.vla.simulators.contract import Environment, Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from genrl_rewards.given import is_given, take
 
 PREDICTIONS: dict[str, type[Any]] = {
@@ -68,40 +57,14 @@ PREDICTIONS: dict[str, type[Any]] = {
 """What a policy predicts, by the name that samplers have for it. One may predict several."""
 
 
-def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
-    """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
+def sampler_of(config: VLAConfig, policy: Policy) -> Sampler:
+    """The transition rule of a run. Raises ValueError where the policy cannot do it."""
     fitting, wanted = [what for what, kind in PREDICTIONS.items() if isinstance(policy, kind)], config.sampler.predicts
     if wanted not in fitting:
         kind, near = config.sampler.kind, " or ".join(SAMPLERS[what] for what in fitting)
         raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
-    match config.sampler:
-        case settings.FlowSDE() as given:
-            level = given.noise_level
-            if given.anneal is not None:
-                level = chains.annealed(level, given.anneal[0], given.anneal[1], iteration)
-            kernel: Literal["flow_sde", "flow_cps"] = "flow_cps" if isinstance(given, settings.FlowCPS) else "flow_sde"
-            return FlowSteps(kernel, given.steps, level, given.selection, given.count, given.skip_last)
-        case settings.ReinFlow() as given:  # a FlowNoise, too
-            clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
-            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction, **clips)
-        case settings.FlowNoise() as given:
-            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction)
-        case settings.Diffusion() as given:
-            assert isinstance(policy, PredictsNoise)
-            levels = policy.train_steps
-            if given.steps > levels:
-                raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
-            trained = given.steps if config.trainer.imitates == "always" else given.ft_denoising_steps
-            return Diffusion(levels, given.steps, trained, given.floor)
-        case settings.Tokens() as given:
-            return Tokens(given.temperature)
-        case settings.Regression():
-            return Regression()
-
-
-def noise_head_of(config: VLAConfig) -> NoiseHead:
-    """Flow-Noise's head is on the expert, ReinFlow's beside it."""
-    return "none" if config.trainer.imitates == "always" else config.sampler.noise_head
+    sampler: Sampler = config.sampler.made(policy, whole_chain=config.trainer.imitates == "always")
+    return sampler
 
 
 def critic_values(config: VLAConfig, policy: Policy) -> int:
@@ -176,8 +139,8 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
 
 def with_own_heads(config: VLAConfig, policy: Any) -> Any:
     """The policy with the heads that the trainer needs."""
-    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
-    return policy.with_heads(**heads, seed=config.seed)
+    noise_head = "none" if config.trainer.imitates == "always" else config.sampler.noise_head
+    return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed)
 
 
 def policy_folder(path: Path) -> Path:
@@ -211,74 +174,6 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
         return kind.new(inputs, width, stats, made)
 
 
-def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
-    """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
-
-    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads, clouds
-    of points among it.
-    """
-    source = config.demonstrations
-    reader = config.policy.new if policy is None else policy
-    assert source is not None and reader is not None
-    inputs = _read_by(config.policy.new) if policy is None else policy.inputs
-    if source.dataset is not None and POINTS in inputs:
-        raise ValueError("demonstrations.dataset: data sets hold no clouds of points; write demonstrations.expert: N")
-    steps = recorded(config)
-    if steps is not None:
-        inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
-        shown = _recorded(config, steps, inputs)
-    elif source.dataset is not None:
-        shown = _dataset(config, source.dataset, inputs)
-    else:
-        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0)
-    words = vocabulary(shown.texts)
-    told = partial(tokenise, words=words) if policy is None else policy.tokenise
-    frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
-    return frames, words
-
-
-def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
-    """What a new policy will read."""
-    assert new is not None
-    looks = {IMAGE: new.image_size, POINTS: new.points, STATE: True, ENVIRONMENT: not new.looks, TOKENS: True}
-    return tuple(name for name, used in looks.items() if used)
-
-
-def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
-    assert config.demonstrations is not None
-    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
-    name = config.environment.name
-    world = world_of(config) if name in WORLDS.built_in else None
-    columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
-    pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
-    missing = [name for name in pictures if name not in dataset.cameras]
-    if missing:
-        key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
-        raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
-    width = len(dataset.stats[ACTION]["mean"])
-    if world is not None and width != world.action_dim:
-        text = f"{folder} has actions of {width} numbers, {name}'s have {world.action_dim}"
-        raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
-    # a policy may learn all that a world can say; elsewhere what the demonstrations say is all that is known
-    texts = [*dataset.tasks.values(), *(() if world is None else world.known)]
-    own = {camera: IMAGE} if IMAGE in inputs else {}
-    episodes = (
-        episode._replace(columns={own.get(key, key): value for key, value in episode.columns.items()})
-        for episode in dataset.read([*columns, ACTION])
-    )
-    return Shown(texts, episodes, None if world is None else world.rest)
-
-
-def recorded(config: VLAConfig) -> Steps | None:
-    """The steps of `demonstrations.dataset`, where it is a file or folder of them, with the reward that the environment
-    pays here; None elsewhere. Raises ValueError for what cannot be read."""
-    source, env = config.demonstrations, config.environment
-    if source is None or source.dataset is None or not is_recording(Path(source.dataset)):
-        return None
-    steps = read_steps(Path(source.dataset), success_key=env.success_key, cost_key=env.cost_key)
-    return steps._replace(reward=steps.success.astype("float32")) if env.reward == "success" else steps
-
-
 def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
     """Raises ValueError where the steps of a file are of another environment than the one that is named beside it, or
     the policy looks."""
@@ -295,23 +190,6 @@ def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
             f"demonstrations.dataset: {config.demonstrations.dataset} holds observations and actions of {held[0]} and "
             f"{held[1]} numbers, those of environment.name: {config.environment.name} have {shown[0]} and {shown[1]}"
         )
-
-
-def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
-    env = config.environment
-    if any(name.startswith(IMAGE) for name in inputs):
-        raise ValueError("demonstrations.dataset: files of steps hold no pictures; write policy.new.image_size: 0")
-    if env.instruction is None:
-        raise ValueError("environment.instruction: files of steps hold no sentences; write the one of the task")
-    told = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)
-    return Shown([env.instruction], told, None)
-
-
-def _expert(config: VLAConfig, image_size: int, points: int) -> Shown:
-    assert config.demonstrations is not None and config.demonstrations.expert is not None
-    env, count = config.environment, config.demonstrations.expert
-    how: dict[str, Any] = {"seed": config.seed, "max_steps": env.max_steps, "image_size": image_size}
-    return demonstrated(env.name, env.tasks or (), count, points=points, **how)
 
 
 def choose_trained(config: VLAConfig, policy: Any) -> None:
@@ -371,7 +249,6 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         tasks=env.tasks or (),
         group_size=group_size,
         timeout_s=env.timeout_s,
-        worker_gb=math.inf if env.worker_gb is None else env.worker_gb,
         image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
         points=policy.points if POINTS in policy.inputs else 0,
         cameras=cameras,

@@ -24,11 +24,10 @@ from genrl.runtime.weights.sharding import Sharding, in_step
 from genrl.runtime.weights.shares import check_torch
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.config.sections import Diffusion
+from genrl.vla.data.demonstrations import frames_of, recorded
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
-from genrl.vla.policies.layers import compute_again, require_layers
-from genrl.vla.policies.shards import hold
+from genrl.vla.policies.layers import compute_again, hold, require_layers
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import Acted, VLARun, remove_policy_of_failed_start
@@ -37,14 +36,12 @@ from genrl.vla.setup import (
     check_recorded,
     choose_trained,
     critic_values,
-    frames_of,
     load_trained,
     new_policy,
     open_rollouts,
     open_tables,
     parameter_groups,
     policy_folder,
-    recorded,
     sampler_of,
     side_by_side,
     untrained,
@@ -153,7 +150,7 @@ def reopen(config: VLAConfig, device: str, iteration: int) -> Reopened:
     """The policy as a run trains it, with the sampler of that iteration."""
     policy = open_policy(config)[0].to(device)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
-    acting = Acting(policy, sampler_of(config, policy, iteration))
+    acting = Acting(policy, sampler_of(config, policy))
     return Reopened(acting, weights, {"policy": policy}, lambda info, tensors: None)
 
 
@@ -173,7 +170,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
         return evaluate(
-            Acting(policy, sampler_of(config, policy, config.iterations), _first_steps(config, model)),
+            Acting(policy, sampler_of(config, policy), _first_steps(config, model)),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
@@ -192,33 +189,25 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """
-    if not isinstance(config.sampler, Diffusion) or config.trainer.imitates == "always":
+    if config.trainer.imitates == "always":
         return None
-    done = config.sampler.steps, config.sampler.ft_denoising_steps
-    found = load_first_steps(policy_folder(model), *done, device=default_device())
-    if found or config.policy.path is None or not fine_tunes_last(config):
+    sampler = config.sampler
+    found = load_first_steps(policy_folder(model), sampler.steps, sampler.first_steps, device=default_device())
+    if found or config.policy.path is None or not sampler.first_steps:
         return found
     return _on_device(config, Path(config.policy.path))
-
-
-def fine_tunes_last(config: VLAConfig) -> bool:
-    """Whether a run trains the last denoising steps only, and another policy does the first ones (DPPO)."""
-    sampler = config.sampler
-    trains = isinstance(sampler, Diffusion) and sampler.ft_denoising_steps < sampler.steps
-    return trains and config.trainer.imitates != "always"
 
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
     before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
     to be trained now."""
-    if not isinstance(config.sampler, Diffusion) or config.trainer.imitates == "always":
+    if config.trainer.imitates == "always":
         return None
-    begun = None
+    begun, sampler = None, config.sampler
     if config.policy.path is not None:
-        done = config.sampler.steps, config.sampler.ft_denoising_steps
-        begun = load_first_steps(policy_folder(Path(config.policy.path)), *done)
-    if not fine_tunes_last(config):
+        begun = load_first_steps(policy_folder(Path(config.policy.path)), sampler.steps, sampler.first_steps)
+    if not sampler.first_steps:
         return None
     if begun is None:
         return copy.deepcopy(policy).requires_grad_(False)

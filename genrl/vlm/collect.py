@@ -22,7 +22,7 @@ from genrl.vlm.policies.processor import open_image
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, open_rewards, totals
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.failures import Failure
 
 TOGETHER = 64

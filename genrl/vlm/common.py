@@ -18,10 +18,10 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import Groups, Run
 from genrl.runtime.weights.sharding import in_step
 from genrl.runtime.weights.weights import Weights
-from genrl.vlm.config.schema import Stage, VLMConfig
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.engines.vllm import use_vllm
-from genrl.vlm.methods.estimate import Estimate, estimate
+from genrl.vlm.methods.policy_loss import Estimate, estimate
 from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.folder import load_trained, open_policy, save_model
 from genrl.vlm.policies.policy import Policy
@@ -73,7 +73,7 @@ def open_reference(config: VLMConfig, process: Process, policy: Policy) -> Polic
     """The model before training where a loss reads it; None where nothing does, or it is the policy without its LoRA.
     Both are in shards from here on, where the run has these."""
     reference = None
-    if any(part.trainer.reference for part in config.parts) and policy.peft is None:
+    if any("ref" in part.trainer.reads for part in config.parts) and policy.peft is None:
         reference = open_policy(config, process.accelerator.device)
         reference.model.requires_grad_(False)
     hold(config, policy, *([] if reference is None else [reference]))
@@ -198,18 +198,8 @@ class VLMRun(Run[VLMConfig]):
         return halvings(config.trainer.rows_per_pass or self.rows_at_most(), size)
 
     def resize(self, size: int) -> None:
-        """From here on a pass has so many rows."""
-
-        def smaller(part: VLMConfig | Stage) -> Any:
-            trainer = None if part.trainer is None else part.trainer.model_copy(update={"micro_batch": size})
-            return part.model_copy(update={"trainer": trainer})
-
-        def resized(config: VLMConfig) -> VLMConfig:
-            stages = tuple(smaller(stage) for stage in config.stages)
-            changed: VLMConfig = smaller(config).model_copy(update={"stages": stages})
-            return changed
-
-        self.loop.config, self.present = resized(self.loop.config), resized(self.present)
+        """Give passes so many rows from here on."""
+        self.loop.config, self.present = (one.with_micro_batch(size) for one in (self.loop.config, self.present))
 
     def forget(self) -> None:
         """Samples of an iteration that is undone are no part of this; the weights are those of its beginning."""

@@ -20,21 +20,18 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import of_all
 from genrl.vlm.common import Estimated, VLMRun
 from genrl.vlm.config.schema import VLMConfig, columns_of
-from genrl.vlm.engines.generation import answering
+from genrl.vlm.engines.generation import answering, uses_engine
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import gathered
-from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.policies.shards import checkpoint_weights, gathered
 from genrl.vlm.recipe.method import RecipeMethod
-from genrl.vlm.rollout.ahead import Server
-from genrl.vlm.rollout.augment import augmented, gaps
-from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.passes import leave_out
+from genrl.vlm.rollout.augment import augmented, gaps, leave_out
+from genrl.vlm.rollout.data import Questions, held_out_loss
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
+from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
-from genrl.vlm.rollout.targets import held_out_loss
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 
 
@@ -84,7 +81,7 @@ class AnswersRun(VLMRun):
 
     @property
     def settings(self) -> Any:
-        """Of the method of the stage that the next iteration belongs to."""
+        """Settings of the method of the stage that the next iteration belongs to."""
         whole: VLMConfig = self.loop.config
         return whole.at(self.loop.iteration)[1].trainer
 
@@ -103,7 +100,7 @@ class AnswersRun(VLMRun):
     @property
     def bounds(self) -> bool:
         """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
-        return self.config.trainer.bounds
+        return "bound" in self.config.trainer.reads
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
@@ -113,7 +110,7 @@ class AnswersRun(VLMRun):
             return
         self.stage, self.present, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train", counted=True)
-        if whole.stages and whole.stages[number].optimizer is not None:
+        if whole.stages and whole.stages[number].optimizer:
             first = sum(stage.iterations for stage in whole.stages[:number])
             self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)
         elif number:  # not the schedule of the stage before, which a run that is resumed here would not know
@@ -135,10 +132,12 @@ class AnswersRun(VLMRun):
         first, selection, known = loop.memory.get("questions", 0), config.economy.selection, economy.of(loop.memory)
         choice: dict[str, float] = {}
         self.note_weights()
+        # groups that the filter leaves out are made up for by those of further questions
         for _ in range(config.trainer.rounds):
             loop.phase("answering", own * config.generation.group_size)
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
             chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
+            # all processes choose from the same pool alike, and each takes its part
             numbers = chosen[rank * own : (rank + 1) * own]
             rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
@@ -162,6 +161,7 @@ class AnswersRun(VLMRun):
                     asked = [self.synthesis.described(number) for number in picked]
                     described = self._ask(asked, "describe", loop.iteration, first)
             loop.check_stop()
+            # what selection passed over counts as asked, so that a resumed run goes on at the same question
             first += len(pool)
             kept.append(trained_on(config, found))
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
@@ -190,6 +190,7 @@ class AnswersRun(VLMRun):
             started = time.perf_counter()
             return self._ask(rows, "answers", loop.iteration, first), time.perf_counter() - started
         assert self.versions is not None
+        # the server is kept busy with all iterations whose weights are known by now
         for iteration in self.coming():
             if server.has(iteration):
                 continue
@@ -207,6 +208,15 @@ class AnswersRun(VLMRun):
         keys = (self.config.seed, key, iteration, first)
         return draw(self.policy, self.config, self.opened, rows, keys, advance=self.loop.advance_or_leave)
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether log-probabilities before the update are computed by a pass of their own. Where one update is all that
+        the present weights' answers get, they are its own, without gradient: every ratio is 1. The first iteration has
+        the pass in any case, for the checks that sampler and trainer see the same."""
+        settings, engine = self.config.trainer, uses_engine(self.policy)
+        once = isinstance(settings, RecipeMethod) and settings.updates == settings.epochs == 1
+        return not once or engine or self.bounds or self.versions is not None or self.loop.iteration == 0
+
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
         config, loop = self.config, self.loop
@@ -217,10 +227,11 @@ class AnswersRun(VLMRun):
         parts = [part for update in updates for part in update.parts]
         if self.versions is not None and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
             raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
+        reads = self.reads | ({"old"} if self.needs_old else set())
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting():
             mine: dict[str, Any] = computed(
-                self.policy, self.reference, self.average, answers, parts, self.reads, config, loop.iteration
+                self.policy, self.reference, self.average, answers, parts, reads, config, loop.iteration
             )
         loop.check_stop()
         mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
@@ -228,6 +239,7 @@ class AnswersRun(VLMRun):
             mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
         else:
             mine["sampler"] = answers.sampler_log_prob
+        # statistics of DCPO are by question, and a question may be another process's next time
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
         ready = self.estimated(mine, size, updates, prompts=prompts, visits=visits)
@@ -248,8 +260,9 @@ class AnswersRun(VLMRun):
     def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
         """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
         any; empty without one, and where these questions lack its columns."""
-        number, taught = whole.at(max(0, iteration - 1))[0], [part.trainer.taught for part in whole.parts]
-        known = [target for target in (*reversed(taught[: number + 1]), *taught) if target is not None]
+        number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
+        taught = [None if method.samples else method.demonstrations for method in methods]
+        known = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
         questions = self._held_out(whole)
         if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():
             return {}
@@ -264,6 +277,7 @@ class AnswersRun(VLMRun):
     def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
         found = self._asked(whole, blind=False)
         row = figures(whole, found)
+        # twice is enough: what can be guessed hardly changes, and it costs an evaluation
         if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self._held_out(whole)):
             blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind

@@ -15,15 +15,15 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.replay import Reopened
 from genrl.vlm.common import Headed, open_reference, trained_weights
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.episodes import opening as episodes
+from genrl.vlm.episodes import run as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.rollout.data import Questions
+from genrl.vlm.recipe.advantages import ConsistencyBonus
+from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
-from genrl.vlm.rollout.targets import tell
 from genrl.vlm.run import AnswersRun
 from genrl_rewards.rows import survey
 
@@ -94,8 +94,8 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
 def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
     """Reference, optimiser, log, rewards, questions."""
     opened, reference = open_rewards(config), open_reference(config, process, policy)
-    averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
-    average = Average(policy.model, *averages[0]) if averages else None
+    followed = any("ema" in part.trainer.reads for part in config.parts)
+    average = Average(policy.model, *ConsistencyBonus.average) if followed else None
     return AnswersRun(config, process, policy, reference, average, opened, heads_of(config, policy), stack)
 
 

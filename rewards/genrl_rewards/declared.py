@@ -51,7 +51,8 @@ def declared(file: Path | None, attribute: str) -> Declared:
     call = _definition(node.body, "__call__")
     takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef | ast.AsyncFunctionDef) else ()
     own = constants(node.body)
-    gradients = own.get("differentiable") is True or (None if node.bases else False)
+    says = own.get("differentiable", None if node.bases else False)
+    gradients = None if says is None else says is True
     trainable = _definition(node.body, "logits") is not None
     return Declared(takes, str(own.get("range") or ""), doc, gradients=gradients, trainable=trainable)
 

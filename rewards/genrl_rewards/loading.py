@@ -14,16 +14,18 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from genrl_rewards.built_in import BUILT_IN, BuiltIn
 from genrl_rewards.contract import Reward, is_trainable, nearest
 from genrl_rewards.declared import Declared, declared, declared_by, parse, source_of
 from genrl_rewards.extras import install
 from genrl_rewards.given import PREFIX, given, is_given
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def listing() -> list[Listed]:
     for name, entry in BUILT_IN.items():
         says = declared(source_of(entry.module), entry.attribute)
         rows.append(Listed(name, "built-in", says.doc, entry.range, entry.needs or ", ".join(says.takes)))
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
+    for point in sorted(_installed(), key=lambda p: p.name):
         package = point.dist.name if point.dist is not None else point.module
         says = declared(source_of(point.module), point.attr)
         takes = ", ".join(says.takes)
@@ -87,31 +89,27 @@ def resolve(name: str) -> Origin:
         return Origin(name, "object", "the script", name.removeprefix(PREFIX))
     if ".py" in name:
         return _resolve_file(name)
-    points: dict[str, list[EntryPoint]] = {}
-    for point in _installed(tuple(sys.path)):
-        points.setdefault(point.name, []).append(point)
-    claims = sorted(f"{p.module} ({p.dist.name if p.dist else 'unknown'})" for p in points.get(name, []))
-    claims += ["genrl itself"] if name in BUILT_IN else []
-    if len(claims) > 1:
-        raise ValueError(f"reward {name!r} is claimed by {' and by '.join(claims)}; uninstall or rename one")
     if name in BUILT_IN:
         return Origin(name, "built-in", BUILT_IN[name].module, BUILT_IN[name].attribute)
-    if name in points:
-        return Origin(name, "entry point", points[name][0].module, points[name][0].attr)
-    known = sorted({*BUILT_IN, *points})
+    points = _installed()
+    claims = [point for point in points if point.name == name]
+    if len(claims) > 1:
+        packages = " and by ".join(sorted(f"{p.module} ({p.dist.name if p.dist else 'unknown'})" for p in claims))
+        raise ValueError(f"reward {name!r} is claimed by {packages}; uninstall or rename one")
+    if claims:
+        return Origin(name, "entry point", claims[0].module, claims[0].attr)
+    known = sorted({*BUILT_IN, *(point.name for point in points)})
     raise ValueError(
         f"unknown reward {name!r}.{nearest(name, known)} Known: {', '.join(known)}; "
         "or name a file of your own as path/to/file.py:Name"
     )
 
 
-@functools.cache
-def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The entry points of this group, read once for each `sys.path`.
+def _installed() -> list[EntryPoint]:
+    """The entry points of this group, from the metadata of all installed packages: slow, and so is their reader."""
+    from importlib.metadata import entry_points
 
-    Each look goes through the metadata of all installed packages, a tenth of what `genrl check` does.
-    """
-    return tuple(entry_points(group=ENTRY_POINTS))
+    return list(entry_points(group=ENTRY_POINTS))
 
 
 def _resolve_file(name: str) -> Origin:

@@ -36,7 +36,7 @@ def test_every_check_has_its_function_and_is_told(
 
 @pytest.mark.slow
 def test_a_check_runs_in_its_process_without_a_gpu(tmp_path: Path) -> None:
-    assert gpu.run([check for check in PLAN if check.name == "kernel:sde_step"], tmp_path, budget=1.0, dry=True)
+    assert gpu.run([check for check in PLAN if check.name == "kernel:joint_attention"], tmp_path, budget=1.0, dry=True)
     (row,) = gpu.results(tmp_path)["no GPU"].values()
     assert row["status"] == "done" and row["found"]["rows"]
 

@@ -10,7 +10,7 @@ import torch
 
 from genrl.vla.data.recordings import read_steps
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 
 pytest.importorskip("h5py", reason="needs h5py: pip install 'genrl-diffusion[h5py]'")
 from benchmarks import vla_safe_data as made  # noqa: E402

@@ -98,7 +98,7 @@ def test_inpainting(folder: Path) -> None:
     evaluated = run_folders.rows(made)[-1]["eval/brightness_mean"]
     assert f"eval/brightness_mean {evaluated:.4f}" in words(run("eval", str(made)))
     refused = words(run("sample", str(made), "--prompt", "a star", code=2))
-    assert "is given pictures with each prompt; give --prompts FILE.jsonl with the columns picture, mask" in refused
+    assert "sampling.inputs.image: python:prompts:1 has no column 'picture'" in refused
     assert "2 pictures" in run("sample", str(made), "--prompts", "held_out.jsonl", "--out", "drawn")
     pictures = {"image": Image.open("0.png"), "mask_image": Image.open("mask.png")}
     check_card(made, "pipe.load_lora_weights", **pictures)

@@ -66,19 +66,31 @@ def rows(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_rewards_are_listed_and_their_names_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_are_listed_on_a_screen_and_their_names_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     import genrl_rewards
 
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     text = run("rewards").output
     assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
-    monkeypatch.setenv("COLUMNS", "80")
+    assert len(text.splitlines()) <= 24
     monkeypatch.setattr(
-        "genrl_rewards.listing", lambda: [genrl_rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")]
+        "genrl_rewards.listing", lambda: [genrl_rewards.Listed("a" * 90, "built-in", "images", "0 to 1", "?")]
     )
     monkeypatch.setattr("genrl_rewards.scorers.texts.completions.listing_texts", list)
     text = run("rewards").output
-    assert "…" not in text and sum(line.split("│")[1].count("a") for line in text.splitlines() if "│" in line) == 70
+    assert "…" not in text and text.count("a" * 80) == 1 and "a" * 10 in text.replace("a" * 80, "")
+
+
+def test_rewards_are_searched_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is that one; words are looked for in all that is said; many are a line each."""
+    monkeypatch.setenv("COLUMNS", "120")
+    one = run("rewards", "ocr").output
+    assert one.startswith("ocr (") and "takes images, prompts" in one and "pickscore" not in one
+    assert "hpsv2" in (several := run("rewards", "Human", "PREFERENCE").output) and "jpeg" not in several
+    many = run("rewards", "images").output.splitlines()
+    assert len(many) > 20 and all(re.match(r"\w+: ", line) for line in many)
+    wrong = run("rewards", "pickscre")
+    assert wrong.exit_code == 2 and "Did you mean 'pickscore'?" in wrong.output
 
 
 def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:

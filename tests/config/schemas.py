@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 
-from genrl.config import json_schema
+from genrl.config.json_schemas import json_schema
 
 
 @cache

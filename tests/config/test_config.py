@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
+import genrl
 import genrl_rewards
-from genrl.config import ConfigError, check_files, dump, json_schema, load, load_located
+from genrl.config import ConfigError, check_files, dump, load, load_located
 from genrl.config.folders import read_json
-from genrl.config.json_schemas import all_keys
+from genrl.config.json_schemas import json_schema, keys_in, schema_of
 from genrl.config.kinds import KINDS, schema_class
+from genrl.config.loading import load_given
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.page import markdown
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
@@ -99,7 +102,7 @@ def test_files_of_one_name_train_into_different_folders(tmp_path: Path, file: st
 
 
 def test_every_suggested_key_exists_and_the_page_of_keys_is_current() -> None:
-    assert set(OTHER_NAMES.values()) <= set(all_keys())
+    assert set(OTHER_NAMES.values()) <= set(keys_in(schema_of({})))
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == markdown(), "run `python -m genrl.config.page > docs/configuration.md`"
 
@@ -124,9 +127,35 @@ def test_all_problems_in_one_message(tmp_path: Path) -> None:
     assert len(error.problems) == 2
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: genrl.Sampling(group_sice=4),
+            "genrl.Sampling: sampling.group_sice: unknown key; did you mean .*_size",
+        ),
+        (lambda: genrl.FlowGRPO(kl_wieght=1.0), "trainer.kl_wieght: unknown key; did you mean trainer.kl_weight[?]"),
+        (lambda: genrl.LoRA(r=8), "model.lora.r: unknown key; did you mean model.lora.rank[?]"),
+        (lambda: genrl.Optimizer(learning_rate=1), "did you mean optimizer.lr[?]"),
+        (lambda: genrl.Evaluation(every="3"), "evaluation.every: found '3' .*; write 3 without quotes"),
+        (lambda: genrl.PPO(clip_rang=1), "genrl.PPO: trainer.clip_rang: unknown key; did you mean trainer.clip_range"),
+    ],
+)
+def test_settings_classes_suggest_as_files_do(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_methods_are_called_by_their_short_names_too(tmp_path: Path) -> None:
+    sections = {key: yaml.safe_load(value) for key, value in VALID.items()}
+    for short, whole in (("grpo", "flow_grpo"), ("nft", "diffusion_nft")):
+        config = load_given({**sections, "trainer": {"algorithm": short}}, {}, "a test")[0]
+        assert config.trainer.algorithm == whole
+
+
 def test_in_python_contradictions_are_refused_too_and_what_is_made_is_frozen() -> None:
     sections = {key: yaml.safe_load(value) for key, value in VALID.items()}
-    with pytest.raises(ValidationError, match="use a group of 2 or more"):
+    with pytest.raises(ConfigError, match="use a group of 2 or more"):
         Config(**sections, sampling={"group_size": 1})
     with pytest.raises(ValidationError, match="frozen"):
         Config(**sections, evaluation={"every": 0}).seed = 1
@@ -327,14 +356,19 @@ def test_no_text_crashes_the_reader(text: str) -> None:
 
 def test_schema_describes_every_key_and_validates() -> None:
     schema = json_schema()
-    missing = [key for kind in KINDS for key, node in all_keys(kind).items() if "description" not in node]
+    missing = [
+        key
+        for section in ("model", "policy", "vlm")
+        for key, node in keys_in(schema_of({section: {}})).items()
+        if "description" not in node
+    ]
     assert missing == []
     for kind in KINDS:
         own = schema["$defs"][schema_class(kind).__name__]
         assert own["properties"]["include"]["type"] == "string"
         assert own["additionalProperties"] is False
     assert json.loads(json.dumps(schema)) == schema
-    common = [key for key in all_keys() if not key.startswith("trainer")]
+    common = [key for key in keys_in(schema_of({})) if not key.startswith("trainer")]
     assert len(common) <= 131  # a few keys decide a run, beside those of its method; more are more to read
 
 

@@ -37,7 +37,6 @@ def write(folder: Path, rewards: str) -> Path:
         ("  - {name: ocr, normalize: grup}", "did you mean group"),
         (f"  - {{name: ocr, {REMOTE}, args: {{crop: ink}}}}", "rewards.0.args, rewards.0.remote: is a matter of"),
         (f"  - {{name: ocr, {REMOTE}, isolate: true}}", "is a matter of the server"),
-        (f"  - {{name: ocr, {REMOTE}, outage: {{policy: pause, pause_s: 500}}}}", "up to 680 s .* ended after 600 s"),
         (f"  - {{name: ocr, {REMOTE}, outage: {{deadline_s: 600}}}}", "up to 600 s .* ended after 600 s"),
         (f"  - {{name: ocr, {REMOTE}, outage: {{policy: zero}}}}", "policy"),
         ("  - {name: ocr, batch_size: 0}", "batch_size"),
@@ -53,7 +52,7 @@ def test_what_fits_is_kept(tmp_path: Path) -> None:
     rewards = f"""\
   - {{name: ocr, weight: 2, schedule: [[0, 0], [50, 1.0]], normalize: running, cache: 100}}
   - {{name: ocr, args: {{crop: ink}}, weight: -1, gate: {{reward: ocr, at_least: 0.5, otherwise: -1}}}}
-  - {{name: pickscore, {REMOTE}, outage: {{policy: pause}}}}
+  - {{name: pickscore, {REMOTE}, outage: {{policy: drop}}}}
   - {{name: './a/b.py:Mine', isolate: {tmp_path}}}"""
     config = load(write(tmp_path, rewards))
     assert config.reward_labels == ("ocr", "ocr-2", "pickscore", "Mine")

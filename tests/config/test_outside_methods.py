@@ -121,12 +121,12 @@ def test_a_folder_of_two_files(tmp_path: Path, method: Callable[..., str]) -> No
 def test_installed_methods(tmp_path: Path, method: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint, EntryPoints
 
-    from genrl.config import json_schema, plugins
+    from genrl.config.json_schemas import json_schema
 
     method(name="own_installed.py")
     monkeypatch.syspath_prepend(tmp_path)
     points = EntryPoints([EntryPoint(name="own", value="own_installed:Own", group=methods.ENTRY_POINTS)])
-    monkeypatch.setattr(plugins, "entry_points", points.select)
+    monkeypatch.setattr("importlib.metadata.entry_points", points.select)
     assert type(loaded(tmp_path, "own").trainer).__name__ == "Own"
     assert "own" in json_schema()["$defs"]["Config"]["properties"]["trainer"]["discriminator"]["mapping"]
     assert "did you mean own?" in refusal(tmp_path, "owm")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from genrl.config import load
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import export
 from genrl.diffusion.train import train
+from genrl.kernels import fused
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -23,6 +25,16 @@ Made = Callable[[str, Callable[[Path], object]], Path]
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile by torch's back-end `eager`, which traces and guards as inductor does, without its minute per graph."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    fused._compiled.cache_clear()
+    yield
+    fused._compiled.cache_clear()
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

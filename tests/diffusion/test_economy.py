@@ -23,10 +23,15 @@ from tests.run_folders import assert_resumes
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
 
-CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {"cooldown": 0}}}
+CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {}}}
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
 NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3, "updates_per_iteration": 2}
 GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 2}, "updates_per_iteration": 2}
+
+
+@pytest.fixture(autouse=True)
+def _asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(economy, "COOLDOWN", 0)
 
 
 def config(folder: Path, model: Path, **changes: Any) -> Config:

@@ -23,7 +23,8 @@ from tests.diffusion import runs
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 QUIET = {"evaluation": {"every": 0}}
-KERNELS = {"window": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "math"}}
+pytestmark = pytest.mark.usefixtures("traced")
+KERNELS = {"window": {"fused": True, "attention": "math"}}
 TRAINERS: dict[str, dict[str, Any]] = {
     "flow_grpo": {"algorithm": "flow_grpo", "kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1},
     "window": {"algorithm": "flow_grpo", "window": {"size": 1, "low": 1}, "guidance_in_training": False},

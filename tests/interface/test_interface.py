@@ -83,9 +83,10 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers
         model=pipe,
         rewards=[warm, Bright(), {"name": "shapes", "weight": 0}],
         prompts=[{"prompt": "a red circle", "kind": "one"}],
-        on_iteration=lambda loop, metrics: seen.append((loop.iteration, metrics["reward/total_mean"])),
+        on_iteration=lambda loop, metrics: seen.append((metrics["step"], metrics["reward/total_mean"])),
     )
     assert result.complete and result.folder == tmp_path / "run"
+    assert repr(result) == f"<Result: {result.folder}, 2 iterations, complete, LoRA in {result.lora}>"
     assert result.pipeline is pipe and pipe.scheduler is scheduler and type(pipe) is kind and set(vars(pipe)) == before
     assert [step for step, _ in seen] == [row["step"] for row in result.metrics] == [1, 2]
     assert {"reward/warm_mean", "reward/Bright_mean", "reward/shapes_mean"} <= result.metrics[0].keys()
@@ -142,7 +143,7 @@ def test_an_export_is_pushed_where_it_is_asked_for(
     with hub_server.reached(monkeypatch, tmp_path / "cache") as server:
         with pytest.raises(ValueError, match="'stars': this is no name of a repository"):
             genrl.export(trained, tmp_path / "out", push="stars")
-        with pytest.raises(ValueError, match="private: is of a repository; give push"):
+        with pytest.raises(ValueError, match="is of a repository; give push"):
             genrl.export(trained, tmp_path / "out", private=True)
         assert not (tmp_path / "out").exists()
         out = genrl.export(trained, tmp_path / "out", push="lab/stars", private=True)
@@ -317,7 +318,7 @@ def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
     of_run = genrl.evaluate(trained, PROMPTS, warm)
     assert of_run != found
     assert genrl.evaluate(trained, PROMPTS, warm, lora=trained / "lora") == of_run
-    with pytest.raises(ValueError, match="say prompts"):
+    with pytest.raises(ValueError, match="give prompts"):
         genrl.evaluate(trained)
     written = genrl.sample(trained, PROMPTS, out=tmp_path / "pictures")
     assert len(written) == 3 and json.loads((tmp_path / "pictures" / "prompts.json").read_text())[0]["seed"] == 0

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genrl.kernels import prefix_attention as prefix
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch, slots
 from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
@@ -120,3 +121,22 @@ def test_shapes_that_do_not_fit() -> None:
         prefix_attention(query, key, None, prefix_key, prefix_value, row_of=row_of)
     with pytest.raises(ValueError, match="must be auto, torch, sdpa, flex or triton"):
         prefix_attention(query, key, value, prefix_key, prefix_value, row_of=row_of, backend="flash")
+
+
+def test_what_computes_is_said_once_and_a_named_one_is_held_to(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *tensors, row_of, mask = example(rows=2, length=3, prefix=4, size=8)
+    monkeypatch.setattr(prefix, "triton_problem", lambda device: "triton is not installed")
+    prefix._triton_problem.cache_clear()
+    for _ in range(3):
+        prefix_attention(*tensors, row_of=row_of, prefix_mask=mask)
+    assert caplog.messages == ["kernel prefix_attention: sdpa (no Triton: triton is not installed)"]
+    assert caplog.records[0].levelname == "WARNING"  # shown without any set-up of logging
+    with pytest.raises(ValueError, match="triton was asked for, but triton is not installed; use auto or sdpa"):
+        prefix_attention(*tensors, row_of=row_of, backend="triton")
+    prefix._triton_problem.cache_clear()
+    monkeypatch.setattr(prefix, "triton_problem", lambda device: None)
+    with pytest.raises(ValueError, match="computes in float32, and the tensors are float64"):
+        prefix_attention(*(t.double() for t in tensors), row_of=row_of, backend="triton")
+    prefix._triton_problem.cache_clear()

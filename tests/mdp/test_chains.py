@@ -135,7 +135,6 @@ def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
         (lambda: chains.noisy_steps("all", 2, 1, skip_last=True), "cannot be stochastic"),
         (lambda: chains.noisy_steps("some", 2, 1), "selection must be"),
         (lambda: chains.bounded_std(torch.zeros(1), 0.2, 0.1), "0 < low <= high"),
-        (lambda: chains.annealed(1.0, 0.0, 0, 1), "at least one step"),
         (lambda: chains.executed(torch.zeros(1, 2, 2), 3, 1), "cannot execute"),
         (lambda: chains.aggregate(torch.zeros(1, 2, 2), "token", "sum"), "level must be"),
     ],

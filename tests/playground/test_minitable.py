@@ -18,8 +18,7 @@ from genrl.playground.minitable import (
     render,
     task,
 )
-from genrl.playground.minitable.points import cloud
-from genrl.vla.config.names import MINITABLE_THINGS
+from genrl.playground.minitable.render import THINGS, cloud
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray:
@@ -264,10 +263,10 @@ def test_a_cloud_shows_where_things_are_and_which() -> None:
     assert np.array_equal(cloud(state.rows(slice(3, 4)), 56)[0], points[3])
     env = MiniTable(6, image_size=0, points=20)
     assert np.array_equal(env.reset(seed=0)[0]["environment_points"], cloud(env.state, 20))
-    fewest = cloud(state, MINITABLE_THINGS)  # one point of each
-    assert len({tuple(point) for point in fewest[0].tolist()}) == MINITABLE_THINGS == 3 + 1 + len(task.ZONE_CENTRES)
+    fewest = cloud(state, THINGS)  # one point of each
+    assert len({tuple(point) for point in fewest[0].tolist()}) == THINGS == 3 + 1 + len(task.ZONE_CENTRES)
     with pytest.raises(ValueError, match="6 points cannot show the 7 things"):
-        cloud(state, MINITABLE_THINGS - 1)
+        cloud(state, THINGS - 1)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -12,7 +12,6 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_c
 from genrl.playground.minitable.demonstrations import (
     expert_demonstrations,
     minitable_episodes,
-    minitable_frames,
     minitable_rest,
     write_minitable,
 )
@@ -20,7 +19,7 @@ from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_s
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.offline.imitation import imitate
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
-from tests.vla.tiny_policies import TOLD, WORDS, flow
+from tests.vla.tiny_policies import TOLD, WORDS, flow, minitable_frames
 
 BOTH = (STATE, TOKENS, ENVIRONMENT, IMAGE)
 
@@ -32,7 +31,7 @@ def words(instructions):
 @pytest.mark.parametrize(("image_size", "horizon"), [(32, 4), (0, 50)])
 def test_a_data_set_of_the_expert_gives_its_frames_bit_for_bit(tmp_path: Path, image_size: int, horizon: int) -> None:
     shown = expert_demonstrations(6, tasks=(*PUT, *TOUCH), seed=3)
-    direct = minitable_frames(shown, WORDS, horizon=horizon, image_size=image_size)
+    direct = minitable_frames(shown, horizon=horizon, image_size=image_size)
     write_minitable(tmp_path / "set", shown, image_size=image_size)
     inputs = BOTH if image_size else BOTH[:3]
     found = dataset_frames(open_dataset(tmp_path / "set"), words, inputs=inputs, horizon=horizon, rest=minitable_rest)
@@ -98,7 +97,7 @@ def test_videos_of_the_expert_are_near_its_pictures(tmp_path: Path) -> None:
     shown = expert_demonstrations(3, tasks=PUT, seed=0)
     found = write_minitable(tmp_path / "set", shown, image_size=64, videos=True)
     frames = dataset_frames(found, words, inputs=[IMAGE], horizon=4)
-    direct = minitable_frames(shown, WORDS, horizon=4, image_size=64)
+    direct = minitable_frames(shown, image_size=64)
     error = (frames[IMAGE].float() - direct[IMAGE].float()).abs()
     assert error.mean() < 4.0
     mixed_up = (frames[IMAGE].float() - direct[IMAGE].roll(1, 0).float()).abs()

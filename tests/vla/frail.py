@@ -12,8 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-FINE, RAISE, KILL, HANG, NAN, LEAK = 0.0, 0.2, 0.4, 0.6, 0.8, -0.2
-LEAKED: list[bytes] = []
+FINE, RAISE, KILL, HANG, NAN = 0.0, 0.2, 0.4, 0.6, 0.8
 
 
 class Frail(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
@@ -39,8 +38,6 @@ class Frail(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
             os.kill(os.getpid(), signal.SIGKILL)
         if mode == HANG:
             time.sleep(3600.0)
-        if mode == LEAK:
-            LEAKED.append(b"x" * 500_000_000)
         self.position += float(action[0]) * (np.nan if mode == NAN else 1.0)
         self.time += 1
         success = self.position >= 1.0

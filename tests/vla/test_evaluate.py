@@ -25,7 +25,7 @@ from genrl.vla.policies.policy import ACTION
 from genrl.vla.rollout.sampling import Acting, Diffusion, FlowSteps, Frozen
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.contract import Environment, Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder
 from tests.vla.published_runs import STATE3
@@ -213,7 +213,7 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
             for name, value in success_rates(train.judge_policy(lone, model, progress)).items():
                 assert value == last[name], name
     base, trained, exported = load_policy(vla_runs.policy_of("diffusion")), load_trained(run), load_policy(out)
-    first = load_first_steps(out, 5, 3)
+    first = load_first_steps(out, 5, 2)
     observation = {name: value[:5] for name, value in frames(image=0).items() if name != ACTION}
     noise, sampler = torch.randn(5, 4, 3), sampler_of(config, base)
     with torch.no_grad():

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.cli.folders import is_policy
+from genrl.cli.arguments import is_policy
 from genrl.config import ConfigError, check_files
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.policies.adapters import is_adapter
 from genrl.vla.policies.folder import load_policy
+from genrl.vla.policies.layers import is_adapter
 from genrl.vla.policies.policy import TOKENS
 from genrl.vla.setup import export, load_trained
 from genrl.vla.train import judge_policy, train

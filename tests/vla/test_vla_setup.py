@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import NoiseHead
 from genrl.vla.run import VLARun
 from genrl.vla.setup import open_tables, sampler_of
-from genrl.vla.simulators.environments import evaluation_episodes
 from genrl.vla.train import train
 from tests.vla import vla_runs
 from tests.vla.tiny_policies import diffusion, flow

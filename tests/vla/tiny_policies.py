@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import nn
 
-from genrl.playground.minitable import INSTRUCTIONS, PUT, demonstrate, task
-from genrl.playground.minitable.demonstrations import minitable_frames
-from genrl.vla.data.frames import frame_statistics
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.playground.minitable import INSTRUCTIONS, PUT, Demonstrations, demonstrate, task
+from genrl.playground.minitable.demonstrations import minitable_episodes, minitable_rest
+from genrl.vla.data.frames import episode_frames, frame_statistics
+from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig, TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.policy import Batch, NoiseHead, vocabulary
-from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
+from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, NoiseHead, tokenise, vocabulary
 
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)
@@ -22,10 +21,18 @@ TOLD = Inputs(state=3, vocabulary=WORDS, environment=6)
 FEELS = Inputs(state=3, vocabulary=WORDS, points=14)
 
 
+def minitable_frames(shown: Demonstrations, *, horizon: int = 4, image_size: int, points: int = 0) -> Batch:
+    """Every step of the demonstrations as an observation and the expert's chunk from there."""
+    inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()), *((POINTS,) if points else ()))
+    episodes = minitable_episodes(shown, image_size=image_size, points=points)
+    told = partial(tokenise, words=WORDS)
+    return episode_frames(episodes, told, inputs=inputs, horizon=horizon, rest=minitable_rest)
+
+
 @lru_cache(maxsize=4)
 def frames(count: int = 8, image: int = 32, horizon: int = 4, points: int = 0) -> Batch:
     keys = task.episode_keys(0, np.arange(count), np.zeros(count))
-    return minitable_frames(demonstrate(keys, PUT), WORDS, horizon=horizon, image_size=image, points=points)
+    return minitable_frames(demonstrate(keys, PUT), horizon=horizon, image_size=image, points=points)
 
 
 def flow(

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from genrl.config import load
-from genrl.playground.minitable.demonstrations import expert_demonstrations, minitable_frames
+from genrl.playground.minitable.demonstrations import expert_demonstrations
 from genrl.playground.minitable.task import task_numbers
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.offline.imitation import imitate
@@ -23,7 +23,7 @@ from genrl.vla.run import VLARun
 from genrl.vla.train import KIND, train
 from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
-from tests.vla.tiny_policies import WORDS, diffusion, flow
+from tests.vla.tiny_policies import WORDS, diffusion, flow, minitable_frames
 
 __all__ = ["WORDS", "differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
 
@@ -47,7 +47,7 @@ def _policies() -> tempfile.TemporaryDirectory[str]:
 def folder(kind: str) -> Path:
     """A policy that touches discs about every second time: "flow", or "diffusion"."""
     shown = expert_demonstrations(100, tasks=task_numbers(("touch",)), seed=0)
-    frames = minitable_frames(shown, WORDS, horizon=4, image_size=0)
+    frames = minitable_frames(shown, image_size=0)
     policy = flow(stir=False) if kind == "flow" else diffusion()
     steps = 80 if kind == "flow" else 200
     for _ in imitate(policy, frames, steps=steps, batch_size=64, learning_rate=2e-3, seed=0):

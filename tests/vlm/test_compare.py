@@ -14,7 +14,7 @@ import torch
 
 from genrl.config import dump
 from genrl.runtime.show.compare.page import Page, key_path
-from genrl.vlm.compare import compare
+from genrl.vlm.evaluate import compare
 from genrl.vlm.train import train
 from genrl_rewards.scorers.texts.tunes import sound_quality
 from tests.cli import commands

@@ -13,7 +13,12 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.rollout import totals
 from tests.vlm import vlm_runs
 
-ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {"cooldown": 0}}, "keep": 2}
+ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {}}, "keep": 2}
+
+
+@pytest.fixture(autouse=True)
+def _asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(economy, "COOLDOWN", 0)
 
 
 def config(place: Path, **changes: Any) -> VLMConfig:

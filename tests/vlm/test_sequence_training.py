@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from genrl.cli.app import app
 from genrl.config import load
 from genrl.objectives.preferences.preference import dpo_loss
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.rollout import draw

@@ -66,6 +66,22 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
         assert_same(found, gradients(run))
 
 
+def test_one_update_of_the_present_weights_needs_no_pass_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second iteration on: the same gradient, ratios of 1, and how far the sampler is off."""
+    with vlm_runs.opened(vlm_runs.config(tmp_path, iterations=2)) as run:
+        answers, seen = run.draw()[0], watched(run, monkeypatch)
+        figures = []
+        for run.loop.iteration in (0, 1):
+            ready = run.estimate(answers)
+            assert ready is not None and (ready.batch.old_log_prob is None) == (run.loop.iteration == 1)
+            figures.append(learn(run, answers, ready))
+    assert figures[1]["ratio/mean"] == figures[1]["ratio/max"] == 1.0 and figures[1]["ratio/drift"] == 0.0
+    assert 0 < figures[1]["sampler/gap_mean"] < 1e-5 and "sampler/gap_mean" not in figures[0]
+    assert_same(seen[1], seen[0], apart=2e-7)
+
+
 @pytest.mark.parametrize(
     "changes", [{"trainer": {"preset": "dapo", "micro_batch": 5}}, {"vlm": {"gradient_checkpointing": True}}]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,24 @@ def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
     assert (size.layers, size.width, size.inner, size.keys) == (28, 3584, 18944, 512)
 
 
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("Qwen2.5-VL-7B-Instruct", 8.29), ("Qwen2.5-VL-3B-Instruct", 3.75), ("Qwen3-VL-4B-Instruct", 4.44)],
+)
+def test_published_models_are_known_before_the_download(
+    model: str, billions: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes as the hub has them."""
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ["check", str(SHIPPED), f"vlm.path=Qwen/{model}", "--memory", "80GB"]
+    said = CliRunner().invoke(app, command)
+    assert said.exit_code == 0, said.output
+    weights = re.search(r"([\d,]+) weights", said.output)
+    assert weights and int(weights[1].replace(",", "")) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert f"not checked: weights and licence of Qwen/{model}" in said.output
+    assert "memory" not in said.output.partition("not checked")[2]
+
+
 def test_all_weights_take_sixteen_bytes_each_in_one_process(size: Sizes) -> None:
     parts = dict(memory(shipped("distributed.fsdp=false", "trainer.regularisers=[]"), size))
     kept = sum(parts[name] for name in parts if "weights" in name or "optimiser" in name or name == "gradients")
@@ -95,6 +114,6 @@ def test_check_prints_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = check(f"vlm.path={folder}", "--memory", "80GB")
     assert printed.exit_code == 0 and f"{WEIGHTS:,} weights; of one of 8 processes" in printed.output
     assert "LoRA, nf4 (QLoRA)" in printed.output
-    absent = check("--memory", "80GB")
+    absent = check("vlm.path=org/unknown", "--memory", "80GB")
     assert absent.exit_code == 2 and "hf download" in absent.output
     assert check().exit_code == 0

@@ -154,11 +154,9 @@ def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
     outage, limit, ended = reward.outage, config.distributed.timeout_s, "a run without progress is ended"
     if reward.remote is None and config.engine is not None and config.engine.reward_workers:
         limit, ended = limit / 2, "a reward worker that is silent is replaced"
-    waits = outage.deadline_s + (outage.pause_s if outage.policy == "pause" else 0)
-    if waits >= limit:
-        keys = (f"{at}.outage.deadline_s", f"{at}.outage.pause_s", "distributed.timeout_s")
-        text = f"up to {waits:g} s are waited for the reward, but {ended} after {limit:g} s"
-        yield keys[:1] + keys[2:] if outage.policy != "pause" else keys, f"{text}; wait less, or raise the timeout"
+    if outage.deadline_s >= limit:
+        text = f"up to {outage.deadline_s:g} s are waited for the reward, but {ended} after {limit:g} s"
+        yield (f"{at}.outage.deadline_s", "distributed.timeout_s"), f"{text}; wait less, or raise the timeout"
 
 
 def _evaluation(config: Config) -> Iterator[Finding]:

@@ -61,8 +61,9 @@ class Plan:
         return round(iterations * (self.sample_calls + self.train_calls)) + self.evaluations * self.evaluation_calls
 
 
-def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
-    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call."""
+def plan(config: Config, components: tuple[Component, ...] = (), held_out: int | None = None) -> Plan:
+    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call.
+    held_out: how many prompts for evaluation there are, if that is known; else as many as are asked for."""
     sampling, trainer, evaluation = config.sampling, config.trainer, config.evaluation
 
     def guided(scale: float | None) -> int:
@@ -73,7 +74,8 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
     if keep is not None:
         trains_model *= keep / sampling.group_size
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
-    pictures = evaluation.num_prompts * evaluation.group_size * trainer.pictures_per_prompt
+    prompts = evaluation.num_prompts if held_out is None else min(evaluation.num_prompts, held_out)
+    pictures = prompts * evaluation.group_size * trainer.pictures_per_prompt
     steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every
     return Plan(
         images=sampling.images_per_iteration,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf, is_single_file
 from genrl.config.sections import NO_INT4, OF_THE_FILE, missing_quantizer
-from genrl.diffusion.config.kernels import BUILT_IN
 
 if TYPE_CHECKING:
     from genrl.config.sections import LoRA
@@ -104,10 +103,7 @@ def _sharded(config: Config) -> Iterator[Finding]:
 
 
 def _kernels(config: Config) -> Iterator[Finding]:
-    kernels, trainer, kernel = config.kernels, config.trainer, config.trainer.transition
-    if "step" in kernels.fused and (kernel == "ddim" or kernel not in BUILT_IN):
-        text = "step is for the transitions of flow models of this package, which are linear in state and velocity"
-        yield ("kernels.fused", "trainer.algorithm" if kernel is None else "trainer.kernel"), f"{text}; leave it out"
+    kernels, trainer = config.kernels, config.trainer
     if kernels.compile and config.shards:
         text = "weights come to the device by hooks, which break the graph at every block; write false"
         yield ("kernels.compile", config.sharded_by), text

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from math import lcm
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -66,26 +66,25 @@ class Source(NamedTuple):
 @cache
 def source_of(name: str) -> Source | None:
     """None for a class that is not diffusers'."""
-    if name not in _files():
+    text = _text_of(name)
+    if text is None:
         return None
-    found = _class(name)
-    methods, arguments, bases = set[str](), set[str](), set[str]()
+    methods, arguments, bases = set(re.findall(r"^    def (\w+)\(", text, re.MULTILINE)), set[str](), set[str]()
     strength: float | None = None
     decorated: bool | None = None
     loop: Loop | None = None
-    for node in found.body:
-        if isinstance(node, ast.FunctionDef):
-            if node.name == "get_timesteps" and any(one.arg == "sigmas" for one in node.args.args):
-                continue  # cuts the noise levels before the scheduler is asked, by another strength (LTX conditions)
-            methods.add(node.name)
-            if node.name == "__call__":
-                arguments = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
-                decorated, loop = bool(node.decorator_list), _loop(found)
-                strength = _default(node.args, "strength")
-    for base in found.bases:
-        own = base.id if isinstance(base, ast.Name) else ""
-        bases.add(own)
-        if inherited := source_of(own) if own else None:
+    if re.search(r"def get_timesteps\([^)]*\bsigmas\b", text):
+        methods.remove("get_timesteps")  # cuts the noise levels before the scheduler is asked (LTX conditions)
+    if "__call__" in methods:  # others are not parsed, which takes long
+        found = _parsed(text)
+        call = next(node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+        arguments = {one.arg for one in (*call.args.args, *call.args.kwonlyargs)}
+        decorated, loop = bool(call.decorator_list), _loop(found)
+        strength = _default(call.args, "strength")
+    heading = re.match(r"class \w+\(([^)]*)\)", text)
+    for base in re.findall(r"\w+", heading[1]) if heading else ():
+        bases.add(base)
+        if inherited := source_of(base):
             methods |= inherited.methods
             bases |= inherited.bases
             if decorated is None:
@@ -95,12 +94,8 @@ def source_of(name: str) -> Source | None:
     return Source(frozenset(methods), frozenset(arguments), frozenset(bases), strength, not decorated, loop)
 
 
-def _class(name: str) -> ast.ClassDef:
-    """Read alone: the files of loaders and models hold dozens of others."""
-    text = _files()[name].read_text(encoding="utf-8")
-    found = re.search(rf"^class {name}\b.*?(?=^(?:class |def |@|if |\w+ = )|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    node = ast.parse(found[0]).body[0]
+def _parsed(text: str) -> ast.ClassDef:
+    node = ast.parse(text).body[0]
     assert isinstance(node, ast.ClassDef)
     return node
 
@@ -108,7 +103,8 @@ def _class(name: str) -> ast.ClassDef:
 @cache
 def _defaults(scheduler: str) -> dict[str, object]:
     """Constants that settings of a scheduler of this class have unless they are set."""
-    members = _class(scheduler).body if scheduler in _files() else []
+    text = _text_of(scheduler)
+    members = [] if text is None else _parsed(text).body
     made = next((one for one in members if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     if made is None:
         return {}
@@ -119,7 +115,8 @@ def _defaults(scheduler: str) -> dict[str, object]:
 @cache
 def settings_of(scheduler: str) -> frozenset[str]:
     """What a scheduler of this class can be set to; empty for a class that is not diffusers'."""
-    members = _class(scheduler).body if scheduler in _files() else []
+    text = _text_of(scheduler)
+    members = [] if text is None else _parsed(text).body
     made = [node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     return frozenset(one.arg for node in made for one in node.args.args) - {"self"}
 
@@ -195,19 +192,19 @@ def scheduler_problems(kind: str, settings: Mapping[str, object], *, is_flow: bo
 
 def _loop(pipeline: ast.ClassDef) -> Loop:
     nodes = list(ast.walk(pipeline))
-    members = (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
+    members = (_written(node) for node in nodes if isinstance(node, ast.Attribute))
     cut = {
         target.id
         for node in nodes
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript)
         if any(isinstance(index, ast.Slice) for index in ast.walk(node.value.slice))
         for target in node.targets
-        if isinstance(target, ast.Name) and target.id != ast.unparse(node.value.value)
+        if isinstance(target, ast.Name) and target.id != _written(node.value.value)
     }
     stepped, in_part = set[str](), set[bool]()
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-            whose = ast.unparse(node.func.value)
+            whose = ast.unparse(node.func.value)  # which may be one of a list
             stepped |= {whose} if "scheduler" in whose else set()
             sample = node.args[2] if whose == OWN and len(node.args) > 2 else None
             later = isinstance(sample, ast.Subscript) and any(
@@ -218,10 +215,18 @@ def _loop(pipeline: ast.ClassDef) -> Loop:
     writes = any(
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Subscript)
-        and f"{OWN}.step(" in ast.unparse(node.value)
+        and any(isinstance(inner, ast.Call) and _written(inner.func) == f"{OWN}.step" for inner in ast.walk(node.value))
         for node in nodes
     )
     return Loop(frozenset(stepped), in_part == {True}, reads, writes)
+
+
+def _written(node: ast.expr) -> str:
+    """A name with dots, as in the text, which `ast.unparse` takes long for; "" for what is no name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = _written(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if isinstance(node, ast.Attribute) and inner else ""
 
 
 def _default(arguments: ast.arguments, name: str) -> float | None:
@@ -231,18 +236,29 @@ def _default(arguments: ast.arguments, name: str) -> float | None:
     return float(found.value) if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) else None
 
 
+def _text_of(name: str) -> str | None:
+    """Source of a class; None where diffusers has none of this name."""
+    text = _classes().get(name.encode())
+    if text is None:
+        return None
+    end = re.search(rb"\n(?:def |@|if |\w+ = )", text)
+    return f"class {text[: end.start() if end else None].decode()}"
+
+
 @cache
-def _files() -> dict[str, Path]:
-    """Class -> file, of pipelines and their parts; not of what stands in for them without torch."""
+def _classes() -> dict[bytes, bytes]:
+    """Name -> source from there on, of pipelines and their parts; not of what stands in for them without torch. As
+    bytes, since 700 files are read for a dozen classes."""
     package = importlib.util.find_spec("diffusers")
     if package is None or package.origin is None:
         return {}
-    folders = [Path(package.origin).parent / name for name in ("loaders", "models", "pipelines", "schedulers")]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    found: dict[str, Path] = {}
-    for file in files:
-        _, *classes = f"\n{file.read_text(encoding='utf-8')}".split("\nclass ")
-        found |= {re.split(r"\W", text, maxsplit=1)[0]: file for text in classes}
+    found: dict[bytes, bytes] = {}
+    for part in ("loaders", "models", "pipelines", "schedulers"):
+        for folder, _, files in os.walk(os.path.join(os.path.dirname(package.origin), part)):
+            for file in (file for file in files if file.endswith(".py")):
+                with open(os.path.join(folder, file), "rb") as stream:
+                    _, *classes = (b"\n" + stream.read()).split(b"\nclass ")
+                found |= {re.split(rb"\W", text, maxsplit=1)[0]: text for text in classes}
     return found
 
 

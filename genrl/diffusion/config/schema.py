@@ -5,16 +5,16 @@ The two refer to each other: a run has a method, and a method is asked about a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny
 
 from genrl.config.economy import Economy
 from genrl.config.errors import Finding
 from genrl.config.kinds import Kind
-from genrl.config.method import ByName, Method
+from genrl.config.method import CALLED, ByName, Method
 from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import Count
 from genrl.config.sections import EMA, labels_of
@@ -243,6 +243,15 @@ class Config(RunConfig):
     """Fused kernels, attention back-ends, compilation."""
     iterations: Count = 300
     """Rounds of sampling and training (DanceGRPO and MixGRPO: 300)."""
+
+    @classmethod
+    def completed(cls, written: Any) -> Any:
+        """What a file says, with the whole name of a method that is called by its short one."""
+        trainer = written.get("trainer") if isinstance(written, Mapping) else None
+        name = trainer.get("algorithm") if isinstance(trainer, Mapping) else None
+        if not isinstance(trainer, Mapping) or name not in CALLED:
+            return written
+        return {**written, "trainer": {**trainer, "algorithm": CALLED[name]}}
 
     @property
     def base(self) -> str:

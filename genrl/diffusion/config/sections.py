@@ -84,13 +84,12 @@ class Model(Section):
 
 
 class Kernels(Section):
-    """Fused kernels, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: docs/gpu.md
+    """Fused parts, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: docs/gpu.md
     says what has been timed on a GPU."""
 
-    fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
-    """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
-    FLUX, Qwen-Image and Wan); a stochastic step and its log-probability (flow models). By Triton on a GPU, else by
-    the torch functions that define them."""
+    fused: Flag = False
+    """Compile what lies between the matrix products of the blocks of SD3.5, FLUX, Qwen-Image and Wan: norm and rotation
+    of queries and keys; gate, residual, norm and modulation."""
     attention: Attention | None = None
     """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
     compile: Flag | Literal["cuda_graphs"] = False

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from genrl.kernels.backend import Backend
+from genrl.kernels.fused import fused, qk_norm_rope
 from genrl.kernels.joint_attention import joint_attention
 from genrl.kernels.machine import AttentionBackend
-from genrl.kernels.qk_norm_rope import qk_norm_rope
 
 Angles = tuple[Tensor, Tensor] | None
 FAMILIES = "Stable Diffusion 3 and 3.5, FLUX.1, Qwen-Image and Wan"
@@ -21,17 +20,10 @@ FAMILIES = "Stable Diffusion 3 and 3.5, FLUX.1, Qwen-Image and Wan"
 class Switches:
     """What the processors and blocks of a model run; read at every call."""
 
-    qk_norm_rope: bool = False
-    adaln: bool = False
+    fused: bool = False
+    """Whether `genrl.kernels.fused` compiles what lies between the matrix products, which puts our blocks in."""
     attention: AttentionBackend | None = None
-    """None: as `auto`, or diffusers' own processors where `qk_norm_rope` is off too."""
-    backend: Backend = "auto"
-    """Of the fused kernels."""
-
-    @property
-    def processors(self) -> bool:
-        """Whether the processors have to be ours."""
-        return self.qk_norm_rope or self.attention is not None
+    """None: as `auto`, or diffusers' own processors where `fused` is off too."""
 
 
 class Norm(Protocol):
@@ -56,8 +48,9 @@ class Processor:
         if norm is None:
             raise ValueError("a model that turns queries without normalising them first is none of " + FAMILIES)
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        chosen = self.switches.backend if self.switches.qk_norm_rope else "torch"
-        return qk_norm_rope(x, norm.weight, *(angles or (None, None)), eps=eps, backend=chosen)
+        inputs = x, norm.weight, *(angles or (None, None)), eps
+        turned: Tensor = fused(qk_norm_rope, *inputs) if self.switches.fused else qk_norm_rope(*inputs)
+        return turned
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, S, H, D] -> [B, S, H D]"""

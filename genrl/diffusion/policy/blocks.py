@@ -11,8 +11,8 @@ A block of these families is, for each of its streams, with shift, scale and gat
     h  = x + gate_1 * attention(norm(x) (1 + scale_1) + shift_1)
     x' = h + gate_2 * mlp(norm(h) (1 + scale_2) + shift_2)
 
-The arithmetic is that of the definitions in `genrl.kernels`, float32 rounded once, whichever back-end computes it:
-beside diffusers' own it differs by rounding, in sampling and replay alike.
+The arithmetic is that of `genrl.kernels.fused`, float32 rounded where a block stores: beside diffusers' own it differs
+by rounding, in sampling and replay alike.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from genrl.diffusion.policy.attention import FAMILIES, PROCESSORS, Processor, Switches
-from genrl.kernels.adaln import adaln
+from genrl.kernels.fused import fused, gated, modulated
 
 
-def _first(x: Tensor, shift: Tensor, scale: Tensor, on: Switches, eps: float = 1e-6) -> Tensor:
-    return adaln(x, None, None, scale, shift, eps=eps, backend=on.backend)[1]
+def _first(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    y: Tensor = fused(modulated, x, scale, shift, eps)
+    return y
 
 
-def _rest(
-    x: Tensor, attended: Tensor, mods: Sequence[Tensor], mlp: nn.Module, on: Switches, eps: float = 1e-6
-) -> Tensor:
-    """Of a stream, from its attention's output on; mods: gate_1, shift_2, scale_2, gate_2."""
+def _rest(x: Tensor, attended: Tensor, mods: Sequence[Tensor], mlp: nn.Module, eps: float = 1e-6) -> Tensor:
+    """A stream from its attention's output on; mods: gate_1, shift_2, scale_2, gate_2."""
     gate, shift, scale, gate_mlp = mods
-    h, y = adaln(x, attended, gate, scale, shift, eps=eps, backend=on.backend)
+    h, y = fused(gated, x, attended, gate, scale, shift, eps)
     out: Tensor = h + gate_mlp * mlp(y)
     return out
 
@@ -52,115 +51,98 @@ def _finite(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def _sd3_block(on: Switches) -> Callable[..., Any]:
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        joint_attention_kwargs: Any = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        image, text, further = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
-        made = self.norm1.linear(self.norm1.silu(temb))[:, None].chunk(9 if self.use_dual_attention else 6, -1)
-        shift, scale, gate, *second = made[:6]
-        words: Sequence[Tensor] = ()
-        if self.context_pre_only:
-            seen = self.norm1_context(text, temb)
-        else:
-            context = self.norm1_context
-            words = context.linear(context.silu(temb))[:, None].chunk(6, -1)
-            seen = _first(text, words[0], words[1], on)
-        attended, of_text = self.attn(
-            hidden_states=_first(image, shift, scale, on), encoder_hidden_states=seen, **further
-        )
-        if self.use_dual_attention:  # SD3.5 medium: a second attention among the image's tokens
-            shift_2, scale_2, gate_2 = made[6:]
-            alone = self.attn2(hidden_states=_first(image, shift_2, scale_2, on), **further)
-            image, attended, gate = image + gate * attended, alone, gate_2
-        image = _rest(image, attended, (gate, *second), self.ff, on)
-        if not self.context_pre_only:
-            text = _rest(text, of_text, words[2:], self.ff_context, on)
-        return None if self.context_pre_only else text, image
-
-    return forward
+def _sd3_block(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    joint_attention_kwargs: Any = None,
+) -> tuple[Tensor | None, Tensor]:
+    image, text, further = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
+    made = self.norm1.linear(self.norm1.silu(temb))[:, None].chunk(9 if self.use_dual_attention else 6, -1)
+    shift, scale, gate, *second = made[:6]
+    words: Sequence[Tensor] = ()
+    if self.context_pre_only:
+        seen = self.norm1_context(text, temb)
+    else:
+        context = self.norm1_context
+        words = context.linear(context.silu(temb))[:, None].chunk(6, -1)
+        seen = _first(text, words[0], words[1])
+    attended, of_text = self.attn(hidden_states=_first(image, shift, scale), encoder_hidden_states=seen, **further)
+    if self.use_dual_attention:  # SD3.5 medium: a second attention among the image's tokens
+        shift_2, scale_2, gate_2 = made[6:]
+        alone = self.attn2(hidden_states=_first(image, shift_2, scale_2), **further)
+        image, attended, gate = image + gate * attended, alone, gate_2
+    image = _rest(image, attended, (gate, *second), self.ff)
+    if not self.context_pre_only:
+        text = _rest(text, of_text, words[2:], self.ff_context)
+    return None if self.context_pre_only else text, image
 
 
-def _flux_block(on: Switches) -> Callable[..., Any]:
-    def forward(
-        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
-        joint_attention_kwargs: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        mods, words = (norm.linear(norm.silu(temb))[:, None].chunk(6, -1) for norm in (self.norm1, self.norm1_context))
-        attended, of_text = self.attn(
-            hidden_states=_first(hidden_states, mods[0], mods[1], on),
-            encoder_hidden_states=_first(encoder_hidden_states, words[0], words[1], on),
-            image_rotary_emb=image_rotary_emb,
-            **(joint_attention_kwargs or {}),
-        )
-        image = _rest(hidden_states, attended, mods[2:], self.ff, on)
-        return _finite(_rest(encoder_hidden_states, of_text, words[2:], self.ff_context, on)), image
-
-    return forward
+def _flux_block(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
+    joint_attention_kwargs: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mods, words = (norm.linear(norm.silu(temb))[:, None].chunk(6, -1) for norm in (self.norm1, self.norm1_context))
+    attended, of_text = self.attn(
+        hidden_states=_first(hidden_states, mods[0], mods[1]),
+        encoder_hidden_states=_first(encoder_hidden_states, words[0], words[1]),
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    image = _rest(hidden_states, attended, mods[2:], self.ff)
+    return _finite(_rest(encoder_hidden_states, of_text, words[2:], self.ff_context)), image
 
 
-def _flux_single_norm(on: Switches) -> Callable[..., Any]:
-    def forward(self: Any, x: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
-        shift, scale, gate = self.linear(self.silu(emb))[:, None].chunk(3, -1)
-        return _first(x, shift, scale, on), gate[:, 0]
-
-    return forward
+def _flux_single_norm(self: Any, x: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
+    shift, scale, gate = self.linear(self.silu(emb))[:, None].chunk(3, -1)
+    return _first(x, shift, scale), gate[:, 0]
 
 
-def _qwen_block(on: Switches) -> Callable[..., Any]:
-    def forward(
-        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_hidden_states_mask: Tensor | None,
-        temb: Tensor, image_rotary_emb: Any = None, joint_attention_kwargs: Any = None, modulate_index: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        mods = self.img_mod(temb)[:, None].chunk(6, -1)
-        if modulate_index is not None:  # tokens of the picture to edit have the modulation of time zero
-            noisy = (modulate_index == 0)[..., None]
-            mods = [torch.where(noisy, *m.chunk(2)) for m in mods]
-        words = self.txt_mod(temb.chunk(2)[0] if self.zero_cond_t else temb)[:, None].chunk(6, -1)
-        eps = self.img_norm1.eps
-        attended, of_text = self.attn(
-            hidden_states=_first(hidden_states, mods[0], mods[1], on, eps),
-            encoder_hidden_states=_first(encoder_hidden_states, words[0], words[1], on, eps),
-            encoder_hidden_states_mask=encoder_hidden_states_mask,
-            image_rotary_emb=image_rotary_emb,
-            **(joint_attention_kwargs or {}),
-        )
-        image = _rest(hidden_states, attended, mods[2:], self.img_mlp, on, eps)
-        text = _rest(encoder_hidden_states, of_text, words[2:], self.txt_mlp, on, eps)
-        return _finite(text), _finite(image)
-
-    return forward
+def _qwen_block(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor, image_rotary_emb: Any = None, joint_attention_kwargs: Any = None, modulate_index: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mods = self.img_mod(temb)[:, None].chunk(6, -1)
+    if modulate_index is not None:  # tokens of the picture to edit have the modulation of time zero
+        noisy = (modulate_index == 0)[..., None]
+        mods = [torch.where(noisy, *m.chunk(2)) for m in mods]
+    words = self.txt_mod(temb.chunk(2)[0] if self.zero_cond_t else temb)[:, None].chunk(6, -1)
+    eps = self.img_norm1.eps
+    attended, of_text = self.attn(
+        hidden_states=_first(hidden_states, mods[0], mods[1], eps),
+        encoder_hidden_states=_first(encoder_hidden_states, words[0], words[1], eps),
+        encoder_hidden_states_mask=encoder_hidden_states_mask,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    image = _rest(hidden_states, attended, mods[2:], self.img_mlp, eps)
+    text = _rest(encoder_hidden_states, of_text, words[2:], self.txt_mlp, eps)
+    return _finite(text), _finite(image)
 
 
-def _wan_block(on: Switches) -> Callable[..., Any]:
-    def forward(
-        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
-    ) -> Tensor:
-        # temb [B, 6, W], or one per token [B, S, 6, W]; modulations are float32
-        made = self.scale_shift_table + temb.float()
-        shift, scale, gate, *last = (m if temb.dim() == 4 else m[:, None] for m in made.unbind(-2))
-        x, eps = hidden_states, self.norm1.eps
-        attended = self.attn1(_first(x, shift, scale, on, eps), None, None, rotary_emb)
-        if isinstance(self.norm2, nn.Identity):
-            x = (x.float() + attended * gate).to(x.dtype)
-            asked = x
-        else:  # an affine norm is a modulation that does not depend on time
-            affine = (self.norm2.weight.float() - 1.0, self.norm2.bias.float())
-            x, asked = adaln(x, attended, gate, *(t.expand_as(gate) for t in affine), eps=eps, backend=on.backend)
-        crossed = self.attn2(asked, encoder_hidden_states, None, None)
-        shift, scale, gate = last
-        h, y = adaln(x, crossed, torch.ones_like(gate), scale, shift, eps=eps, backend=on.backend)
-        out: Tensor = (h.float() + self.ffn(y).float() * gate).to(h.dtype)
-        return out
-
-    return forward
+def _wan_block(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
+) -> Tensor:
+    # temb [B, 6, W], or one per token [B, S, 6, W]; modulations are float32
+    made = self.scale_shift_table + temb.float()
+    shift, scale, gate, *last = (m if temb.dim() == 4 else m[:, None] for m in made.unbind(-2))
+    x, eps = hidden_states, self.norm1.eps
+    attended = self.attn1(_first(x, shift, scale, eps), None, None, rotary_emb)
+    if isinstance(self.norm2, nn.Identity):
+        x = (x.float() + attended * gate).to(x.dtype)
+        asked = x
+    else:  # an affine norm is a modulation that does not depend on time
+        affine = (self.norm2.weight.float() - 1.0, self.norm2.bias.float())
+        x, asked = fused(gated, x, attended, gate, *(t.expand_as(gate) for t in affine), eps)
+    crossed = self.attn2(asked, encoder_hidden_states, None, None)
+    shift, scale, gate = last
+    h, y = fused(gated, x, crossed, torch.ones_like(gate), scale, shift, eps)
+    out: Tensor = (h.float() + self.ffn(y).float() * gate).to(h.dtype)
+    return out
 
 
-BLOCKS: dict[type[nn.Module], Callable[[Switches], Callable[..., Any]]] = {
+BLOCKS: dict[type[nn.Module], Callable[..., Any]] = {
     JointTransformerBlock: _sd3_block,
     FluxTransformerBlock: _flux_block,
     AdaLayerNormZeroSingle: _flux_single_norm,  # of FLUX's single blocks, which have no second norm
@@ -172,35 +154,32 @@ BLOCKS: dict[type[nn.Module], Callable[[Switches], Callable[..., Any]]] = {
 def install(denoisers: Iterable[nn.Module], switches: Switches) -> str:
     """Put the processors and forwards that `switches` ask for into every denoiser; returns what was put in, in words.
 
-    Raises ValueError where a denoiser is of none of the families, has a processor of another kind, or has no QK norm.
+    Raises ValueError where a denoiser is of none of the families, has a processor of another kind.
     """
     processors: list[Processor] = []
     blocks = 0
     for denoiser in denoisers:
-        if switches.processors:
+        if switches.fused or switches.attention is not None:
             found = _set_processors(denoiser, switches)
             processors += found
             _verify_at_first_call(denoiser, found)
-        if switches.adaln:
-            count = _set_forwards(denoiser, switches)
+        if switches.fused:
+            count = _set_forwards(denoiser)
             if not count:
-                raise ValueError(
-                    f"kernels.fused: adaln has no block to go into in {_name(denoiser)}: it knows {FAMILIES}"
-                )
+                raise ValueError(f"kernels.fused knows no block of {_name(denoiser)}; it knows {FAMILIES}")
             blocks += count
     return f"{len(processors)} attention processors and {blocks} block forwards are ours"
 
 
 def _set_processors(denoiser: nn.Module, switches: Switches) -> list[Processor]:
     made: list[Processor] = []
-    norms = 0
     for path, module in denoiser.named_modules():
         present = getattr(module, "processor", None)
         if present is None:
             continue
         ours = PROCESSORS.get(type(present).__name__)
         if ours is None or getattr(module, "fused_projections", False):
-            key = "kernels.attention" if switches.attention else "kernels.fused: qk_norm_rope"
+            key = "kernels.attention" if switches.attention else "kernels.fused"
             raise ValueError(
                 f"{key} does not fit {_name(denoiser)}: its {path} is computed by {type(present).__name__}; {FAMILIES} "
                 "fit, with their own processors and separate projections"
@@ -209,21 +188,18 @@ def _set_processors(denoiser: nn.Module, switches: Switches) -> list[Processor]:
         module.set_processor(processor)
         if module.processor is not processor:
             raise RuntimeError(f"{_name(denoiser)}: {path} did not take its new attention processor")
-        norms += getattr(module, "norm_q", None) is not None
         made.append(processor)
     if not made:
         raise ValueError(f"kernels: {_name(denoiser)} has no attention processors; {FAMILIES} have")
-    if switches.qk_norm_rope and not norms:
-        raise ValueError(f"kernels.fused: qk_norm_rope: {_name(denoiser)} does not normalise its queries: leave it out")
     return made
 
 
-def _set_forwards(denoiser: nn.Module, switches: Switches) -> int:
+def _set_forwards(denoiser: nn.Module) -> int:
     count = 0
     for module in denoiser.modules():
-        make = BLOCKS.get(type(module))
-        if make is not None:
-            module.forward = MethodType(make(switches), module)
+        forward = BLOCKS.get(type(module))
+        if forward is not None:
+            module.forward = MethodType(forward, module)
             count += 1
     return count
 
@@ -237,7 +213,7 @@ def _verify_at_first_call(denoiser: nn.Module, processors: Sequence[Processor]) 
         if idle:
             raise RuntimeError(
                 f"{idle} of {len(processors)} attention processors of {_name(module)} were set and not called: the "
-                "back-end that kernels asks for does not run; set kernels.attention to null and qk_norm_rope off"
+                "back-end that kernels asks for does not run; set kernels.attention to null and kernels.fused to false"
             )
 
     handle = denoiser.register_forward_hook(verify)

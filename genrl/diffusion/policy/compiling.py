@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from genrl.diffusion.config.model_rules import CONTEXT, DIVIDED
-from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
 from genrl_rewards.models.accounts import collected
 
@@ -35,6 +34,12 @@ MOST = 16
 with the adapter and without, and a few segments of trees."""
 
 logger = logging.getLogger(__name__)
+
+
+class TooManyGraphs(RuntimeError):
+    """A compiled model was compiled again and again: its inputs change from call to call."""
+
+
 _times: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How often each denoiser was compiled."""
 

@@ -315,9 +315,9 @@ def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> I
         plain = model.dtype == "float32"
         yield from () if plain else ("import torch",)
         yield from ("from diffusers import DiffusionPipeline", "")
-        options = "".join(f", {name}=None" for name in model.without) if is_lora else ""
-        options += "" if plain else f", dtype=torch.{model.dtype}"
-        yield f"pipe = DiffusionPipeline.from_pretrained({base}{options})"
+        loaded = "".join(f", {name}=None" for name in model.without) if is_lora else ""
+        loaded += "" if plain else f", dtype=torch.{model.dtype}"
+        yield f"pipe = DiffusionPipeline.from_pretrained({base}{loaded})"
     if is_lora and model.scheduler:
         settings = "".join(f", {name}={value!r}" for name, value in model.scheduler.items())
         yield f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{settings})"

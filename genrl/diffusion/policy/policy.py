@@ -27,13 +27,14 @@ from genrl.diffusion.config.model_rules import DENOISERS
 from genrl.diffusion.config.pipeline_classes import source_of
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls
+from genrl.diffusion.policy.compiling import TooManyGraphs
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
 from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
-from genrl.kernels.backend import TooManyGraphs
+from genrl.mdp.gaussian import Reduction
 
 
 class Policy:
@@ -51,6 +52,7 @@ class Policy:
         pipe: Pipeline,
         *,
         autocast: torch.dtype | None = None,
+        reduction: Reduction = "mean",
         text_encoders: Literal["encode_then_free", "between"] | None = None,
         encodings: Store | None = None,
         trains_encoders: bool = False,
@@ -85,7 +87,7 @@ class Policy:
             store=encodings,
         )
         self.calls = PipelineCalls(pipe, self.head, self.denoiser, autocast)
-        self.actions = Actions(self.head)
+        self.actions = Actions(self.head, reduction)
         source = source_of(name)
         self._writes = source is not None and source.loop is not None and source.loop.writes
         self.switches = Switches()

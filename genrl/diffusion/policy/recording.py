@@ -11,9 +11,7 @@ from torch import Tensor
 from genrl.diffusion.policy.calls import Leave
 from genrl.diffusion.policy.scheduler import PolicyHead, Step
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory, of_rows, step_noise
-from genrl.kernels.backend import Backend
-from genrl.kernels.sde_step import sde_step
-from genrl.mdp.gaussian import log_prob, sample
+from genrl.mdp.gaussian import Reduction, log_prob, sample
 from genrl.mdp.kernels import Transition
 
 
@@ -28,52 +26,24 @@ class Actions:
     """How stochastic steps are sampled, and evaluated under the current parameters."""
 
     head: PolicyHead
-    fused: Backend | None = None
-    """Back-end of the fused stochastic step and log-probability (`genrl.kernels.sde_step`); None: apart."""
+    reduction: Reduction
 
-    def sample(
-        self, step: Step, kernel: Kernel, transition: Transition, rows: Tensor | None, noise: Tensor
-    ) -> tuple[Tensor, Replayed]:
+    def sample(self, step: Step, transition: Transition, rows: Tensor | None, noise: Tensor) -> tuple[Tensor, Replayed]:
         """(next state, as `evaluate` gives it). rows: row of the state that each action is drawn from, where they are
         not one to one."""
-        if self.fused is not None:
-            return self._fused(self.fused, step, kernel, rows, noise=noise)
         drawn = transition if rows is None else of_rows(transition, rows)
         next_state = sample(drawn.mean.detach(), drawn.std, noise)
         return next_state, self._replayed(step, drawn, next_state, rows)
 
     def evaluate(self, step: Step, kernel: Kernel, rows: Tensor | None, taken: Tensor) -> Replayed:
         """A step from which `taken` was drawn."""
-        if self.fused is not None:
-            return self._fused(self.fused, step, kernel, rows, taken=taken)[1]
         transition = kernel.transition(step, self.head)
         return self._replayed(step, transition if rows is None else of_rows(transition, rows), taken, rows)
 
     def _replayed(self, step: Step, transition: Transition, next_state: Tensor, rows: Tensor | None) -> Replayed:
         output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
-        logp = log_prob(next_state, transition.mean, transition.std, "mean")
+        logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
         return Replayed(logp, transition.mean, transition.std, output, step)
-
-    def _fused(
-        self, backend: Backend, step: Step, kernel: Kernel, rows: Tensor | None, *, noise: Tensor | None = None,
-        taken: Tensor | None = None,
-    ) -> tuple[Tensor, Replayed]:  # fmt: skip
-        """A stochastic step and its log-probability by `genrl.kernels.sde_step`: (next state, as `replay` gives it).
-
-        A flow's transition is linear in state and velocity, so its coefficients are the means at (1, 0) and (0, 1).
-        """
-        x, output = step.state, step.model_output
-        if rows is not None:
-            x, output = x[rows.to(x.device)], output[rows.to(output.device)]
-        unit = torch.ones(len(x), 1, dtype=torch.float64)
-        on_state, on_velocity = (
-            kernel.transition(replace(step, state=state, model_output=velocity), self.head)
-            for state, velocity in ((unit, 0.0 * unit), (0.0 * unit, unit))
-        )
-        coefficients = (t.flatten() for t in (on_state.mean, on_velocity.mean, on_state.std))
-        found = sde_step(x, output, *coefficients, noise=noise, taken=taken, reduction="mean", backend=backend)
-        std = on_state.std.to(found.mean).view(-1, *[1] * (x.dim() - 1))
-        return found.next, Replayed(found.log_prob, found.mean, std, output, step)
 
 
 @dataclass
@@ -130,7 +100,7 @@ class Recording:
         i = step.index
         rows = None if branching is None else branching.parent_row
         noise = step_noise(step.state.shape[1:], i, self.batch.keys, branching)
-        drawn, recorded = self.actions.sample(step, self.kernel, transition, rows, noise)
+        drawn, recorded = self.actions.sample(step, transition, rows, noise)
         self.log_probs[i] = recorded.log_prob.detach()
         if i in self.keep:
             self.graphs[i] = recorded

@@ -1,13 +1,12 @@
-"""Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL, DMPO.
+"""Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL.
 
 score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`,
-`row_mean`); group [B] integers. **Groups must be complete**: a micro-batch that holds half of one is another loss.
+group [B] integers. **Groups must be complete**: a micro-batch that holds half of one is another loss.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -48,21 +47,4 @@ def classification_loss(score: Tensor, positive: Tensor, group: Tensor, *, tau: 
         else:
             parts = 0.0 * score[members].sum()
         losses.append(parts)
-    return torch.stack(losses)
-
-
-def distribution_matching_loss(score: Tensor, rewards: Tensor, group: Tensor, *, tau: float = 1.0) -> Tensor:
-    """KL(q || p) of each group, [P]: q = softmax(reward / tau), p = softmax(score): DMPO, **experimental**.
-
-    score: the mean log-probability of a row (`row_mean`). The paper's weighting is not available to us; this is its
-    abstract's idea, with q of our choice. Rows of reward NaN are left out.
-    """
-    if tau <= 0:
-        raise ValueError(f"the temperature tau must be positive, got {tau}")
-    index = torch.unique(group, return_inverse=True)[1]
-    losses = []
-    for slot in range(int(index.max()) + 1):
-        members = (index == slot) & ~rewards.isnan()
-        target = (rewards.detach()[members].to(score.dtype) / tau).softmax(dim=0)
-        losses.append(F.kl_div(score[members].log_softmax(dim=0), target, reduction="sum"))
     return torch.stack(losses)

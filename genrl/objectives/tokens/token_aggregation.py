@@ -3,19 +3,18 @@
 They decide how much a token of a long completion counts beside one of a short. A step may be computed in micro-batches:
 with `rows` and `tokens` of the *whole* step (all micro-batches and processes) the step's loss is the **sum** of the
 micro-batches' losses. "seq_mean", "token_mean_global", "const", "seq_sum" and "otm" are then the same for any split;
-"token_mean" and "balanced" are means over the tokens of a call, and change with it.
+"token_mean" is a mean over the tokens of a call, and changes with it.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
-from genrl.objectives.tokens.tokens import masked, row_mean, row_sum, token_count, token_mean
+from genrl.objectives.tokens.tokens import masked, row_mean, row_sum, token_mean
 
-Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"]
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm"]
 
 
 def aggregate(
@@ -26,7 +25,6 @@ def aggregate(
     rows: int | None = None,
     tokens: int | None = None,
     length: int | None = None,
-    advantage: Tensor | None = None,
 ) -> Tensor:
     """The loss [] of terms [B, T], or [B, 1] for one term per row, which then stands for each of its tokens.
 
@@ -38,9 +36,8 @@ def aggregate(
         const               sum term / (B length)            Dr. GRPO (arXiv 2503.20783): length = longest allowed
         seq_sum             1/B sum_b sum_t term             LUSPO (with GSPO's term), verl's seq-mean-token-sum
         otm                 sum_b (sum_t term / n_b)         DCPO (arXiv 2509.02333): not divided by B
-        balanced            sum_s B_s/B (token mean in s)    s = rows with advantage > 0, rows with advantage < 0
 
-    Rows without tokens give 0 and count in B. "balanced" (Balanced Aggregation; from its abstract) needs advantage [B].
+    Rows without tokens give 0 and count in B.
     Raises ValueError for an unknown rule and for what a rule lacks.
     """
     terms = term.expand(mask.shape)
@@ -60,12 +57,4 @@ def aggregate(
         return row_sum(terms, mask).sum() / total
     if rule == "otm":
         return row_mean(terms, mask).sum()
-    if rule == "balanced":
-        if advantage is None or advantage.shape != mask.shape[:1]:
-            shape = None if advantage is None else list(advantage.shape)
-            raise ValueError(f"aggregation 'balanced' splits rows by their advantage [B], got {shape}")
-        signs = torch.stack([advantage > 0, advantage < 0])
-        sums = (row_sum(terms, mask) * signs).sum(dim=1)
-        counts = (token_count(mask) * signs).sum(dim=1).clamp(min=1)
-        return (signs.sum(dim=1) * sums / counts).sum() / total
     raise ValueError(f"unknown aggregation {rule!r}; known: {', '.join(get_args(Aggregation))}")

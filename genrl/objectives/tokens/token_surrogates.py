@@ -59,23 +59,6 @@ def clip_surrogate(
     return _clipped(difference, per_token(advantage, mask), low, high, dual=dual, drop_above=drop_above)
 
 
-def elastic_width(advantage: Tensor, rewards: Tensor, group: Tensor, *, alpha: float, gamma: float) -> Tensor:
-    """Factor [N] of a row's clip widths, 1 or more: ETR, **experimental**.
-
-    `(1 + alpha tanh |A|) (1 + gamma v)`, v the population variance of the group's rewards over the batch's largest:
-    wider for a large advantage and for a group that disagrees. The form is ours; only the idea is published in the
-    abstract. For `clip_surrogate`: `low=.2 * width[:, None]`. Whole rollout batch; rewards NaN = no score.
-    """
-    index = torch.unique(group, return_inverse=True)[1]
-    variances = torch.zeros_like(rewards, dtype=torch.float64)
-    for slot in range(int(index.max()) + 1):
-        scores = rewards[(index == slot) & ~rewards.isnan()].double()
-        if len(scores) > 1:
-            variances[index == slot] = scores.var(correction=0)
-    spread = variances / variances.max().clamp(min=1e-12)
-    return (1.0 + alpha * advantage.abs().tanh()) * (1.0 + gamma * spread)
-
-
 def log_clamp_surrogate(
     log_prob: Tensor,
     old_log_prob: Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from numpy.typing import NDArray
 
 from genrl.playground import minitable
 from genrl.playground.minitable import task
-from genrl.playground.minitable.points import cloud
-from genrl.vla.data.frames import Shown, episode_frames
+from genrl.playground.minitable.render import cloud
+from genrl.vla.data.frames import Shown
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, tokenise
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE
 
 MINITABLE_FPS = 10
 _NAMES = {
@@ -84,18 +83,3 @@ def write_minitable(
     """The demonstrations as a LeRobotDataset in a new folder; see `write_dataset`."""
     episodes = minitable_episodes(demonstrations, image_size=image_size)
     return write_dataset(folder, episodes, fps=MINITABLE_FPS, names=_NAMES, robot_type="minitable", videos=videos)
-
-
-def minitable_frames(
-    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int, points: int = 0
-) -> Batch:
-    """Every step of the demonstrations as an observation and the expert's chunk from there, F rows.
-
-    `STATE` [F, 3], `ENVIRONMENT` [F, 6], `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32 [F, horizon, 3];
-    `IMAGE` uint8 [F, S, S, 3] and `POINTS` [F, N, 3] where image_size and points are not 0. After its success the
-    expert keeps still, as a chunk's tail too.
-    """
-    inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()), *((POINTS,) if points else ()))
-    episodes = minitable_episodes(demonstrations, image_size=image_size, points=points)
-    told = partial(tokenise, words=words)
-    return episode_frames(episodes, told, inputs=inputs, horizon=horizon, rest=minitable_rest)

@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.playground.minitable import task
-from genrl.playground.minitable.points import cloud
-from genrl.playground.minitable.render import render
+from genrl.playground.minitable.render import cloud, render
 from genrl.playground.minitable.task import INSTRUCTIONS, MAX_STEPS, PUT, Floats, State, task_numbers
 from genrl.vla.simulators.batch import Batch, Flags
-from genrl.vla.simulators.contract import Advice, Ask, Description, Observation, Reading, Simulation
+from genrl.vla.simulators.contract import Description, Observation, Reading, Simulation
 from genrl.vla.simulators.tables import Simulators
-from genrl.vla.simulators.workers import Inline
 
 
 class TableHost(Batch):
@@ -62,12 +60,13 @@ class TableHost(Batch):
     def instructions(self) -> list[str]:
         return [INSTRUCTIONS[number] for number in self.state.task]
 
-    def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
+    def render(self, slots: list[int], size: int) -> NDArray[np.uint8]:
+        """See `contract.Host`."""
         return render(self.state.rows(np.array(slots)), size)
 
-    def advise(self, work: Ask) -> Advice:
+    def advise(self, slots: list[int], horizon: int) -> NDArray[np.float32]:
         """See `contract.Host`."""
-        return Advice(task.expert_chunk(self.state.rows(np.array(work.slots)), work.horizon))
+        return task.expert_chunk(self.state.rows(np.array(slots)), horizon)
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
@@ -103,13 +102,10 @@ class MiniTable(Simulators):
     ) -> None:
         told = {"tasks": tasks, "chunk": chunk, "image_size": image_size, "points": points, "max_steps": max_steps}
         described = Description(TableHost, told, max_steps=max_steps)
-        super().__init__(
-            described, Simulation("minitable", num_envs=num_envs, chunk=chunk, group_size=group_size), Inline
-        )
+        super().__init__(described, Simulation("minitable", num_envs=num_envs, chunk=chunk, group_size=group_size))
 
     @property
     def state(self) -> State:
         """The tables, once they have been reset."""
-        host = self.crew.workers[0].host  # type: ignore[attr-defined]
-        state: State = host.state
+        state: State = self.host.state  # type: ignore[union-attr]
         return state

@@ -1,4 +1,5 @@
-"""Pictures of the table from above, for all tables at once: only the few pixels under a disc are touched."""
+"""The table as pictures from above, of all tables at once, only the few pixels under a disc being touched; and as a
+cloud of points, in which what stands on it has a height of its own, for a cloud has no colours."""
 
 from __future__ import annotations
 
@@ -19,6 +20,13 @@ GRIPPER_RADIUS = 0.075
 _TABLE, _MARGIN, _ZONE = (232, 226, 214), (150, 142, 130), (196, 186, 166)
 _DISC_COLOURS = ((214, 40, 40), (40, 160, 60), (40, 80, 214))
 _OPEN, _CLOSED = (90, 90, 90), (0, 0, 0)
+THINGS = 7
+"""Discs, the gripper, zones."""
+HEIGHTS = (0.1, 0.2, 0.3)
+"""Of the red, green and blue disc; zones are flat, and the gripper is above all, at `GRIPPER_HEIGHT`."""
+GRIPPER_HEIGHT = 0.5
+_RADII = np.array([DISC_RADIUS] * 3 + [GRIPPER_RADIUS] + [ZONE_RADIUS] * 3)
+_LEVELS = np.array([*HEIGHTS, GRIPPER_HEIGHT, 0.0, 0.0, 0.0])
 
 
 def render(state: State, size: int) -> Pixels:
@@ -69,3 +77,21 @@ def _background(size: int, margin: int) -> Pixels:
     background: Pixels = np.rint(picture).astype(np.uint8)[None]
     background.setflags(write=False)
     return background
+
+
+def cloud(state: State, count: int) -> Floats:
+    """[n, count, 3], seen from above: the tops of the discs, the gripper and the zones, points spread evenly over each
+    (a sunflower's spiral) and dealt out to the seven in turn. Nothing hides anything.
+
+    Raises ValueError for fewer points than there are things.
+    """
+    if count < THINGS:
+        raise ValueError(f"{count} points cannot show the {THINGS} things on the table")
+    thing, rank = np.arange(count) % THINGS, np.arange(count) // THINGS
+    share = np.bincount(thing)[thing]
+    radius, angle = _RADII[thing] * np.sqrt((rank + 0.5) / share), rank * math.pi * (3.0 - math.sqrt(5.0))
+    zones = np.broadcast_to(ZONE_CENTRES, (len(state.task), 3, 2))
+    centres = np.concatenate([state.discs, state.gripper[:, None], zones], 1)[:, thing]
+    flat = centres + np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
+    levels = np.broadcast_to(_LEVELS[thing][:, None], (len(state.task), count, 1))
+    return np.concatenate([flat, levels], 2).astype(np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from genrl.playground.shapes import held_out
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, Group
 
 BODIES = ("circle", "square", "triangle")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from genrl.playground.shapes import Scene, Thing, caption
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 
 RADIUS = {"circle": 12.5, "square": 12.0, "triangle": 13.0, "star": 12.5}

@@ -14,7 +14,7 @@ from PIL import Image
 
 from genrl.playground.shapes import SIZE, Scene, Thing, draw
 from genrl.playground.tasks.shapes import PICTURE
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 FRAMES = 4

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 from PIL import Image
 
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.emoji import EACH, NAMES, THINGS, sheet_glyphs
 
 CELLS, CELL = 3, 24  # cells a side; pixels of a cell

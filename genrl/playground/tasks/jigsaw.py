@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from genrl.playground.shapes import SIZE, draw, held_out
 from genrl.playground.tasks import shapes
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, PALETTE, SHAPES, Group, outline
 
 SIDE = 2  # pieces a side

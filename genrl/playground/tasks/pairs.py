@@ -16,7 +16,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.playground.shapes import Scene, caption, draw, held_out, place
 from genrl.playground.tasks import scenes
 from genrl.playground.tasks.grid_pairs import drawn_pair
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 
 QUESTION = "same in both ?"

@@ -13,7 +13,7 @@ from PIL import Image, ImageFilter
 
 from genrl.playground.shapes import draw
 from genrl.playground.tasks import shapes
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 STRENGTHS = 8  # steps from unharmed to worst

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.playground.shapes import Kind, Scene, caption, draw, sample_scene
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 
 KINDS: tuple[Kind, ...] = ("single", "count", "two", "mixed")
 

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from genrl.playground.tasks.shapes import PICTURE
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 
 KINDS = ("sine", "pulse", "saw", "step", "spike", "trend")
 PHASES = 8

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.playground.shapes import SIZE, Scene, Thing, draw
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 Task = Literal["count", "colour", "shapes"]

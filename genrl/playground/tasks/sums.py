@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 
 
 def held_out(first: int, second: int) -> bool:

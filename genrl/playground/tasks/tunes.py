@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genrl.vlm.tasks.rows import Question, Split
+from genrl.vlm.tasks import Question, Split
 
 RATE, SAMPLES = 8000, 800  # a note lasts a tenth of a second
 PITCHES, NOTES = 12, 9

@@ -1,15 +1,15 @@
-"""What the files that a configuration names held when a run began, so that a resume can say which are others now."""
+"""What differs between the configuration of a run and that of its resume: keys, and what the named files held."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from genrl.config.yaml_source import plain
-from genrl.runtime.folder.edits import leaves
 
 WHOLE = 2**20
 """Bytes up to which a file is hashed whole; of a larger one its size and `BLOCKS` blocks over its length are."""
@@ -104,3 +104,31 @@ def fingerprint(file: Path) -> str:
                 stream.seek(block * (size - BLOCK) // (BLOCKS - 1))
                 found.update(stream.read(BLOCK))
     return found.hexdigest()[:32]
+
+
+def config_edits(old: str, new: str) -> dict[str, str]:
+    """Dotted key -> "key: old -> new" for every leaf that differs between two YAML texts."""
+    before, after = leaves(plain(old)), leaves(plain(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    missing = object()
+    return {
+        key: f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        for key in keys
+        if before.get(key, missing) != after.get(key, missing)
+    }
+
+
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    """Dotted key -> value of everything in a configuration that is no section."""
+    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, Mapping):
+        return {prefix.rstrip("."): tree}
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}{key}.")
+    return found
+
+
+def _shown(values: Mapping[str, object], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "(absent)"

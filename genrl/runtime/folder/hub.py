@@ -128,11 +128,6 @@ def licence_of(base: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def is_on_hub(name: str) -> bool:
-    """Whether a configuration is named by its place on the hub."""
-    return name.startswith(PREFIX)
-
-
 def fetch(name: str) -> tuple[Path, list[str]]:
     """A configuration from the hub, by `hub:org/name/config.yaml`: its file here, and the overrides that it needs.
 

@@ -114,7 +114,7 @@ _SELECTION = {
         "mean over these of |expected - observed| success rate; by spread: of |root of the expected variance - "
         "standard deviation| of the total reward in the group",
         "What the posteriors are worth. 8 samples at a rate of .5 that is known exactly give .14. Larger: the model "
-        "changes faster than prompts come round; lower `discount`.",
+        "changes faster than prompts come round.",
         "share 0..1, or weighted sum",
     ),
 }

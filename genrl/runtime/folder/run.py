@@ -30,15 +30,14 @@ from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
 from genrl.config.yaml_source import plain
-from genrl.runtime.folder.contents import changed, contents, is_model
-from genrl.runtime.folder.edits import config_edits, leaves
+from genrl.runtime.folder.contents import changed, config_edits, contents, is_model, leaves
 from genrl.runtime.folder.software import git_commit, versions
 from genrl_rewards.given import is_given
 
 EDITABLE = (
     *("iterations", "idle_iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
-    *("environment.workers", "environment.timeout_s", "environment.worker_gb"),  # where simulators run
+    *("environment.workers", "environment.timeout_s"),  # where simulators run
     *("engine", "engine.*"),  # where samples are drawn
     *("distributed.fsdp", "distributed.shard"),  # which processes hold the weights
 )

@@ -30,6 +30,10 @@ NOTHING: Known = {}
 TARGET = 0.5
 """The success rate at which a group teaches most (MoPPS)."""
 
+DISCOUNT = 0.5
+"""What an earlier visit of a prompt counts, compared with the one after it, since the model changes (MoPPS: .5)."""
+COOLDOWN, TIMES = 2, 4
+"""Iterations between two visits of a prompt that is asked again, and most visits in a run."""
 SAME = 1e-6
 """Relative deviation of a group's rewards that counts as none."""
 MEMORY = "prompts"
@@ -69,7 +73,7 @@ def choose(
 
     again: list[int] = []
     if settings.replay is not None:
-        due = [int(number) for number, entry in known.items() if _is_due(settings, entry, iteration)]
+        due = [int(number) for number, entry in known.items() if _is_due(entry, iteration)]
         again = nearest(due, int(settings.replay.share * count))
     rest = [number for number in dict.fromkeys(candidates) if number not in again]
     chosen = again + nearest(rest, count - len(again))
@@ -96,8 +100,8 @@ def noted(
         scored = row[~row.isnan()]
         a, b, times, _ = found.get(number, (0.0, 0.0, 0, 0))
         more_a, more_b = _evidence(settings, scored)
-        kept = settings.discount  # MoPPS: alpha <- kept alpha + (1 - kept) alpha_0 + successes; a = alpha - alpha_0
-        found[number] = [kept * a + more_a, kept * b + more_b, times + 1, iteration]
+        # MoPPS: alpha <- d alpha + (1 - d) alpha_0 + successes; a = alpha - alpha_0
+        found[number] = [DISCOUNT * a + more_a, DISCOUNT * b + more_b, times + 1, iteration]
         if number in known and len(scored) > 1:
             errors.append(abs(_expected(settings, known[number], prior) - _observed(settings, scored)))
     share = sum(str(number) in known for number in numbers) / len(numbers)
@@ -125,11 +129,10 @@ def _distance(settings: Selection, entry: Sequence[float], prior: float, source:
     return -(prior + b) / source.gammavariate(2 + a, 1.0)
 
 
-def _is_due(settings: Selection, entry: Sequence[float], iteration: int) -> bool:
+def _is_due(entry: Sequence[float], iteration: int) -> bool:
     """Whether a prompt may be asked again, and is of use: with successes and failures, or with spread."""
     a, b, times, last = entry
-    assert settings.replay is not None
-    return a > 0 and b > 0 and times < settings.replay.times and iteration - last > settings.replay.cooldown
+    return a > 0 and b > 0 and times < TIMES and iteration - last > COOLDOWN
 
 
 def _pooled(known: Known) -> float:

@@ -193,7 +193,7 @@ class Loop(State):
         self.process.progress.finish_iteration(self.iteration, row)
         idle.check(self, row)
         if self.on_iteration is not None:
-            self._tell(row | _timing_row(self, elapsed))
+            self._tell({"step": self.iteration} | row | _timing_row(self, elapsed))
         if self.iteration % self.config.checkpoint.every == 0 or last:
             self.save()
 

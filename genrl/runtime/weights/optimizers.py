@@ -7,15 +7,18 @@ import importlib
 import inspect
 import io
 import json
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from genrl.config.optimizers import OPTIMIZERS, Optimizer, unknown_argument
+from genrl.config.optimizers import OPTIMIZERS, Optimizer
 from genrl.config.plugins import Group, find
 from genrl.runtime.weights import state
+
+OWN_KEYS = ("lr", "betas", "weight_decay")
 
 
 class Masters(torch.optim.Optimizer):
@@ -107,9 +110,14 @@ def check_optimizer(settings: Optimizer) -> None:
         raise ValueError(f"optimizer.name: {why}")
     kind = _class(settings.name)
     for key in settings.args:
+        if key in OWN_KEYS:
+            raise ValueError(f"optimizer.args.{key}: has its own key; write optimizer.{key}")
         if not _takes(kind, key):
-            known = tuple(name for name in _parameters(kind) if name not in ("params", "lr", "betas", "weight_decay"))
-            raise ValueError(f"optimizer.args.{key}: {unknown_argument(settings.name, key, known)}")
+            known = [name for name in _parameters(kind) if name not in ("params", *OWN_KEYS)]
+            near = get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}? " if near else ""
+            takes = f"{hint}it takes: {', '.join(known) or 'none'}"
+            raise ValueError(f"optimizer.args.{key}: {settings.name} has no argument {key!r}; {takes}")
     if settings.betas is not None and not _takes(kind, "betas"):
         raise ValueError(f"optimizer.betas: {settings.name} has no betas; leave them out")
     if settings.weight_decay != 0 and not _takes(kind, "weight_decay"):

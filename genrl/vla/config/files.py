@@ -12,10 +12,9 @@ from typing import Any
 from genrl.config.plugins import names
 from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
-from genrl.vla.config.names import BOTH, EMBEDDED, PREDICTS, SAMPLERS, SIMULATORS
+from genrl.vla.config.names import PREDICTS, SAMPLERS, SIMULATORS
 from genrl.vla.config.openvla import data_set, data_sets, is_openvla
-from genrl.vla.config.rules import not_trained, of_layers
-from genrl.vla.config.schema import VLAConfig
+from genrl.vla.config.schema import VLAConfig, not_trained
 from genrl.vla.config.sections import OFT
 from genrl_rewards.extras import install
 from genrl_rewards.given import given, is_given
@@ -73,11 +72,6 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
             yield (
                 ("sampler", "kind"),
                 f"{path} is of type {kind}, which predicts {predicts}; write {SAMPLERS[predicts]}",
-            )
-        for asked in of_layers(config) if kind in (*EMBEDDED, *BOTH, "diffusion") else ():
-            yield (
-                tuple(asked.split(".")),
-                f"is for pi0, pi0.5, SmolVLA, GR00T and OpenVLA; {path} is a {kind}: leave it out",
             )
         executed, held = config.environment.chunk, told.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from genrl.config.plugins import Group
 
 EMBEDDED = {
-    "tiny_flow_vla": "genrl.vla.policies.tiny_flow:TinyFlowVLA",
-    "diffusion_mlp": "genrl.vla.policies.diffusion_mlp:DiffusionMLP",
+    "tiny_flow_vla": "genrl.vla.policies.embedded:TinyFlowVLA",
+    "diffusion_mlp": "genrl.vla.policies.embedded:DiffusionMLP",
 }
 """Policies that are made here: by `policy.new`, from a folder too."""
 PUBLISHED = {
@@ -50,10 +50,10 @@ EXPERTS = Group(
     "scripted expert",
     {
         "minitable": "genrl.playground.minitable.demonstrations:minitable_expert",
-        "metaworld": "genrl.vla.simulators.metaworld.expert:demonstrate",
-        "point_maze": "genrl.vla.simulators.robotics.expert:point_maze",
-        "fetch": "genrl.vla.simulators.robotics.expert:fetch",
-        "reacher": "genrl.vla.simulators.robotics.expert:reacher",
+        "metaworld": "genrl.vla.simulators.metaworld.env:demonstrate",
+        "point_maze": "genrl.vla.simulators.robotics.point_maze:demonstrate",
+        "fetch": "genrl.vla.simulators.robotics.fetch:demonstrate",
+        "reacher": "genrl.vla.simulators.robotics.reacher:demonstrate",
     },
     "",
 )
@@ -61,5 +61,3 @@ EXPERTS = Group(
 functions (tasks, count, seed, max_steps, image_size, points) -> `frames.Shown`."""
 WORLDS = Group("world to make data in", {"minitable": "genrl.playground.minitable.world:TableWorld"}, "")
 """What methods that make their own data know of a simulator: functions (tasks, max_steps) -> `demonstrations.World`."""
-MINITABLE_THINGS = 7
-"""On the embedded table: discs, gripper, zones."""

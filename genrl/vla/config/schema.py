@@ -68,6 +68,15 @@ class VLAMethod(Method):
         return []
 
 
+def not_trained(trainer: VLAMethod, predicts: str) -> str:
+    """Why a method cannot train a policy that predicts so, and what can."""
+    if predicts == "actions":
+        why, near = "a policy that computes its actions has no likelihood", "sft, or a policy of flows or tokens"
+    else:
+        why, near = "it works on denoising steps", "sft, dagger, grpo or ppo"
+    return f"{trainer.algorithm} cannot train a policy that predicts {predicts}: {why}; take {near}"
+
+
 class VLAConfig(RunConfig):
     """One training run of a policy in simulation."""
 
@@ -111,12 +120,42 @@ class VLAConfig(RunConfig):
 
     def problems(self) -> Iterator[Finding]:
         """Settings that cannot work together."""
-        from genrl.vla.config.rules import problems
-
-        yield from problems(self)
+        env, trainer = self.environment, self.trainer
+        if (self.policy.path is None) == (self.policy.new is None):
+            text = "write one of them, the folder of a policy or a new one to be trained; null takes the other out"
+            yield ("policy.path", "policy.new"), text
+        if self.sampler.predicts not in trainer.trains:
+            yield ("trainer.algorithm", "sampler.kind"), not_trained(trainer, self.sampler.predicts)
+        if env.success_key is None and env.reward == "success":
+            text = "nothing would ever be paid without one; write reward: environment"
+            yield ("environment.success_key", "environment.reward"), text
+        if env.num_envs % env.group_size:
+            yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
+        if env.staleness and not trainer.takes_older_samples:
+            text = f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
+            yield ("environment.staleness", "trainer.algorithm"), text
+        yield from self._processes()
+        if self.policy.new is not None:
+            yield from self.policy.new.problems(self.sampler.predicts)
         yield from self.sampler.problems()
         yield from self.trainer.problems(self)
         yield from super().problems()
+
+    def _processes(self) -> Iterator[Finding]:
+        """Shards and groups of processes: without these rules processes wait for each other for ever."""
+        if self.distributed.context > 1:
+            yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"
+        if not self.distributed.fsdp:
+            return
+        key = "distributed.fsdp"
+        if self.environment.staleness:
+            yield (key, "environment.staleness"), "is not there for policies in shards; write 0"
+        if self.trainer.retries:
+            text = "a process that leaves a pass for want of memory leaves the others waiting; find microbatch by hand"
+            yield ("trainer.fit_batch", key), text
+        if self.environment.workers == "ray" and self.trainer.acts_on_actors:
+            text = "Ray actors act with copies of the policy, and no process has all of it; write ray_simulators"
+            yield ("environment.workers", key), text
 
     def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
         """What is wrong with the policy's folder, the demonstrations and the simulator."""

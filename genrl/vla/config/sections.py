@@ -7,14 +7,17 @@ ReinFlow (2505.22094), SimpleVLA-RL (2509.09674).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from genrl.config.errors import Finding
 from genrl.config.optimizers import Optimizer
-from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Text, Ways, Whole
+from genrl.config.plugins import names
+from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Share, Text, Ways, Whole
 from genrl.config.sections import EvaluationBase
+from genrl.vla.config.names import POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 
 class NewPolicy(Section):
@@ -39,6 +42,21 @@ class NewPolicy(Section):
     def looks(self) -> bool:
         """Whether it sees anything."""
         return self.image_size > 0 or self.points > 0
+
+    def problems(self, sampled: str) -> Iterator[Finding]:
+        """A type that cannot be made, or that predicts something else than the sampler needs, `sampled`."""
+        known = [name for name in names(POLICIES) if name not in PUBLISHED]
+        predicts = PREDICTS.get(self.type, sampled)
+        if self.type in PUBLISHED:
+            yield ("policy.new.type",), f"{self.type} is a published policy: write its folder as policy.path"
+        elif self.type not in known and ".py" not in self.type:
+            close = get_close_matches(self.type, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}? " if close else ""
+            text = f"found {self.type!r}; {hint}they are: {', '.join(known)}; or name a file: path/file.py:Name"
+            yield ("policy.new.type",), text
+        elif predicts != sampled:
+            text = f"{self.type} predicts {predicts}; write sampler.kind: {SAMPLERS[predicts]}"
+            yield ("policy.new.type", "sampler.kind"), text
 
 
 class PolicyLoRA(Section):
@@ -127,9 +145,6 @@ class Environment(Section):
     while the policy is trained. PPO, GRPO (docs/ray.md)."""
     timeout_s: Positive = 60.0
     """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
-    worker_gb: Positive | None = None
-    """Memory of a worker, in GB, above which it is started anew before the next rollout, for simulators that leak;
-    null = no limit."""
     reward: Literal["success", "environment"] = "success"
     """1 at success, or what the environment pays."""
     goals: Whole = 0
@@ -166,6 +181,15 @@ class Sampler(Section):
     """Where the policy has a head that sets the noise: on its action expert, beside it, or nowhere. With one, the whole
     chain is one decision; without, every sampled step is."""
 
+    @property
+    def first_steps(self) -> int:
+        """Denoising steps that are not trained, and done by the policy as it was before (DPPO)."""
+        return 0
+
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler of these settings for a policy. whole_chain: every denoising step is trained, none sampled."""
+        raise NotImplementedError
+
     def problems(self) -> Iterator[Finding]:
         """Settings that contradict each other."""
         return iter(())
@@ -180,23 +204,15 @@ class FlowSDE(Sampler):
     """Denoising steps K (pi0: 4; pi0.5: 3 to 5)."""
     noise_level: Positive = 1.0
     """Noise a of the sampled step (pi_RL: 0.5; a small policy needs 1)."""
-    anneal: tuple[Positive, Count] | None = None
-    """[a, iterations]: the noise level goes linearly to this one in so many iterations; null = constant."""
     selection: Literal["all", "random_per_env", "random_per_batch", "last"] = "random_per_env"
     """Which steps are sampled, the others being the ODE's: all, one at random per chunk, one for all chunks (pi_RL as
-    released), or the last ones."""
-    count: Count = 1
-    """How many of the last steps, with selection last."""
-    skip_last: Flag = False
-    """Never sample the step that ends in the action."""
+    released), or the last one."""
 
-    def problems(self) -> Iterator[Finding]:
-        """More steps than there are, and a count of steps that are chosen otherwise."""
-        available = self.steps - self.skip_last
-        if self.selection == "last" and self.count > available:
-            yield ("sampler.count", "sampler.steps"), f"{self.count} of {available} steps cannot be sampled"
-        if self.selection != "last" and self.count != 1:
-            yield ("sampler.count", "sampler.selection"), "counts the last steps; write selection: last"
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler of these settings."""
+        from genrl.vla.rollout.sampling import FlowSteps
+
+        return FlowSteps(self.kind, self.steps, self.noise_level, self.selection)
 
 
 class FlowCPS(FlowSDE):
@@ -204,17 +220,8 @@ class FlowCPS(FlowSDE):
 
     kind: Literal["flow_cps"] = "flow_cps"  # type: ignore[assignment]
     """Which sampler."""
-    noise_level: Positive = 0.7
-    """Noise of the sampled step (RL-100: 0.7)."""
-    skip_last: Literal[True] = True
-    """Always true: the last step has no noise."""
-
-    def problems(self) -> Iterator[Finding]:
-        """Beside those of Flow-SDE: more noise than there is."""
-        yield from super().problems()
-        for key, level in (("noise_level", self.noise_level), ("anneal", self.anneal and self.anneal[0])):
-            if level is not None and level > 1:
-                yield (f"sampler.{key}",), f"flow_cps replaces all of the noise at 1; {level:g} is more"
+    noise_level: Share = 0.7
+    """Noise of the sampled step, all of which is replaced at 1 (RL-100: 0.7)."""
 
 
 class FlowNoise(Sampler):
@@ -230,8 +237,12 @@ class FlowNoise(Sampler):
     """Least standard deviation (pi_RL: 0.08; a small policy needs 0.2)."""
     high: Positive = 0.6
     """Greatest standard deviation (pi_RL: 0.16; a small policy needs 0.6)."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """Log-densities of the K + 1 terms: mean (pi_RL as released) or sum (its equation)."""
+
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler of these settings; the mean of the chain's terms is pi_RL's as released, its equation sums."""
+        from genrl.vla.rollout.sampling import LearnedNoise
+
+        return LearnedNoise(self.steps, self.low, self.high)
 
     def problems(self) -> Iterator[Finding]:
         """Bounds in the wrong order."""
@@ -253,8 +264,13 @@ class ReinFlow(FlowNoise):
     """Least standard deviation (ReinFlow: 0.05 to 0.10)."""
     high: Positive = 0.24
     """Greatest standard deviation (ReinFlow: 0.10 to 0.24)."""
-    reduction: Literal["mean", "sum"] = "sum"
-    """Log-densities of the chain's terms."""
+
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler of these settings, with ReinFlow's clips."""
+        from genrl.vla.rollout.sampling import LearnedNoise
+
+        clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
+        return LearnedNoise(self.steps, self.low, self.high, reduction="sum", **clips)
 
 
 class Diffusion(Sampler):
@@ -270,6 +286,20 @@ class Diffusion(Sampler):
     """How many of the last ones are trained (DPPO: 10 of 20, or all 5 of DDIM)."""
     floor: Positive = 0.1
     """Least standard deviation of a step, to sample and to score (DPPO: 0.1)."""
+
+    @property
+    def first_steps(self) -> int:
+        """See `Sampler`."""
+        return self.steps - self.ft_denoising_steps
+
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler of these settings. Raises ValueError for a policy of fewer noise levels."""
+        from genrl.vla.rollout.sampling import Diffusion
+
+        levels, steps = policy.train_steps, self.steps
+        if steps > levels:
+            raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {steps} are more")
+        return Diffusion(levels, steps, steps if whole_chain else self.ft_denoising_steps, self.floor)
 
     def problems(self) -> Iterator[Finding]:
         """More trained steps than there are."""
@@ -289,6 +319,12 @@ class Tokens(Sampler):
     temperature: Positive = 1.0
     """Of the logits, in drawing and in scoring (SimpleVLA-RL, RLinf: 1.6)."""
 
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler of these settings."""
+        from genrl.vla.rollout.sampling import Tokens
+
+        return Tokens(self.temperature)
+
 
 class Regression(Sampler):
     """Actions that the policy computes (ACT, the continuous head of OpenVLA-OFT): nothing is drawn, so there is no
@@ -299,6 +335,12 @@ class Regression(Sampler):
 
     kind: Literal["regression"] = "regression"
     """Which sampler."""
+
+    def made(self, policy: Any, *, whole_chain: bool) -> Any:
+        """The sampler, which has no settings."""
+        from genrl.vla.rollout.sampling import Regression
+
+        return Regression()
 
 
 class PolicyOptimizer(Optimizer):

@@ -1,24 +1,42 @@
-"""Demonstrations of scripted experts by the simulator's name, and worlds in which methods make data themselves."""
+"""Demonstrations of scripted experts by the simulator's name, the successful episodes of an environment's expert; and
+worlds in which methods make data themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genrl.config.plugins import find
+from genrl.vla.config import sections as settings
+from genrl.vla.config.files import is_recording
 from genrl.vla.config.names import EXPERTS, WORLDS
-from genrl.vla.data.frames import Shown
+from genrl.vla.data.frames import Shown, episode_frames
+from genrl.vla.data.lerobot_dataset import Episode, open_dataset
+from genrl.vla.data.recordings import Steps, episodes_of, read_steps
+from genrl.vla.policies.policy import (
+    ACTION,
+    ENVIRONMENT,
+    IMAGE,
+    IMAGES,
+    POINTS,
+    STATE,
+    TOKENS,
+    Batch,
+    tokenise,
+    vocabulary,
+)
+from genrl.vla.simulators.contract import episode_keys
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from genrl.vla.config.schema import VLAConfig
-    from genrl.vla.offline.transitions import Reader, Transitions
     from genrl.vla.policies.policy import Batch
-    from genrl.vla.simulators.contract import Environment
+
 
 Numbers = NDArray[np.float32]
 
@@ -48,65 +66,9 @@ def demonstrated(
     return shown
 
 
-class World(Protocol):
-    """A simulator whose rules are known, so that methods can play in it, look at it, and say what is fulfilled.
-
-    lines: the instructions of its tasks; known: all that it may say. max_steps: actions of an episode at most.
-    """
-
-    lines: list[str]
-    known: Sequence[str]
-    action_dim: int
-    max_steps: int
-
-    def rest(self, actions: Numbers) -> Sequence[float]:
-        """The action that stands still after an episode's actions [T, A]."""
-        ...
-
-    def expert_data(self, config: VLAConfig, episodes: int, policy: Any, gamma: float) -> Transitions:
-        """The expert's decisions as transitions, with what the policy reads."""
-        ...
-
-    def wayward_data(self, config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
-        """Episodes of a player who does what it is told in a share `settings.right` of them, else something else."""
-        ...
-
-    def careless_data(self, config: VLAConfig, settings: Any, reads: Reader, horizon: int) -> Transitions:
-        """Episodes of a player who avoids hazards in a share `settings.careful` of them, with their costs."""
-        ...
-
-    def with_hazards(self, num_envs: int, chunk: int) -> Environment:
-        """An environment whose info has "costs" of hazards."""
-        ...
-
-    def pictures(self, observation: Batch, size: int) -> Tensor:
-        """What an observation looked like, uint8 [N, S, S, 3]."""
-        ...
-
-    def instructions(self, observation: Batch, reads: Reader) -> list[str]:
-        """The instruction of each row, from its tokens."""
-        ...
-
-    def draw(self, numbers: Numbers, size: int) -> NDArray[np.uint8]:
-        """Pictures [N, S, S, 3] of the world as numbers [N, O]."""
-        ...
-
-    def play(self, count: int, steps: int, *, seed: int) -> Any:
-        """Somebody plays without being told to: `observations` [N, T + 1, O], `actions` [N, T, A]."""
-        ...
-
-    def walk(self, count: int, *, seed: int, horizon: int, still: int) -> Any:
-        """The expert's episodes and `still` more steps: `observations` [N, T + 1, O], `chunks` [N, T, H, A], `done` and
-        `counted` bool [N, T], `lines` [N]."""
-        ...
-
-    def fulfilled(self, numbers: Numbers) -> Tensor:
-        """Which of `lines` the world fulfils, as numbers [N, O]: bool [N, lines]."""
-        ...
-
-    def seen_by(self, model: Any, num_envs: int, chunk: int) -> Environment:
-        """The real world as the latents of a world model, which looks after every action."""
-        ...
+World = Any
+"""A simulator whose rules are known, so that methods can play in it, look at it, and say what is fulfilled: one of
+`WORLDS`, as `playground.minitable.world.TableWorld`."""
 
 
 def world_of(config: VLAConfig, default: Sequence[str] = ()) -> World:
@@ -114,3 +76,158 @@ def world_of(config: VLAConfig, default: Sequence[str] = ()) -> World:
     env = config.environment
     made: World = find(env.name, WORLDS)(env.tasks or default, env.max_steps)
     return made
+
+
+Act = Callable[[dict[str, NDArray[np.float64]]], NDArray[Any]]
+"""The expert's action from what is observed; it is clipped to [-1, 1]."""
+
+
+def expert_episodes(
+    tasks: Sequence[str],
+    make: Callable[[str], Any],
+    expert: Callable[[Any], Act],
+    count: int,
+    *,
+    seed: int,
+    max_steps: int,
+    image_size: int = 0,
+    points: int = 0,
+) -> Iterator[Episode]:
+    """`count` successful episodes of every task, with LeRobot's columns. make: from a task to an environment of
+    LeRobot's names, with actions in [-1, 1] and info["success"]; expert: for an environment.
+
+    `STATE` and `ENVIRONMENT` [T, ...], `ACTION` [T, A] in [-1, 1], `IMAGE` uint8 [T, S, S, 3] and `POINTS`
+    [T, N, 3] where image_size and points are not 0, "next.reward" (1 at success), "next.done", "next.success" [T, 1].
+    An episode ends with its success; those that are not over in max_steps are left out, and others taken. A function of
+    the seed, and of no rollout's starts.
+    Raises RuntimeError where fewer than one attempt in five succeeds.
+    """
+    for task in tasks:
+        env, found, attempt = make(task), 0, 0
+        while found < count:
+            if attempt >= 5 * count + 5:
+                raise RuntimeError(
+                    f"the expert of {task} succeeded in {found} of {attempt} episodes of at most {max_steps} steps: "
+                    "allow more steps"
+                )
+            key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
+            episode = _episode(env, expert(env), int(key >> np.uint64(33)), max_steps, image_size, points)
+            attempt += 1
+            if episode is not None:
+                found += 1
+                yield episode
+
+
+def _episode(env: Any, act: Act, seed: int, max_steps: int, image_size: int, points: int) -> Episode | None:
+    """One episode of the expert, or None where it does not succeed."""
+    observation, _ = env.reset(seed=seed)
+    states, surroundings, actions, pictures, clouds = [], [], [], [], []
+    for _ in range(max_steps):
+        states.append(observation["agent_pos"].astype(np.float32))
+        surroundings.append(observation["environment_state"].astype(np.float32))
+        if image_size:
+            pictures.append(env.picture(image_size))
+        if points:
+            clouds.append(env.points(points))
+        actions.append(np.clip(act(observation), -1.0, 1.0).astype(np.float32))
+        observation, _, _, _, info = env.step(actions[-1])
+        if info["success"]:
+            break
+    else:
+        return None
+    last = (np.arange(len(actions)) == len(actions) - 1)[:, None]
+    columns: dict[str, NDArray[Any]] = {
+        STATE: np.stack(states),
+        ENVIRONMENT: np.stack(surroundings),
+        ACTION: np.stack(actions),
+        "next.reward": last.astype(np.float32),
+        "next.done": last,
+        "next.success": last,
+    }
+    looked = {name: np.stack(shown) for name, shown in ((IMAGE, pictures), (POINTS, clouds)) if shown}
+    return Episode([env.task_description] * len(actions), columns | looked)
+
+
+def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
+    """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
+
+    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads, clouds
+    of points among it.
+    """
+    source = config.demonstrations
+    reader = config.policy.new if policy is None else policy
+    assert source is not None and reader is not None
+    inputs = _read_by(config.policy.new) if policy is None else policy.inputs
+    if source.dataset is not None and POINTS in inputs:
+        raise ValueError("demonstrations.dataset: data sets hold no clouds of points; write demonstrations.expert: N")
+    steps = recorded(config)
+    if steps is not None:
+        inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
+        shown = _recorded(config, steps, inputs)
+    elif source.dataset is not None:
+        shown = _dataset(config, source.dataset, inputs)
+    else:
+        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0)
+    words = vocabulary(shown.texts)
+    told = partial(tokenise, words=words) if policy is None else policy.tokenise
+    frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
+    return frames, words
+
+
+def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
+    """What a new policy will read."""
+    assert new is not None
+    looks = {IMAGE: new.image_size, POINTS: new.points, STATE: True, ENVIRONMENT: not new.looks, TOKENS: True}
+    return tuple(name for name, used in looks.items() if used)
+
+
+def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
+    assert config.demonstrations is not None
+    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
+    name = config.environment.name
+    world = world_of(config) if name in WORLDS.built_in else None
+    columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
+    pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
+    missing = [name for name in pictures if name not in dataset.cameras]
+    if missing:
+        key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
+        raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
+    width = len(dataset.stats[ACTION]["mean"])
+    if world is not None and width != world.action_dim:
+        text = f"{folder} has actions of {width} numbers, {name}'s have {world.action_dim}"
+        raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
+    # a policy may learn all that a world can say; elsewhere what the demonstrations say is all that is known
+    texts = [*dataset.tasks.values(), *(() if world is None else world.known)]
+    own = {camera: IMAGE} if IMAGE in inputs else {}
+    episodes = (
+        episode._replace(columns={own.get(key, key): value for key, value in episode.columns.items()})
+        for episode in dataset.read([*columns, ACTION])
+    )
+    return Shown(texts, episodes, None if world is None else world.rest)
+
+
+def recorded(config: VLAConfig) -> Steps | None:
+    """The steps of `demonstrations.dataset`, where it is a file or folder of them, with the reward that the environment
+    pays here; None elsewhere. Raises ValueError for what cannot be read."""
+    source, env = config.demonstrations, config.environment
+    if source is None or source.dataset is None or not is_recording(Path(source.dataset)):
+        return None
+    steps = read_steps(Path(source.dataset), success_key=env.success_key, cost_key=env.cost_key)
+    return steps._replace(reward=steps.success.astype("float32")) if env.reward == "success" else steps
+
+
+def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
+    env = config.environment
+    if any(name.startswith(IMAGE) for name in inputs):
+        raise ValueError("demonstrations.dataset: files of steps hold no pictures; write policy.new.image_size: 0")
+    if env.instruction is None:
+        raise ValueError("environment.instruction: files of steps hold no sentences; write the one of the task")
+    told = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)
+    return Shown([env.instruction], told, None)
+
+
+def _expert(config: VLAConfig, image_size: int, points: int) -> Shown:
+    assert config.demonstrations is not None and config.demonstrations.expert is not None
+    env, count = config.environment, config.demonstrations.expert
+    how: dict[str, Any] = {"seed": config.seed, "max_steps": env.max_steps, "image_size": image_size}
+    return demonstrated(env.name, env.tasks or (), count, points=points, **how)

@@ -1,6 +1,6 @@
-"""Episodes to look at: gif and mp4 under their instruction, and contact sheets. Green has succeeded, red has failed.
+"""Episodes to look at: gifs under their instruction, and contact sheets. Green has succeeded, red has failed.
 
-Deterministic: equal clips give equal bytes (mp4: with the same PyAV).
+Deterministic: equal clips give equal bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import io
 import math
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from genrl.runtime.folder.run import write_atomic
-from genrl.runtime.show.mp4 import Mp4
 from genrl.runtime.show.pictures import save_png
 
 Pictures = NDArray[np.uint8]
@@ -44,7 +42,7 @@ def write_clips(
 ) -> list[Path]:
     """The first `each` successes and failures as `success-00.gif`, `failure-00.gif`..., and all these in `sheet.png`.
 
-    With PyAV also `success-00.mp4`... fps: frames per second of the clips. size: height of a picture in pixels.
+    fps: frames per second of the clips. size: height of a picture in pixels.
     moments: pictures per row of the sheet. Returns the files. Raises ValueError for a clip without frames.
     """
     found: list[Path] = []
@@ -54,8 +52,6 @@ def write_clips(
             frames = captioned(clip, size)
             name = f"{_outcome(clip)}-{number:02d}"
             found.append(write_gif(folder / f"{name}.gif", frames, fps))
-            if find_spec("av") is not None:
-                found.append(write_mp4(folder / f"{name}.mp4", frames, fps))
             chosen.append(clip)
     if chosen:
         found.append(save_png(contact_sheet(chosen, moments=moments), folder / "sheet.png"))
@@ -125,17 +121,6 @@ def write_gif(path: Path, frames: Pictures, fps: float) -> Path:
     file = io.BytesIO()
     first.save(file, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
     write_atomic(path, file.getvalue())
-    return path
-
-
-def write_mp4(path: Path, frames: Pictures, fps: int) -> Path:
-    """Frames uint8 [T, H, W, 3], H and W even, as an mp4 file; needs PyAV. It appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    file = Mp4(partial, fps, *frames.shape[1:3], key_interval=max(1, 2 * fps))
-    file.add(frames)
-    file.close()
-    partial.replace(path)
     return path
 
 

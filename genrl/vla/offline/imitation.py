@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,29 +23,52 @@ from genrl.vla.run import VLARun
 from genrl.vla.update.scores import named
 
 
-def flow_matching_loss(
-    policy: PredictsVelocity, context: Batch, actions: Tensor, noise: Tensor, sigma: Tensor, valid: Tensor | None = None
+def matching_error(
+    policy: Policy, context: Batch, actions: Tensor, noise: Tensor, level: Tensor, alpha_bars: Tensor | None
 ) -> Tensor:
-    """Mean of `(v(x_sigma) - (noise - a))^2` over B, H and A: flow matching (arXiv 2210.02747), [].
+    """What a policy's prediction at noisy chunks lacks, [B, H, A]: of flow matching (arXiv 2210.02747)
+    `v(x_sigma) - (noise - a)`, level sigma [B]; of DDPM's simple loss (2006.11239, eq. 14) `e(x_t) - noise`, level an
+    int64 timestep [B] of alpha_bars.
 
-    actions (normalised) and noise [B, H, A], sigma [B]; valid bool [B, H]: which actions were demonstrated.
+    actions (normalised) and noise [B, H, A]. Raises TypeError for a policy that predicts neither.
     """
-    x = forward.flow_sample(actions, noise, sigma)
-    return _mean_square(policy.velocity(context, x, sigma) - forward.flow_target(actions, noise), valid)
+    if isinstance(policy, PredictsVelocity):
+        sigma = level.to(actions)
+        x = forward.flow_sample(actions, noise, sigma)
+        return policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
+    if not isinstance(policy, PredictsNoise) or alpha_bars is None:
+        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and has no loss of its own")
+    x = forward.diffusion_sample(actions, noise, alpha_bars[level])
+    return policy.noise(context, x, level) - noise
 
 
-def noise_matching_loss(
-    policy: PredictsNoise,
-    context: Batch,
-    actions: Tensor,
-    noise: Tensor,
-    timestep: Tensor,
-    alpha_bars: Tensor,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Mean of `(e(x_t) - noise)^2`: DDPM's simple loss (arXiv 2006.11239, eq. 14), []. timestep int64 [B]."""
-    x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
-    return _mean_square(policy.noise(context, x, timestep) - noise, valid)
+def noise_and_levels(policy: Policy, shape: Sequence[int], rng: torch.Generator, alpha_bars: Tensor) -> Batch:
+    """Noise [B, H, A] of a shape and the levels [B] of `matching_error`, with the alpha_bars."""
+    noise = torch.randn(tuple(shape), generator=rng)
+    if isinstance(policy, PredictsVelocity):
+        level = forward.flow_times(shape[0], rng)
+    else:
+        level = torch.randint(len(alpha_bars), (shape[0],), generator=rng)
+    return {"noise": noise, "level": level, "alpha_bars": alpha_bars}
+
+
+def recorded_chunks(
+    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator, weight: Tensor
+) -> Recorded:
+    """Data chunks to be cloned with these weights [B], with noise and levels drawn by rng."""
+    tensors = {f"observation/{name}": value for name, value in observation.items()}
+    tensors |= noise_and_levels(policy, action.shape, rng, alpha_bars)
+    return Recorded(None, tensors | {"actions": policy.normalised(action), "weight": weight})
+
+
+def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
+    """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
+
+    Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
+    """
+    context, actions = policy.encode(observation_of(given)), given["actions"]
+    error = matching_error(policy, context, actions, given["noise"].to(actions), given["level"], given["alpha_bars"])
+    return error.square().flatten(1).mean(1)
 
 
 def own_loss(policy: Imitates, context: Batch, actions: Tensor, given: Recorded) -> Tensor:
@@ -77,20 +100,11 @@ def recorded_frames(
         tensors |= {f"noise/{name}": value[mine] for name, value in drawn.items()}
         tensors["share_of_frames"] = torch.tensor(len(here) / len(index), dtype=torch.float64)
     else:
-        tensors["noise"] = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine]
-        tensors |= {"level": _levels(policy, len(index), rng, alpha_bars)[mine], "alpha_bars": alpha_bars}
+        drawn = noise_and_levels(policy, (len(index), *actions.shape[1:]), rng, alpha_bars)
+        tensors |= drawn | {name: drawn[name][mine] for name in ("noise", "level")}
     if ACTION_IS_PAD in frames or not len(here):
         tensors["valid"] = ~padded[mine]
     return Recorded(None, tensors)
-
-
-def _levels(policy: Policy, count: int, rng: torch.Generator, alpha_bars: Tensor) -> Tensor:
-    """Times of a flow, or timesteps of a diffusion [count]."""
-    if isinstance(policy, PredictsVelocity):
-        return forward.flow_times(count, rng)
-    if isinstance(policy, PredictsNoise):
-        return torch.randint(len(alpha_bars), (count,), generator=rng)
-    raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and has no loss of its own")
 
 
 def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
@@ -101,12 +115,12 @@ def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
     actions = given["actions"].to(device)
     if isinstance(policy, Imitates):
         return own_loss(policy, context, actions, given)
-    noise, level = given["noise"].to(device), given["level"]
-    valid, share = given["valid"].to(device) if "valid" in given else None, float(given["share"])
-    if isinstance(policy, PredictsVelocity):
-        return flow_matching_loss(policy, context, actions, noise, level.to(device), valid) * share
-    assert isinstance(policy, PredictsNoise)
-    return noise_matching_loss(policy, context, actions, noise, level, given["alpha_bars"], valid) * share
+    noise, share = given["noise"].to(device), float(given["share"])
+    square = matching_error(policy, context, actions, noise, given["level"], given["alpha_bars"]) ** 2
+    if "valid" not in given:
+        return square.mean() * share
+    kept = given["valid"].to(device)[..., None].expand(square.shape)
+    return torch.where(kept, square, 0.0).sum() / kept.sum().clamp(min=1) * share
 
 
 def observation_of(given: Recorded) -> Batch:
@@ -177,11 +191,3 @@ def mean_of_last(losses: Iterator[float], count: int = 50) -> float:
     """Run a training to its end; mean loss of its last steps."""
     last = deque(losses, maxlen=count)
     return sum(last) / len(last)
-
-
-def _mean_square(error: Tensor, valid: Tensor | None) -> Tensor:
-    square = error**2
-    if valid is None:
-        return square.mean()
-    kept = valid[..., None].expand(square.shape)
-    return torch.where(kept, square, 0.0).sum() / kept.sum().clamp(min=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import world_of
-from genrl.vla.offline import settings as offline_settings
-from genrl.vla.offline.critics import Critics, train_iql
+from genrl.vla.offline.critics import Critics, Learning, train_iql
 from genrl.vla.offline.descent import followed, stepper
+from genrl.vla.offline.imitation import cloning_errors, recorded_chunks
 from genrl.vla.offline.transitions import (
+    Reader,
     Transitions,
     Words,
-    cloning_errors,
     frames_of,
-    recorded_chunks,
     successful,
     take,
 )
@@ -38,33 +37,31 @@ LARGEST_WEIGHT = 100.0
 """Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
-class Regressing(Protocol):
-    """Settings of a method whose policy is regressed on data."""
-
-    episodes: int
-    """How many the data have."""
-    critics: offline_settings.Critics
-    critic_steps: int
-    temperature: float
-    steps_per_iteration: int
-    batch_size: int
+GAMMA = 0.97
+"""Discount of an action, of the data and of their critics."""
 
 
-def new_policy(config: VLAConfig, settings: Any, inputs: tuple[str, ...]) -> Any:
-    """A policy for wayward data (`demonstrations.World`), which reads these inputs, with weights by the seed."""
+def wayward_data(config: VLAConfig, episodes: int, right: float, reads: Reader, horizon: int) -> Transitions:
+    """So many episodes of a player of the world who does what it is told in a share `right` of them."""
+    data: Transitions = world_of(config).wayward_data(config, episodes, right, reads, horizon, GAMMA)
+    return data
+
+
+def new_policy(config: VLAConfig, episodes: int, right: float, inputs: tuple[str, ...]) -> Any:
+    """A policy for `wayward_data`, which reads these inputs, with weights by the seed."""
     assert config.policy.new is not None
-    world = world_of(config)
-    words = vocabulary(world.lines)
-    data = world.wayward_data(config, settings, Words(words, inputs), config.policy.new.horizon)
+    words = vocabulary(world_of(config).lines)
+    data = wayward_data(config, episodes, right, Words(words, inputs), config.policy.new.horizon)
     return setup.new_policy(config, frames_of(data), words)
 
 
 def advantage_of(
-    run: VLARun, settings: Regressing, critics: Critics, data: Transitions, gap: str
+    run: VLARun, settings: Any, critics: Critics, data: Transitions, gap: str, *, batch_size: int
 ) -> tuple[Tensor, dict[str, float]]:
     """Train the critics on data whose episodes are known to have succeeded or not: the advantage of the data's chunks
-    [N], and figures, among them, as `gap`, how much more it is in the episodes that succeeded."""
-    steps, how = settings.critic_steps, settings.critics
+    [N], and figures, among them, as `gap`, how much more it is in the episodes that succeeded. settings: `episodes` of
+    the data and `critic_steps`."""
+    steps, how = settings.critic_steps, Learning(GAMMA, batch_size=batch_size)
     figures = train_iql(critics, data, how, steps=steps, seed=run.config.seed)
     found = followed(run, "learning critics", steps, figures, "critic")
     won, advantage = successful(data), critics.advantage(data.observation, data.action).cpu()
@@ -78,7 +75,7 @@ def weighted_cloning(acting: Acting, given: Recorded) -> Tensor:
 
 
 def regress(
-    run: VLARun, settings: Regressing, loss: Loss, data: Transitions, advantage: Tensor, figures: Mapping[str, float]
+    run: VLARun, settings: Any, loss: Loss, data: Transitions, advantage: Tensor, figures: Mapping[str, float]
 ) -> None:
     """All iterations: `steps_per_iteration` steps on `batch_size` decisions, weighted by exp(`temperature` advantage).
 

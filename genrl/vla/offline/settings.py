@@ -1,4 +1,4 @@
-"""Keys of critics that are learned from data, and what methods that learn from data refuse."""
+"""What methods that learn from data refuse, and what they say of an iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
-from genrl.config.section import Count, Positive, Section, Share
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row
 
@@ -14,21 +13,6 @@ if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
 
 FROM_DATA: Row = ("learns", "from data", "see docs/vla_offline.md")
-
-
-class Critics(Section):
-    """Two Q and a V, learned from data by implicit Q-learning."""
-
-    gamma: Share = 0.98
-    """Discount of one action: gamma^n over a chunk of n."""
-    expectile: Share = 0.7
-    """Which expectile of Q is V: above 0.5 it leans to the best actions of the data (RL-100: 0.7)."""
-    lr: Positive = 1e-3
-    """Learning rate."""
-    batch_size: Count = 256
-    """Transitions per step."""
-    target_rate: Share = 0.01
-    """How fast the slow copies follow in a step (FISOR: 0.005)."""
 
 
 def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:

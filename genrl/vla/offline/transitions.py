@@ -1,4 +1,4 @@
-"""Transitions to learn from without acting: recorded decisions of any behaviour, and what clones them.
+"""Transitions to learn from without acting: recorded decisions of any behaviour.
 
 A transition is one decision: an observation, the chunk that was sent, what it paid, and the true next observation.
 Everything random is a function of the seed; nothing here touches a policy's weights.
@@ -14,11 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.mdp import forward
 from genrl.objectives.advantages.gae import chunk_rewards
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.state import Unchanging
-from genrl.vla.config.sections import Environment
+from genrl.vla.config import sections
 from genrl.vla.data.recordings import Steps, split
 from genrl.vla.policies.policy import (
     ACTION,
@@ -27,8 +25,6 @@ from genrl.vla.policies.policy import (
     TOKENS,
     Batch,
     Policy,
-    PredictsNoise,
-    PredictsVelocity,
     joined_batches,
     rows,
     tokenise,
@@ -36,8 +32,7 @@ from genrl.vla.policies.policy import (
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Denoising
-from genrl.vla.simulators.contract import Tables
-from genrl.vla.update.scores import named
+from genrl.vla.simulators.contract import Environment
 
 
 class Transitions(NamedTuple):
@@ -86,7 +81,7 @@ Behaviour = Callable[[Batch, int], Tensor]
 
 
 def play(
-    env: Tables,
+    env: Environment,
     behave: Behaviour,
     reads: Reader,
     *,
@@ -145,7 +140,7 @@ def play(
     return Transitions(observation=now, next_observation=following, **joined)
 
 
-def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reader) -> Batch:
+def observe(raw: dict[str, NDArray[Any]], env: Environment, reads: Reader) -> Batch:
     """What `reads` reads of an environment's observation, by the policy's names."""
     named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
     found = {name: torch.from_numpy(np.array(named[name])) for name in reads.inputs if name != TOKENS}
@@ -156,10 +151,10 @@ def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reader) -> Batch:
 def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Transitions:
     """The decisions of a rollout of the policy, which has not changed since.
 
-    A last denoising step that was not drawn is done again (`FlowSteps` with skip_last). Raises ValueError where more of
+    A last denoising step that was not drawn is done again (Flow-CPS). Raises ValueError where more of
     the chain is missing (one random step): nobody knows the chunk then; draw all, or use `play`.
     """
-    assert isinstance(rollout.sampler, Denoising)  # others are refused (`vla_rules`)
+    assert isinstance(rollout.sampler, Denoising)  # no other sampler's chunk is in its record
     kept, last = rollout.valid, rollout.sampler.steps - 1
     now = {name: value[:-1][kept] for name, value in rollout.observations.items()}
     following = {name: value[1:][kept] for name, value in rollout.observations.items()}
@@ -189,7 +184,7 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
 
 
 def from_steps(
-    steps: Steps, reads: Reader, env: Environment, *, horizon: int, executed: int, gamma: float
+    steps: Steps, reads: Reader, env: sections.Environment, *, horizon: int, executed: int, gamma: float
 ) -> Transitions:
     """A decision from every recorded step: the chunk of `horizon` actions from there, of which `executed` are, or as
     many as its episode has left. Beyond an end a chunk repeats the last action. Decisions overlap where executed > 1.
@@ -293,38 +288,3 @@ class Store:
             for key, value in saved["data"].items()
         }
         self.ready = saved["ready"]
-
-
-def recorded_chunks(
-    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator, weight: Tensor
-) -> Recorded:
-    """Data chunks to be cloned with these weights [B], with noise and levels drawn by rng."""
-    actions = policy.normalised(action)
-    noise = torch.randn(action.shape, generator=rng)
-    if isinstance(policy, PredictsVelocity):
-        level = forward.flow_times(len(actions), rng)
-    elif isinstance(policy, PredictsNoise):
-        level = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
-    else:
-        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
-    tensors = {f"observation/{name}": value for name, value in observation.items()}
-    tensors |= {"actions": actions, "noise": noise, "level": level, "alpha_bars": alpha_bars, "weight": weight}
-    return Recorded(None, tensors)
-
-
-def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
-    """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
-
-    Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
-    """
-    actions, level = given["actions"], given["level"]
-    noise, context = given["noise"].to(actions), policy.encode(named(given, "observation/"))
-    if isinstance(policy, PredictsVelocity):
-        sigma = level.to(actions)
-        x = forward.flow_sample(actions, noise, sigma)
-        error = policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
-    else:
-        assert isinstance(policy, PredictsNoise)
-        x = forward.diffusion_sample(actions, noise, given["alpha_bars"][level])
-        error = policy.noise(context, x, level) - noise
-    return error.square().flatten(1).mean(1)

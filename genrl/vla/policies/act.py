@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from genrl.vla.policies import lerobot
 from genrl.vla.policies.lerobot import Adapt, Folder
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Batch, Errors, NoiseHead, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Batch, Errors, Statistics
 from genrl.vla.policies.published import PublishedPolicy
 from genrl.vla.policies.resnet import DEPTHS, TORCHVISION, WIDTHS, FrozenBatchNorm, pretrained, resnet
 from genrl.vla.policies.robot import Robot
@@ -108,18 +108,6 @@ class ACT(PublishedPolicy):
     def encoder(self) -> nn.Module:
         """What sees."""
         return self.model.backbone if self.robot.pictures else nn.ModuleDict()
-
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> ACT:
-        """Raises ValueError for any head."""
-        if critic or noise_head != "none":
-            raise ValueError("ACT says its chunk outright and has no likelihood, so nothing can reinforce it: use sft")
-        return self
-
-    def value(self, context: Batch) -> Tensor:
-        raise ValueError("ACT has no critic")
-
-    def tokenise(self, instructions: Sequence[str]) -> Tensor:
-        return torch.zeros(len(instructions), 0, dtype=torch.int64)
 
     def encode(self, observation: Batch) -> Batch:
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
@@ -213,6 +201,8 @@ class ACT(PublishedPolicy):
             config = ACTConfig(chunk_size=settings.horizon, **settings.args)
         except ValueError as error:
             raise ValueError(f"policy.new.args: {error}") from None
+        if inputs.points:
+            raise ValueError("policy.new.points: act has no encoder of points; write 0")
         folder = _new_folder(config, inputs, action_dim, stats)
         policy = cls(config, Robot(folder))
         if (begun := config.pretrained_backbone_weights) is not None:
@@ -227,9 +217,8 @@ class ACT(PublishedPolicy):
     def load(cls, path: Path, device: torch.device | str, adapt: Adapt | None) -> ACT:
         """The policy of a LeRobot folder, in evaluation mode."""
         folder = lerobot.read_folder(path, adapt)
-        known = {name: folder.config[name] for name in ACTConfig.__dataclass_fields__ if name in folder.config}
         try:
-            config = ACTConfig(**known)
+            config = ACTConfig(**folder.settings_of(ACTConfig))
         except ValueError as error:
             raise ValueError(f"{path}/config.json: {error}") from None
         robot = Robot(folder)

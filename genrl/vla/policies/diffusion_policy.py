@@ -8,7 +8,7 @@ executed and scored are the first rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.ddpm import cosine_alpha_bars
-from genrl.vla.policies import heads, lerobot
+from genrl.vla.policies import lerobot
 from genrl.vla.policies.lerobot import Adapt
-from genrl.vla.policies.policy import STATE, Batch, NoiseHead
-from genrl.vla.policies.published import PublishedPolicy
+from genrl.vla.policies.policy import STATE, Batch
+from genrl.vla.policies.published import HeadSizes, PublishedPolicy
 from genrl.vla.policies.resnet import DEPTHS, group_norm, resnet
 from genrl.vla.policies.robot import Robot
 
@@ -102,18 +102,9 @@ class DiffusionPolicy(PublishedPolicy):
         """Noise levels."""
         return self.config.num_train_timesteps
 
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> DiffusionPolicy:
-        """This policy with or without a critic; a new one by the seed. Raises ValueError for a noise head."""
-        if noise_head != "none":
-            raise ValueError("the policy predicts noise, a learned std is one of flow policies")
-        wanted: dict[str, Callable[[], nn.Module] | None] = {
-            "value_head": partial(heads.critic, self._features, (512, 256, 128), critic) if critic else None
-        }
-        heads.attach(self, wanted, critic, seed)
-        return self
-
-    def tokenise(self, instructions: Sequence[str]) -> Tensor:
-        return torch.zeros(len(instructions), 0, dtype=torch.int64)
+    @property
+    def head_sizes(self) -> HeadSizes:
+        return HeadSizes(self._features, (512, 256, 128))
 
     def encode(self, observation: Batch) -> Batch:
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
@@ -143,10 +134,8 @@ class DiffusionPolicy(PublishedPolicy):
         bar = self._alpha_bars.to(x.device)[timestep].float()[:, None, None]
         return (x - bar.sqrt() * told) / (1.0 - bar).sqrt()
 
-    def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy has no critic."""
-        values: Tensor = heads.critic_of(self)(context["features"].detach())
-        return values
+    def read_by_critic(self, context: Batch) -> Tensor:
+        return context["features"]
 
     def train(self, mode: bool = True) -> DiffusionPolicy:
         """Batch norms keep the statistics they were published with: a replay must see what was acted on."""
@@ -181,11 +170,12 @@ class DiffusionPolicy(PublishedPolicy):
         """The policy of a LeRobot folder, in evaluation mode."""
         folder = lerobot.read_folder(path, adapt)
         settings, robot = folder.config, Robot(folder)
-        known = {name: settings[name] for name in DiffusionPolicyConfig.__dataclass_fields__ if name in settings}
         shapes = {tuple(settings["input_features"][name]["shape"][-2:]) for name in robot.pictures.values()}
         if len(shapes) > 1:
             raise ValueError(f"{path}/config.json: all pictures must have one shape, found {sorted(shapes)}")
-        policy = cls(DiffusionPolicyConfig(**known), robot, next(iter(shapes), (0, 0)))
+        policy = cls(
+            DiffusionPolicyConfig(**folder.settings_of(DiffusionPolicyConfig)), robot, next(iter(shapes), (0, 0))
+        )
         policy.fill(folder, *lerobot.read_weights(path))
         return policy.ready(device)
 

@@ -1,4 +1,5 @@
-"""What the small policies share: the encoder, the statistics that they normalise by, their heads, their folders.
+"""The small policies: the encoder, the statistics that they normalise by, their heads, their folders; TinyFlowVLA, of
+half a million parameters, and DPPO's diffusion MLP for short chunks (arXiv 2409.00588).
 
 A policy of your own is the shortest as a subclass of `EmbeddedPolicy`: see `genrl.vla.policies.policy`.
 """
@@ -16,14 +17,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from genrl.mdp.noise import seeded
-from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, check_statistics
-from genrl.vla.policies.heads import critic_of
+from genrl.vla.policies.encoder import (
+    MODES,
+    Inputs,
+    ObservationEncoder,
+    ResidualMLP,
+    check_statistics,
+    sinusoidal,
+    value_head,
+)
 from genrl.vla.policies.lerobot import Adapt, existing, write
 from genrl.vla.policies.normalise import normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, NoiseHead, Statistics
+from genrl.vla.policies.published import critic_of
 
 if TYPE_CHECKING:
     from genrl.vla.config.sections import NewPolicy
+
 
 _PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
 
@@ -197,3 +207,110 @@ def _statistics(folder: Path) -> Statistics:
         feature, _, statistic = name.rpartition(".")
         stats.setdefault(feature, {})[statistic] = value
     return stats
+
+
+_PREFIX, _EXPERT, _TIME = 128, 256, 64
+
+
+@dataclass(frozen=True)
+class TinyFlowConfig(EmbeddedConfig):
+    """noise_head: "expert", on the expert's hidden state (Flow-Noise); "context", on the context and the time alone,
+    apart from the expert (ReinFlow)."""
+
+    noise_head: NoiseHead = "none"
+
+
+class TinyFlowVLA(EmbeddedPolicy):
+    """Picture, instruction and state -> prefix [B, 128]; (chunk, sigma, prefix) -> velocity, zero before training.
+
+    A context has "features", what the encoder saw, which the critic reads detached, and "prefix", which the expert
+    reads.
+    """
+
+    Config: ClassVar[type[EmbeddedConfig]] = TinyFlowConfig
+    name = "tiny_flow_vla"
+
+    def __init__(self, config: TinyFlowConfig, stats: Statistics) -> None:
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.prefix = ResidualMLP(self.encoder.size, _PREFIX, 2, nn.SiLU())
+        self.expert = ResidualMLP(numbers + _TIME + _PREFIX, _EXPERT, 2, nn.SiLU())
+        self.norm = nn.LayerNorm(_EXPERT)
+        self.out = nn.Linear(_EXPERT, numbers)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+        if config.critic:
+            self.value_head = value_head(self.encoder.size, _PREFIX, 2, nn.SiLU(), config.critic)
+        if config.noise_head != "none":
+            seen = _EXPERT if config.noise_head == "expert" else _TIME + _PREFIX
+            self.noise_head = nn.Sequential(
+                nn.Linear(seen, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, numbers)
+            )
+
+    def context(self, features: Tensor) -> Batch:
+        """The context of features [B, F] that the encoder has computed."""
+        return {"features": features, "prefix": self.prefix(features)}
+
+    def velocity(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+        return self._read(self._think(context, x, sigma), x)
+
+    def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Raises ValueError where the policy was made without a noise head."""
+        if self.config.noise_head == "none":
+            raise ValueError("this policy has no noise head: make it with noise_head 'expert' or 'context'")
+        thought = self._think(context, x, sigma)
+        if self.config.noise_head == "expert":
+            raw = self.noise_head(thought)
+        else:
+            raw = self.noise_head(torch.cat([sinusoidal(sigma, _TIME, longest=1.0), context["prefix"]], 1))
+        return self._read(thought, x), raw.view(x.shape)
+
+    def _think(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+        told = torch.cat([x.flatten(1).float(), sinusoidal(sigma, _TIME, longest=1.0), context["prefix"]], 1)
+        thought: Tensor = self.norm(self.expert(told))
+        return thought
+
+    def _read(self, thought: Tensor, x: Tensor) -> Tensor:
+        velocity: Tensor = self.out(thought).view(x.shape)
+        return velocity
+
+
+_LEVEL, _HIDDEN, _CRITIC = 16, 512, 256
+
+
+@dataclass(frozen=True)
+class DiffusionMLPConfig(EmbeddedConfig):
+    """train_steps: K of the noise schedule, 20 in DPPO from states, 100 from pictures."""
+
+    train_steps: int = 20
+
+
+class DiffusionMLP(EmbeddedPolicy):
+    """(chunk, timestep, features) -> noise: three layers of 512 with a residual, Mish; the critic, of 256, sees only
+    the observation.
+
+    The encoder is that of `TinyFlowVLA`, where DPPO has a vision transformer.
+    """
+
+    Config: ClassVar[type[EmbeddedConfig]] = DiffusionMLPConfig
+    name = "diffusion_mlp"
+
+    def __init__(self, config: DiffusionMLPConfig, stats: Statistics) -> None:
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.time = nn.Sequential(nn.Linear(_LEVEL, 2 * _LEVEL), nn.Mish(), nn.Linear(2 * _LEVEL, _LEVEL))
+        self.body = ResidualMLP(numbers + _LEVEL + self.encoder.size, _HIDDEN, 1, nn.Mish())
+        self.out = nn.Linear(_HIDDEN, numbers)
+        if config.critic:
+            self.value_head = value_head(self.encoder.size, _CRITIC, 1, nn.Mish(), config.critic)
+
+    @property
+    def train_steps(self) -> int:
+        """Noise levels."""
+        steps: int = self.config.train_steps
+        return steps
+
+    def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
+        time = self.time(sinusoidal(timestep.to(x.device), _LEVEL, longest=float(self.config.train_steps)))
+        predicted: Tensor = self.out(self.body(torch.cat([x.flatten(1).float(), time, context["features"]], 1)))
+        return predicted.view(x.shape)

@@ -55,13 +55,13 @@ def load_policy(folder: Path, *, device: torch.device | str = "cpu", adapt: Adap
     return kind.load(folder, device, adapt)
 
 
-def save_first_steps(policy: Policy, folder: Path, steps: int, trained: int) -> None:
-    """Save, beside the policy of a folder, that which does all but the last `trained` of its denoising steps (DPPO)."""
+def save_first_steps(policy: Policy, folder: Path, steps: int, first: int) -> None:
+    """Save, beside the policy of a folder, that which does the `first` of its denoising steps (DPPO)."""
     save_policy(policy, folder / FIRST_STEPS)
-    write(folder / FIRST_STEPS / "sampler.json", {"steps": steps, "ft_denoising_steps": trained})
+    write(folder / FIRST_STEPS / "sampler.json", {"steps": steps, "ft_denoising_steps": steps - first})
 
 
-def load_first_steps(folder: Path, steps: int, trained: int, *, device: torch.device | str = "cpu") -> Any:
+def load_first_steps(folder: Path, steps: int, first: int, *, device: torch.device | str = "cpu") -> Any:
     """What `save_first_steps` wrote; None where a folder has none.
 
     Raises ValueError where the policy of the folder was trained to do another part of the chain.
@@ -70,10 +70,10 @@ def load_first_steps(folder: Path, steps: int, trained: int, *, device: torch.de
     if not place.is_dir():
         return None
     told = json.loads(existing(place, "sampler.json").read_text())
-    if (told["steps"], told["ft_denoising_steps"]) != (steps, trained):
+    if (told["steps"], told["ft_denoising_steps"]) != (steps, steps - first):
         raise ValueError(
             f"{folder} does the last {told['ft_denoising_steps']} of {told['steps']} denoising steps, and "
             f"{place} the first ones; write sampler.steps: {told['steps']} and sampler.ft_denoising_steps: "
-            f"{told['ft_denoising_steps']}, found {steps} and {trained}"
+            f"{told['ft_denoising_steps']}, found {steps} and {steps - first}"
         )
     return load_policy(place, device=device)

@@ -12,7 +12,7 @@ velocity = noise - action. Chunks have the padded width (132) and all steps of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from genrl.vla.policies.groot_folder import (
     base_sizes,
     embodiment,
 )
-from genrl.vla.policies.heads import critic_of
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import Batch, Errors
 from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
@@ -131,9 +130,6 @@ class Groot(PublishedFlow):
         reads = config["backbone_embedding_dim"] + config["input_embedding_dim"]
         return HeadSizes(reads, (1024, 512, 256), config["diffusion_model_cfg"]["output_dim"])
 
-    def tokenise(self, instructions: Sequence[str]) -> Tensor:
-        return self.prompts(instructions)
-
     def encode(self, observation: Batch) -> Batch:
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
         head: Any = self.action_head
@@ -147,11 +143,8 @@ class Groot(PublishedFlow):
         state = head["state_encoder"]["layer2"](hidden, self.number)
         return {"seen": seen, "valid": valid, "image": image, "state": state}
 
-    def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy has no critic."""
-        read = torch.cat([masked_mean(context["seen"], context["valid"]), context["state"][:, 0]], 1)
-        values: Tensor = critic_of(self)(read.detach().float())
-        return values
+    def read_by_critic(self, context: Batch) -> Tensor:
+        return torch.cat([masked_mean(context["seen"], context["valid"]), context["state"][:, 0]], 1).float()
 
     def _read_prompt(self, observation: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """What the backbone's last layer says, before its norm, [B, P, V]; which tokens are there, and which are of

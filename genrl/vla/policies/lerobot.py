@@ -79,6 +79,10 @@ class Folder:
     states: dict[str, dict[str, Tensor]]
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def settings_of(self, kind: type[Any]) -> dict[str, Any]:
+        """The fields of a dataclass that config.json has."""
+        return {name: self.config[name] for name in kind.__dataclass_fields__ if name in self.config}
+
     def step(self, name: str) -> dict[str, Any]:
         """The configuration of a step of the preprocessor, {} where there is none."""
         steps = self.processors["policy_preprocessor"]["steps"]

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp import categorical
-from genrl.vla.policies import heads, lerobot, openvla_folder
-from genrl.vla.policies.adapters import merged_state
+from genrl.vla.policies import lerobot, openvla_folder
+from genrl.vla.policies.layers import merged_state
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla_folder import Robot, Source, own_name
-from genrl.vla.policies.policy import STATE, TOKENS, Batch, Errors, NoiseHead
-from genrl.vla.policies.published import PublishedPolicy
+from genrl.vla.policies.policy import STATE, TOKENS, Batch, Errors
+from genrl.vla.policies.published import HeadSizes, PublishedPolicy
 from genrl.vla.policies.robot import tokens_of
 from genrl.vla.policies.timm_vit import VITS, Featurizer
 from genrl.vla.policies.transformer import ROTARY_BASE, Layer, final_norm, positions_of
@@ -100,13 +99,9 @@ class OpenVLA(PublishedPolicy):
         """The normalised action of each token, float32 [256]."""
         return token_actions()
 
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
-        """See `PublishedPolicy`. Raises ValueError for a noise head."""
-        if noise_head != "none":
-            raise ValueError("sampler.kind: an OpenVLA has no noise head; write tokens")
-        make = partial(heads.critic, self.reads, (512, 128), critic) if critic else None
-        heads.attach(self, {"value_head": make}, critic, seed)
-        return self
+    @property
+    def head_sizes(self) -> HeadSizes | None:
+        return HeadSizes(self.reads, (512, 128))
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         return self.prompts(instructions)
@@ -143,10 +138,8 @@ class OpenVLA(PublishedPolicy):
         error = self.demonstration_error(context, actions).mean(2)
         return Errors(error, error.new_zeros(len(error)))
 
-    def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy has no critic."""
-        values: Tensor = heads.critic_of(self)(context["last"].detach())
-        return values
+    def read_by_critic(self, context: Batch) -> Tensor:
+        return context["last"]
 
     def save(self, folder: Path) -> None:
         """Write the folder's files, adapters merged into the weights, and the critic beside them."""
@@ -225,14 +218,10 @@ class OpenVLARegression(OpenVLA):
     def not_computed(self) -> list[str]:
         return [*super().not_computed, r"language_model\.lm_head\.weight"]
 
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
-        """Raises ValueError for any head."""
-        if critic or noise_head != "none":
-            text = (
-                f"policy.path: {self.source.path} has OFT's continuous head: its actions have no likelihood that could"
-            )
-            raise ValueError(f"{text} be reinforced: take sft, or a folder without action_head--*.pt (action tokens)")
-        return self
+    @property
+    def head_sizes(self) -> None:
+        """None; a folder without action_head--*.pt has action tokens."""
+        return None
 
     def read(self, hidden: Tensor) -> Batch:
         head: Any = self.action_head["model"]

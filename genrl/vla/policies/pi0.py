@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.vla.policies import lerobot
-from genrl.vla.policies.heads import critic_of
 from genrl.vla.policies.lerobot import Adapt
-from genrl.vla.policies.pictures import letterbox
 from genrl.vla.policies.policy import STATE, TOKENS, Batch
 from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
-from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
+from genrl.vla.policies.robot import Prompts, Robot, letterbox, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
     AdaptiveNorm,
     Layer,
     final_norm,
     masked_mean,
     prefix,
+    stacked,
     time_embedding,
+    unstacked,
 )
 
 TOKENIZER = "google/paligemma-3b-pt-224"
@@ -165,29 +165,20 @@ class PI0(PublishedFlow):
         x, valid = self._embed(observation, tokens, there)
         language = self._paligemma["language_model"]
         x, kept = prefix(language["layers"], x, valid)
-        context = {
-            "keys": torch.stack([keys for keys, _ in kept], 1),
-            "values": torch.stack([values for _, values in kept], 1),
-            "valid": valid,
-        }
+        context = stacked(kept) | {"valid": valid}
         if not self.config.adaptive:
             context["state"] = numbers
         elif self.critic:
             context["prefix"] = masked_mean(final_norm(language["norm"], x), valid)
         return context
 
-    def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy has no critic."""
-        head = critic_of(self)
+    def read_by_critic(self, context: Batch) -> Tensor:
         if self.config.adaptive:
-            seen = context["prefix"].detach()
-        else:
-            state = context["state"]
-            x = state.new_zeros(len(state), self.horizon, self.action_dim)
-            with torch.no_grad():
-                seen = self.hidden(context, x, state.new_ones(len(state))).mean(1)
-        values: Tensor = head(seen)
-        return values
+            return context["prefix"]
+        state = context["state"]
+        x = state.new_zeros(len(state), self.horizon, self.action_dim)
+        with torch.no_grad():
+            return self.hidden(context, x, state.new_ones(len(state))).mean(1)
 
     @property
     def _paligemma(self) -> Any:
@@ -232,8 +223,7 @@ class PI0(PublishedFlow):
         mask = torch.cat([valid[:, None].expand(-1, length, -1), own.expand(batch, -1, -1)], 2)[:, None]
         positions = valid.sum(1, keepdim=True) + torch.arange(length, device=valid.device)
         hidden = suffix.to(layers[0].self_attn.q_proj.weight.dtype)
-        past = zip(context["keys"].unbind(1), context["values"].unbind(1), strict=True)
-        for layer, before in zip(layers, past, strict=True):
+        for layer, before in zip(layers, unstacked(context), strict=True):
             hidden, _ = layer(hidden, positions, mask, before, condition)
         return final_norm(norm, hidden, condition)[:, -self.horizon :]
 
@@ -242,8 +232,7 @@ class PI0(PublishedFlow):
         """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient."""
         folder = lerobot.read_folder(path, adapt)
         settings = folder.config
-        known = {name: settings[name] for name in PI0Config.__dataclass_fields__ if name in settings}
-        known |= folder.beside.get(lerobot.PROMPT, {})
+        known = folder.settings_of(PI0Config) | folder.beside.get(lerobot.PROMPT, {})
         config = PI0Config(adaptive=settings["type"] == "pi05", **known)
         for name, variant, sizes in (
             ("paligemma_variant", config.paligemma_variant, sorted(SIGLIP)),

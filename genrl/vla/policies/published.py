@@ -1,10 +1,13 @@
-"""What the policies of LeRobot's folders share: units of the robot, new heads, how they are loaded and saved."""
+"""What the policies of published folders share: units of the robot, how they are loaded and saved, and their new heads,
+the critic and the noise head of pi_RL (arXiv 2510.25889).
+"""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,11 +15,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from genrl.vla.policies import heads, lerobot
-from genrl.vla.policies.adapters import merged_state
+from genrl.mdp.noise import seeded
+from genrl.vla.policies import lerobot
+from genrl.vla.policies.layers import merged_state
 from genrl.vla.policies.lerobot import HEADS, Folder, Layout
 from genrl.vla.policies.policy import TOKENS, Batch, NoiseHead, Statistics
-from genrl.vla.policies.robot import Prompts, Robot, Units
+from genrl.vla.policies.robot import Prompts, Robot
+
+
+class HeadSizes(NamedTuple):
+    """Numbers that a critic reads, its hidden layers, and the width of the action expert (0: no noise head)."""
+
+    reads: int
+    hidden: tuple[int, ...]
+    expert: int = 0
 
 
 class PublishedPolicy(nn.Module):
@@ -28,9 +40,10 @@ class PublishedPolicy(nn.Module):
     folder: Folder
     layout: Layout
     value_head: nn.Sequential
-    robot: Units
+    robot: Any
+    """`robot.Robot`, or an OpenVLA's: units of its observations and actions."""
 
-    def __init__(self, robot: Units, horizon: int, action_dim: int) -> None:
+    def __init__(self, robot: Any, horizon: int, action_dim: int) -> None:
         super().__init__()
         self.robot, self.horizon, self.action_dim = robot, horizon, action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
@@ -43,23 +56,69 @@ class PublishedPolicy(nn.Module):
 
     @property
     def critic(self) -> int:
-        return heads.values_of(self)
+        head: Any = self._modules.get("value_head")
+        return 0 if head is None else int(head[-1].out_features)
 
     @property
     def stats(self) -> Statistics:
-        return self.robot.stats
+        stats: Statistics = self.robot.stats
+        return stats
 
-    @abstractmethod
+    @property
+    def head_sizes(self) -> HeadSizes | None:
+        """What heads it can have; None where its actions have no likelihood that they could reinforce."""
+        return None
+
     def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
-        """This policy with exactly these heads; those it lacked are new. Raises ValueError for one that it cannot
-        have."""
+        """This policy with exactly these heads; those it lacked are new, by the seed, and so is a critic of another
+        number of values. Raises ValueError for one that it cannot have."""
+        sizes, what = self.head_sizes, type(self).__name__
+        if sizes is None:
+            if critic or noise_head != "none":
+                raise ValueError(f"the actions of a {what} have no likelihood, so nothing can reinforce it: use sft")
+            return self
+        if noise_head == "context" or (noise_head == "expert" and not sizes.expert):
+            near = "use flow_noise, on it" if sizes.expert else "use a sampler that learns no noise"
+            raise ValueError(
+                f"sampler.kind: a {what} has no noise head{' beside its expert' * bool(sizes.expert)}: {near}"
+            )
+        if critic != self.critic:
+            self._modules.pop("value_head", None)
+        wanted: dict[str, Callable[[], nn.Module] | None] = {
+            "value_head": partial(new_critic, sizes.reads, sizes.hidden, critic) if critic else None,
+            "noise_head": partial(new_noise_head, sizes.expert, self.action_dim) if noise_head == "expert" else None,
+        }
+        device = next(self.parameters()).device
+        with seeded(seed, "heads"):
+            for name, make in wanted.items():
+                if make is None:
+                    self._modules.pop(name, None)
+                elif name not in self._modules:
+                    setattr(self, name, make().to(device))
+        return self
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        """Nothing, int64 [B, 0], where a policy reads no instruction."""
+        return torch.zeros(len(instructions), 0, dtype=torch.int64)
+
+    def read_by_critic(self, context: Batch) -> Tensor:
+        """What the critic reads of a context, float32 [B, R]; it is detached."""
+        raise NotImplementedError
+
+    def value(self, context: Batch) -> Tensor:
+        """Raises ValueError where the policy has no critic."""
+        head = critic_of(self)
+        values: Tensor = head(self.read_by_critic(context).detach())
+        return values
 
     def normalised(self, actions: Tensor) -> Tensor:
         """[..., A] -> [..., action_dim], zeros where the robot has nothing."""
-        return self.robot.normalised(actions, self.action_dim)
+        found: Tensor = self.robot.normalised(actions, self.action_dim)
+        return found
 
     def actions(self, chunk: Tensor) -> Tensor:
-        return self.robot.actions(chunk)
+        found: Tensor = self.robot.actions(chunk)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write LeRobot's files, adapters merged into the weights, and the heads beside them."""
@@ -104,14 +163,6 @@ class PublishedPolicy(nn.Module):
             raise ValueError(f"{file} has not what a head is made of: {sorted(own ^ weights.keys())[0]!r}")
 
 
-class HeadSizes(NamedTuple):
-    """Numbers that a critic reads, its hidden layers, and the width of the action expert."""
-
-    reads: int
-    hidden: tuple[int, ...]
-    expert: int
-
-
 class PublishedFlow(PublishedPolicy):
     """A flow policy with a language model and an action expert, whose last hidden state becomes the velocity."""
 
@@ -129,19 +180,12 @@ class PublishedFlow(PublishedPolicy):
     def tokenizer(self) -> Any:
         return self.prompts.tokenizer
 
-    @property
-    @abstractmethod
-    def head_sizes(self) -> HeadSizes: ...
-
     @abstractmethod
     def hidden(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
         """The expert's last hidden state of the actions, float32 [B, H, W]."""
 
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
-        """See `PublishedPolicy`. Raises ValueError for ReinFlow's noise head."""
-        reads, layers, width = self.head_sizes
-        heads.on_expert(self, reads, layers, width, values=critic, noise_head=noise_head, seed=seed)
-        return self
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return self.prompts(instructions)
 
     def velocity(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
         return self._read(self.hidden(context, x, sigma))
@@ -166,3 +210,30 @@ def vocabulary_size(
     if embedding is None:
         raise ValueError(f"{path}/model.safetensors has neither {' nor '.join(map(repr, wanted))}")
     return len(embedding)
+
+
+def critic_of(policy: nn.Module) -> nn.Module:
+    """The critic of any policy. Raises ValueError where it has none."""
+    head = policy._modules.get("value_head")
+    if head is None:
+        raise ValueError("this policy has no critic: see with_heads")
+    return head
+
+
+def new_critic(width: int, hidden: Sequence[int], values: int) -> nn.Sequential:
+    """[B, width] -> [B, values], ReLU. Hidden layers are Kaiming-normal (fan out), the last N(0, .02^2), biases 0."""
+    layers: list[nn.Module] = []
+    for before, after in zip((width, *hidden[:-1]), hidden, strict=True):
+        linear = nn.Linear(before, after)
+        nn.init.kaiming_normal_(linear.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.ReLU()]
+    last = nn.Linear(hidden[-1], values)
+    nn.init.normal_(last.weight, std=0.02)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
+
+
+def new_noise_head(width: int, action_dim: int) -> nn.Sequential:
+    """The expert's state of an action [..., width] -> [..., action_dim], which `chains.bounded_std` makes a std of."""
+    return nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, action_dim))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,19 +13,6 @@ from torch.nn import functional
 from genrl.vla.policies.lerobot import NORMALISERS, PROCESSORS, Folder
 from genrl.vla.policies.normalise import Mode, normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, STATE, TOKENS, Batch, Statistics
-
-
-class Units(Protocol):
-    """What every folder says of a robot; see `Robot`."""
-
-    image_size: int
-    action_dim: int
-    stats: Statistics
-
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    def normalised(self, actions: Tensor, width: int) -> Tensor: ...
-    def actions(self, chunk: Tensor) -> Tensor: ...
 
 
 class Robot:
@@ -205,3 +192,19 @@ def entry(observation: Batch, name: str) -> Tensor:
     if name not in observation:
         raise KeyError(f"the policy needs {name!r}; the observation has {sorted(observation)}")
     return observation[name]
+
+
+def letterbox(image: Tensor, size: tuple[int, int], padding: Literal["centre", "top_left"]) -> Tensor:
+    """image [B, 3, H, W] in [0, 1] -> [B, 3, *size] in [0, 1]: bilinear, longer side fitted, padded with 0.
+
+    padding: around the picture (pi0, pi0.5), or above and left of it (SmolVLA).
+    """
+    height, width = image.shape[-2:]
+    if (height, width) == tuple(size):
+        return image
+    ratio = max(width / size[1], height / size[0])
+    inner = (int(height / ratio), int(width / ratio))
+    image = functional.interpolate(image, inner, mode="bilinear", align_corners=False).clamp(0.0, 1.0)
+    high, wide = size[0] - inner[0], size[1] - inner[1]
+    above, left = (high // 2, wide // 2) if padding == "centre" else (high, wide)
+    return functional.pad(image, (left, wide - left, above, high - above))

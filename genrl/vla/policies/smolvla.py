@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.vla.policies import lerobot
-from genrl.vla.policies.heads import critic_of
 from genrl.vla.policies.lerobot import Adapt, Folder
-from genrl.vla.policies.pictures import letterbox
 from genrl.vla.policies.policy import Batch
 from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
-from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
+from genrl.vla.policies.robot import Prompts, Robot, letterbox, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
     Layer,
     final_norm,
     masked_mean,
     prefix,
+    stacked,
     time_embedding,
+    unstacked,
 )
 
 PUBLISHED = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
@@ -131,19 +131,13 @@ class SmolVLA(PublishedFlow):
             last.append(pair)
         pairs = zip(kept, last, strict=True)
         joined = [(torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2)) for a, b in pairs]
-        context = {
-            "keys": torch.stack([keys for keys, _ in joined], 1),
-            "values": torch.stack([values for _, values in joined], 1),
-            "valid": valid,
-        }
+        context = stacked(joined) | {"valid": valid}
         if self.critic:
             context["prefix"] = masked_mean(final_norm(text["norm"], torch.cat([x, state], 1)), valid)
         return context
 
-    def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy has no critic."""
-        values: Tensor = critic_of(self)(context["prefix"].detach())
-        return values
+    def read_by_critic(self, context: Batch) -> Tensor:
+        return context["prefix"]
 
     @property
     def _vlm(self) -> Any:
@@ -184,8 +178,7 @@ class SmolVLA(PublishedFlow):
         causal = valid.new_ones(length, length).tril().expand(batch, -1, -1)
         whole = torch.cat([valid[:, None].expand(-1, length, -1), causal], 2)[:, None]
         hidden = hidden.to(expert["layers"][0].self_attn.q_proj.weight.dtype)
-        past = zip(context["keys"].unbind(1), context["values"].unbind(1), strict=True)
-        for layer, before in zip(expert["layers"], past, strict=True):
+        for layer, before in zip(expert["layers"], unstacked(context), strict=True):
             if layer.crosses:
                 hidden, _ = layer(hidden, own, valid[:, None, None], before)
             else:
@@ -200,9 +193,7 @@ class SmolVLA(PublishedFlow):
         hub.
         """
         folder = lerobot.read_folder(path, adapt)
-        settings = folder.config
-        known = {name: settings[name] for name in SmolVLAConfig.__dataclass_fields__ if name in settings}
-        config = SmolVLAConfig(**known)
+        config = SmolVLAConfig(**folder.settings_of(SmolVLAConfig))
         vlm = _vlm_config(folder, config.vlm_model_name)
         weights, metadata = lerobot.read_weights(path)
         names = _names(weights)

@@ -113,6 +113,16 @@ def prefix(layers: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, list[tuple[Te
     return x, kept
 
 
+def stacked(kept: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """What `prefix` keeps of each layer as rows of a context: "keys", "values" [B, layers, heads, T, D]."""
+    return {"keys": torch.stack([key for key, _ in kept], 1), "values": torch.stack([value for _, value in kept], 1)}
+
+
+def unstacked(context: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `stacked`."""
+    return list(zip(context["keys"].unbind(1), context["values"].unbind(1), strict=True))
+
+
 class AdaptiveNorm(nn.Module):
     """RMS norm with scale, shift and gate from a condition (pi0.5's adaRMS; the gate scales what the layer adds)."""
 

@@ -29,10 +29,11 @@ from genrl.vla.policies.policy import (
     KeepsFeatures,
     Policy,
     joined_batches,
+    rows,
 )
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Frozen, Sampler
-from genrl.vla.simulators.contract import Observation, Tables
+from genrl.vla.simulators.contract import Environment, Observation
 
 ENVIRONMENT_NAMES = {
     "pixels": IMAGE,
@@ -61,7 +62,7 @@ class RolloutPlan:
 
 @torch.no_grad()
 def collect(
-    env: Tables,
+    env: Environment,
     policy: Policy,
     sampler: Sampler,
     plan: RolloutPlan,
@@ -77,33 +78,36 @@ def collect(
     slots = range(plan.first_slot, plan.first_slot + env.num_envs)
     own = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
     shared = generator(plan.seed, plan.iteration, "chunks")
-    groups = np.array([slot // env.group_size for slot in slots])
+    groups = np.array(slots) // env.group_size
     env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
     first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
     env.first_slot = plan.first_slot
-    raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes})
+    raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes, "once": plan.one_episode})
     instruction = list(env.task_description)
     seen, record = [observe(raw, env, policy, 0)], _Record()
-    ended = torch.zeros(env.num_envs, dtype=torch.bool)
+    # a slot whose only episode has ended is not decided for; its last value closes those before it
+    running = valued = torch.ones(env.num_envs, dtype=torch.bool)
     for t in range(plan.decisions):
-        context = policy.encode(seen[-1])
+        context = policy.encode(rows(seen[-1], valued))
         if policy.critic:
-            record.values.append(policy.value(context).cpu())
-        before = None
-        if frozen is not None:
-            before = Frozen(frozen, _context_before(frozen, context, seen[-1], plan.keep_contexts))
-        sampled = sampler.sample(policy, context, sampler.noise(policy, own, shared), frozen=before)
-        actions = policy.actions(sampled.chunk)[:, : env.chunk].cpu().numpy().astype(np.float32)
+            record.values.append(_spread(policy.value(context), valued))
+            context = rows(context, running[valued])
+        before = _before(frozen, context, rows(seen[-1], running), plan.keep_contexts)
+        noise = sampler.noise(policy, [own[slot] for slot in running.nonzero()[:, 0]], shared)
+        sampled = sampler.sample(policy, context, noise, frozen=before)
+        actions = _spread(policy.actions(sampled.chunk)[:, : env.chunk], running).numpy().astype(np.float32)
         raw, _, terminated, truncated, info = env.step(actions)
-        chosen = {name: value.cpu() for name, value in sampled._asdict().items() if name != "chunk"}
-        record.steps.append(chosen | _told(terminated, truncated, info))
+        chosen = {name: _spread(value, running) for name, value in sampled._asdict().items() if name != "chunk"}
+        record.steps.append(chosen | _outcome(terminated, truncated, info))
         if plan.keep_contexts:
-            record.contexts.append({name: value.cpu() for name, value in context.items()})
+            record.contexts.append({name: _spread(value, running) for name, value in context.items()})
         seen.append(observe(raw, env, policy, t + 1))
         advance()
-        ended |= record.steps[-1]["terminated"] | record.steps[-1]["truncated"]
-        if plan.one_episode and bool(ended.all()):
-            break
+        if plan.one_episode:
+            valued, running = running, running & ~record.done
+            if not running.any():
+                break
+        valued = valued if policy.critic else running
     if policy.critic:
         record.values.append(policy.value(policy.encode(seen[-1])).cpu())
     return ChunkRollout(
@@ -118,6 +122,13 @@ def collect(
     )
 
 
+def _spread(values: Tensor, slots: Tensor) -> Tensor:
+    """Rows [n, ...] of some slots (bool [B]) as [B, ...] on the CPU, zeros in the others."""
+    found = values.new_zeros(len(slots), *values.shape[1:], device="cpu")
+    found[slots] = values.cpu()
+    return found
+
+
 class _Record:
     """What was decided and what came of it, decision by decision."""
 
@@ -126,16 +137,21 @@ class _Record:
         self.contexts: list[Batch] = []
         self.values: list[Tensor] = []
 
+    @property
+    def done(self) -> Tensor:
+        """Which episodes ended with the last decision, bool [B]."""
+        return self.steps[-1]["terminated"] | self.steps[-1]["truncated"]
+
     def stacked(self, *, one_episode: bool) -> dict[str, Any]:
         """Entries of a `ChunkRollout`."""
-        rows = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
-        done = rows["terminated"] | rows["truncated"]
+        columns = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
+        done = columns["terminated"] | columns["truncated"]
         valid = episodes.valid_transitions(done, torch.zeros_like(done[0]))
-        valid &= ~dropped_episodes(rows["dropped"], done)
+        valid &= ~dropped_episodes(columns["dropped"], done)
         if one_episode:
             valid &= episodes.first_episode_steps(done[..., None])[..., 0]
         value = torch.stack(self.values) if self.values else None
-        return rows | {
+        return columns | {
             "contexts": joined_batches(self.contexts, torch.stack) if self.contexts else {},
             "values": None if value is None else value[:-1],
             "next_values": None if value is None else value[1:, :, 0],
@@ -144,9 +160,9 @@ class _Record:
         }
 
 
-def _told(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, Any]) -> dict[str, Tensor]:
+def _outcome(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, Any]) -> dict[str, Tensor]:
     """What an environment says of a decision."""
-    told = {
+    found = {
         "rewards": info["rewards"],
         "n_executed": info["n_executed"],
         "terminated": terminated,
@@ -154,14 +170,16 @@ def _told(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, Any
         "success": info["is_success"],
         "dropped": info.get("dropped", np.zeros(len(terminated), dtype=np.bool_)),
     }
-    return {name: torch.from_numpy(np.array(value)) for name, value in told.items()}
+    return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
 
 
-def _context_before(frozen: Policy, context: Batch, observation: Batch, same_encoder: bool) -> Batch:
-    """The context of the policy before fine-tuning: of the same features, where the encoder is still its own."""
+def _before(frozen: Policy | None, context: Batch, observation: Batch, same_encoder: bool) -> Frozen | None:
+    """The policy before fine-tuning with its context: of the same features, where the encoder is still its own."""
+    if frozen is None:
+        return None
     if same_encoder and isinstance(frozen, KeepsFeatures):
-        return frozen.context(context["features"])
-    return frozen.encode(observation)
+        return Frozen(frozen, frozen.context(context["features"]))
+    return Frozen(frozen, frozen.encode(observation))
 
 
 def dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
@@ -178,7 +196,7 @@ def policy_name(name: str) -> str | None:
     return IMAGES + name.removeprefix("pixels/") if name.startswith("pixels/") else ENVIRONMENT_NAMES.get(name)
 
 
-def observe(raw: Observation, env: Tables, policy: Policy, decision: int) -> Batch:
+def observe(raw: Observation, env: Environment, policy: Policy, decision: int) -> Batch:
     """The policy's inputs of what an environment shows."""
     named = {own: value for name, value in raw.items() if (own := policy_name(name)) is not None}
     missing = [name for name in policy.inputs if name not in named and name != TOKENS]

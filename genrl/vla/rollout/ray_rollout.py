@@ -26,13 +26,11 @@ from genrl.runtime.loop.ray_cluster import connected
 from genrl.runtime.weights.devices import use_tf32, without_cudnn_attention
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, joined
-from genrl.vla.simulators.contract import Description, Fault, Frames, Render, Simulation
-from genrl.vla.simulators.crew import Crew, Link
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.contract import Description, Fault, Simulation
 from genrl.vla.simulators.ray_workers import Actor
 from genrl.vla.simulators.ray_workers import actors as room
-from genrl.vla.simulators.tables import FAILURES
-from genrl.vla.simulators.workers import WorkerLost
+from genrl.vla.simulators.tables import FAILURES, open_environment
+from genrl.vla.simulators.workers import Crew, Worker, WorkerLost
 
 
 class Assignment(NamedTuple):
@@ -83,10 +81,6 @@ class ActingHost:
             yield None
         yield message
 
-    def render(self, work: Render) -> Frames:
-        """Pictures of some slots."""
-        return Frames(self.env.render(work.slots))
-
     def close(self) -> None:
         """Close the environments."""
         self.env.close()
@@ -135,7 +129,7 @@ class RayRollouts:
         self.parts: list[Tensor] = []
         self.crew: Crew | None = None
         self._count = min(room(actors), self.num_envs // self.group_size)
-        self._gpus = gpu_share(self._count) if cuda else 0.0
+        self._actor = type("Actor", (Actor,), {"gpus": gpu_share(self._count)}) if cuda else Actor
         self._simulation, self._tf32 = simulation, tf32
         self._losses = [0] * self._count
 
@@ -187,46 +181,45 @@ class RayRollouts:
         """An actor for as many groups of slots each."""
         copies = connected().put((copy.deepcopy(policy).cpu(), None if frozen is None else copy.deepcopy(frozen).cpu()))
         described = Description(ActingHost, {"policies": copies, "simulation": self._simulation, "tf32": self._tf32})
-        groups, worker = self.num_envs // self.group_size, partial(Actor, gpus=self._gpus)
         times = {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}
-        return Crew(described, worker, self._count, groups, **times)
+        return Crew(described, self._actor, self._count, self.num_envs // self.group_size, **times)
 
     def _turn(self, crew: Crew, work: Assignment, advance: Callable[[], None]) -> dict[int, Part]:
         """Ask all actors for their part, and wait: number -> part of those that were not lost."""
         heard, parts = 0, {}
-        for link in crew.links:
-            first = work.plan.first_slot + link.slots.start * self.group_size
-            crew.send(link, work._replace(plan=replace(work.plan, first_slot=first)), list(link.slots))
-            crew.expect(link, starting=True)
-        while waiting := [link for link in crew.links if link.open]:
-            link, message = crew.next(waiting)
-            if link not in waiting:
-                continue  # of an actor that is gone
+        for actor in crew.workers:
+            first = work.plan.first_slot + actor.slots.start * self.group_size
+            crew.send(actor, work._replace(plan=replace(work.plan, first_slot=first)), list(actor.slots))
+            crew.expect(actor, starting=True)
+        while waiting := [actor for actor in crew.workers if actor.open]:
+            actor, message = crew.next(waiting)
+            if actor not in waiting:
+                continue  # it is gone
             if message is None:
-                crew.expect(link, starting=False)
+                crew.expect(actor, starting=False)
                 heard += 1
-                if heard % len(crew.links) == 0:
+                if heard % len(crew.workers) == 0:
                     advance()
             elif isinstance(message, Part):
-                number = crew.links.index(link)
-                link.open, parts[number], self._losses[number] = [], message, 0
+                number = crew.workers.index(actor)
+                actor.open, parts[number], self._losses[number] = [], message, 0
             elif isinstance(message, Fault):
-                link.report = message.report  # its host cannot be made: it ends, which is told next
+                actor.report = message.report  # its host cannot be made: it ends, which is told next
             elif isinstance(message, WorkerLost):
-                self._replace(crew, link, message)
+                self._replace(crew, actor, message)
             else:
                 raise message
         return parts
 
-    def _replace(self, crew: Crew, link: Link, lost: WorkerLost) -> None:
+    def _replace(self, crew: Crew, actor: Worker, lost: WorkerLost) -> None:
         """Another actor for these slots, from the next rollout on."""
-        number = crew.links.index(link)
+        number = crew.workers.index(actor)
         self._losses[number] += 1
         if self._losses[number] >= FAILURES:
             raise RuntimeError(
-                f"Ray actor {number} was lost {FAILURES} times in a row; the last time: {lost}\n{link.report}"
+                f"Ray actor {number} was lost {FAILURES} times in a row; the last time: {lost}\n{actor.report}"
             ) from lost
-        crew.restart(link)
+        crew.restart(actor)
         self.restarts += 1
 
 

@@ -201,29 +201,24 @@ class FlowSteps(Denoising):
     """Flow-SDE (pi_RL) or Flow-CPS: the steps of `selection` are sampled (`chains.noisy_steps`), others are the ODE.
 
     noise_level: .5 in pi_RL; a small policy needs 1, for the later ODE steps contract the noise of the earlier ones.
-    The level belongs to the record: anneal by a new sampler. Two steps at least; the last of Flow-CPS is deterministic,
-    it needs skip_last.
+    Two steps at least; the last of Flow-CPS is deterministic, so that it is never sampled.
     """
 
     kernel: Literal["flow_sde", "flow_cps"] = "flow_sde"
     steps: int = 4
     noise_level: float = 1.0
     selection: chains.Selection = "random_per_env"
-    count: int = 1
-    skip_last: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 2 or self.noise_level <= 0:
             raise ValueError(f"need 2 steps and a positive noise level, got {self.steps} and {self.noise_level}")
-        if self.kernel == "flow_cps" and not self.skip_last:
-            raise ValueError("the last step of Flow-CPS is deterministic and cannot be scored: set skip_last")
 
     def _noisy(self, generators: Sequence[torch.Generator], shared: torch.Generator | None) -> Tensor:
         """Steps of `selection`: by each chunk's own generator, or the same ones for all."""
 
         def choose(rows: int, rng: torch.Generator | None) -> Tensor:
-            count, skip = self.count, self.skip_last
-            return chains.noisy_steps(self.selection, rows, self.steps, count=count, skip_last=skip, generator=rng)
+            skip = self.kernel == "flow_cps"
+            return chains.noisy_steps(self.selection, rows, self.steps, skip_last=skip, generator=rng)
 
         if self.selection == "random_per_env":
             return torch.cat([choose(1, rng) for rng in generators])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Advice, Ask, Frames, Observation, Outcome, Render, Run, no_expert
+from genrl.vla.simulators.contract import Observation, Outcome, Run, no_expert
 
 Flags = NDArray[np.bool_]
 
@@ -41,8 +41,8 @@ class Batch(ABC):
         """The instruction of every slot."""
 
     @abstractmethod
-    def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
-        """uint8 [m, size, size, 3] of some slots."""
+    def render(self, slots: list[int], size: int) -> NDArray[np.uint8]:
+        """See `contract.Host`."""
 
     def keep(self, rows: Flags) -> None:  # noqa: B027 - most simulators leave slots that are over as they are
         """Keep what these slots show, for they are over for this round: where a simulator steps all slots along, it is
@@ -87,11 +87,7 @@ class Batch(ABC):
             self.action_dim,
         )
 
-    def render(self, work: Render) -> Frames:
-        """See `contract.Host`."""
-        return Frames(self.pictures(work.slots, work.size))
-
-    def advise(self, work: Ask) -> Advice:
+    def advise(self, slots: list[int], horizon: int) -> NDArray[np.float32]:
         """See `contract.Host`; nobody knows, where a simulator does not say it."""
         raise no_expert(type(self).__name__)
 

@@ -3,14 +3,13 @@
 Nothing here imports torch: a worker begins in a second. Nothing is made before it is needed: a graphics context that is
 made in one process and used in another breaks.
 
-A slot does one of two things in a round: it begins an episode by its number, or executes a chunk. It is told which by
-the other side (`tables.Simulators`), which counts the episodes; so it does not matter which process has the slot.
+A slot does one of two things in a round: it begins an episode by its number, or executes a chunk. The other side
+(`tables.Simulators`) says which, and counts the episodes; so it does not matter which process has the slot.
 Episode e is of task `e mod tasks`, and begins from a start that is a function of `e div tasks`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -92,8 +91,6 @@ class Simulation(Reading):
     """The longest that one environment may take for a chunk."""
     start_timeout_s: float = 120.0
     """The longest for beginning an episode, for which it may have to be made."""
-    worker_gb: float = math.inf
-    """Gigabytes of memory above which a process is started anew when all episodes begin."""
     render_size: int = 128
     """Pixels of the pictures of `render`."""
 
@@ -107,7 +104,7 @@ class Simulation(Reading):
             raise ValueError(f"timeouts are positive seconds, got {self.timeout_s} and {self.start_timeout_s}")
 
 
-class Tables(Protocol):
+class Environment(Protocol):
     """A vector environment of `num_envs` slots whose action is a chunk [B, C, D] of float32, as the policy meant it.
 
     A step executes up to C actions in each slot and stops where the episode ends; it returns the observation after the
@@ -120,12 +117,18 @@ class Tables(Protocol):
     Next-step auto-reset, as gymnasium defines it: the decision after an end ignores its action, executes nothing, and
     returns the first observation of the next episode with reward 0. Slots of one group see the same episodes, which are
     functions of the slots' numbers among those of all processes, from `first_slot` on.
+
+    max_steps: actions until an episode is truncated; None where only the environment itself knows. waited_s: seconds
+    spent on simulators so far. dropped: episodes lost to simulators that died, hung or raised. restarts: workers that
+    had to be started again.
     """
 
     num_envs: int
     chunk: int
     group_size: int
     first_slot: int
+    waited_s: float
+    dropped: int
 
     @property
     def task_description(self) -> list[str]:
@@ -136,22 +139,11 @@ class Tables(Protocol):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """Begin an episode in every slot: episode 0 of a seed, or without one the next. options["episodes"]: uint64
-        [B], the numbers of the episodes instead (`environments.evaluation_episodes`); those after are the seed's."""
+        [B], the numbers of the episodes instead (`evaluate.evaluation_episodes`); those after are the seed's.
+        options["once"]: a slot whose episode has ended begins no other: it may rest, whatever its action."""
         ...
 
     def step(self, actions: NDArray[np.float32], /) -> Step: ...
-
-
-class Environment(Tables, Protocol):
-    """`Tables` that can be looked at, counted and closed.
-
-    max_steps: actions until an episode is truncated; None where only the environment itself knows. waited_s: seconds
-    spent on simulators so far. dropped: episodes lost to simulators that died, hung or raised. restarts: workers that
-    had to be started again.
-    """
-
-    waited_s: float
-    dropped: int
 
     @property
     def max_steps(self) -> int | None: ...
@@ -169,15 +161,6 @@ class Environment(Tables, Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Advised(Environment, Protocol):
-    """An environment that can be asked what an expert would do: `tables.Simulators`, whatever it simulates."""
-
-    def expert_chunks(self, horizon: int) -> NDArray[np.float32]:
-        """The expert's next actions in every slot whose episode goes on, [B, horizon, D]; 0 in the others. Nothing
-        moves. Raises ValueError where the simulator has no expert."""
-        ...
 
 
 class Outcome(NamedTuple):
@@ -207,19 +190,7 @@ class Fault(NamedTuple):
     misuse: bool
 
 
-class Frames(NamedTuple):
-    """Pictures uint8 [m, S, S, 3] of some slots."""
-
-    pictures: NDArray[np.uint8]
-
-
-class Advice(NamedTuple):
-    """The next actions of the expert in some slots, float32 [m, horizon, D]."""
-
-    chunks: NDArray[np.float32]
-
-
-Message = Outcome | Fault | Frames | Advice
+Message = Outcome | Fault | NDArray[Any]
 
 
 class Run(NamedTuple):
@@ -229,18 +200,15 @@ class Run(NamedTuple):
     chunks: dict[int, NDArray[np.float32]]
 
 
-class Render(NamedTuple):
-    """Pictures of some slots, of so many pixels."""
-
-    slots: list[int]
-    size: int
-
-
 class Ask(NamedTuple):
-    """What would the expert do from here in some slots? So many actions."""
+    """What do some slots look like, in pictures of so many pixels? Or what would the expert do there, so many actions?
 
+    The answer is an array: uint8 [m, number, number, 3], or float32 [m, number, D].
+    """
+
+    what: Literal["render", "advise"]
     slots: list[int]
-    horizon: int
+    number: int
 
 
 class Host(Protocol):
@@ -250,10 +218,12 @@ class Host(Protocol):
         """Outcomes (or faults) as they come, in the order of the slots."""
         ...
 
-    def render(self, work: Render) -> Frames: ...
+    def render(self, slots: list[int], size: int) -> NDArray[np.uint8]:
+        """See `Ask`."""
+        ...
 
-    def advise(self, work: Ask) -> Advice:
-        """Raises Misuse where there is no expert; the slots stay as they are."""
+    def advise(self, slots: list[int], horizon: int) -> NDArray[np.float32]:
+        """See `Ask`. Raises Misuse where there is no expert; the slots stay as they are."""
         ...
 
     def close(self) -> None: ...

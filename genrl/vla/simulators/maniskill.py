@@ -169,7 +169,7 @@ class BatchHost(Batch):
     def instructions(self) -> list[str]:
         return sentence(self.env, self.reading)
 
-    def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
+    def render(self, slots: list[int], size: int) -> NDArray[np.uint8]:
         """Picture of the first camera."""
         shown = pictures(self.env)
         return np.stack([as_picture(shown[slot], size, "ManiSkill") for slot in slots])

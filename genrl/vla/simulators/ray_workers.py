@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from genrl.runtime.loop.ray_cluster import connected
 from genrl.vla.simulators.contract import Description, Host, Message
-from genrl.vla.simulators.workers import Work, WorkerLost, messages, report
+from genrl.vla.simulators.workers import Work, Worker, WorkerLost, messages, report
 
 
 def actors(wanted: int) -> int:
@@ -24,12 +23,6 @@ def actors(wanted: int) -> int:
     if wanted > cpus:
         raise ValueError(f"ray_actors: {wanted} actors of one CPU each, the Ray cluster has {cpus}")
     return wanted or max(1, cpus)
-
-
-def placement(gpus: float = 0.0) -> dict[str, Any]:
-    """Options of an actor: half of a CPU, since there are as many for rollouts as for evaluations, which take turns but
-    for runs with staleness; Ray does not restart it: its episodes are gone with it."""
-    return {"num_cpus": 0.5, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
 
 
 class Remote:
@@ -46,7 +39,7 @@ class Remote:
                 self.host = self.description.host(self.slots)
             yield from messages(self.host, work)
         except Exception as error:
-            yield report(error, -1)
+            yield report(error)
             raise
 
     def close(self) -> None:
@@ -55,17 +48,18 @@ class Remote:
             self.host.close()
 
 
-class Actor:
+class Actor(Worker):
     """The host in a Ray actor."""
 
-    inline = False
-
-    def __init__(self, description: Description, slots: int, gpus: float = 0.0) -> None:
-        self.description, self.slots, self.gpus = description, slots, gpus
+    gpus = 0.0
+    """Its share of one."""
 
     def start(self) -> None:
-        """Ask for an actor; it begins where and when there is room."""
-        self.actor = connected().remote(Remote).options(**placement(self.gpus)).remote(self.description, self.slots)
+        """Ask for an actor, half of a CPU, since there are as many for rollouts as for evaluations, which take turns
+        but for runs with staleness; it begins where and when there is room. Ray does not restart it: its episodes are
+        gone with it."""
+        place = {"num_cpus": 0.5, "num_gpus": self.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        self.actor = connected().remote(Remote).options(**place).remote(self.description, len(self.slots))
 
     def do(self, work: Work) -> Iterator[Message]:
         """See `workers.Worker`."""
@@ -75,10 +69,6 @@ class Actor:
                 yield ray.get(message)
         except ray.exceptions.RayError as error:
             raise WorkerLost(f"its Ray actor failed: {error}") from error
-
-    def memory(self) -> int:
-        """See `workers.Worker`: it may be on another node, where Ray watches its memory."""
-        return 0
 
     def kill(self) -> None:
         """At once."""

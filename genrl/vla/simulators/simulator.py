@@ -23,17 +23,13 @@ from genrl.config.plugins import find, names
 from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators import bullet_safety
 from genrl.vla.simulators.contract import (
-    Advice,
-    Ask,
     Description,
     Fault,
-    Frames,
     Message,
     Misuse,
     Observation,
     Outcome,
     Reading,
-    Render,
     Run,
     episode_keys,
     no_expert,
@@ -282,17 +278,17 @@ class SlotHost:
             else:
                 yield outcome._replace(slots=np.array([slot]))
 
-    def render(self, work: Render) -> Frames:
+    def render(self, slots: list[int], size: int) -> NDArray[np.uint8]:
         """Black where nothing has begun."""
-        pictures = np.zeros((len(work.slots), work.size, work.size, 3), dtype=np.uint8)
-        for row, slot in enumerate(work.slots):
+        pictures = np.zeros((len(slots), size, size, 3), dtype=np.uint8)
+        for row, slot in enumerate(slots):
             if slot in self._running:
-                pictures[row] = self._running[slot][1].picture(work.size)
-        return Frames(pictures)
+                pictures[row] = self._running[slot][1].picture(size)
+        return pictures
 
-    def advise(self, work: Ask) -> Advice:
+    def advise(self, slots: list[int], horizon: int) -> NDArray[np.float32]:
         """See `contract.Host`."""
-        return Advice(np.stack([self._running[slot][1].expert_chunk(work.horizon) for slot in work.slots]))
+        return np.stack([self._running[slot][1].expert_chunk(horizon) for slot in slots])
 
     def close(self) -> None:
         """Close all environments."""

@@ -1,97 +1,139 @@
-"""Simulators over workers as one vector environment; workers that die, hang or raise are restarted and counted.
+"""Simulators as one vector environment, in this process: `Simulators` over a host (`contract.Host`).
 
 One message per chunk, not per action: a round sends every slot either a chunk or the number of the episode to begin,
 and gets one observation back. Which process has a slot does not matter: episodes are functions of (seed, group, number
-of the episode), so any number of workers gives the same rollouts (of environments that are functions of their seed).
+of the episode), so any number of workers (`workers.FarSimulators`) gives the same rollouts (of environments that are
+functions of their seed).
 
-What can fail: a worker's process ends; a worker sends nothing for too long, and is killed; an environment raises. In
-the first two the worker is started again and the running episodes of all its slots are dropped; in the last one only
-that of the slot, whose environment is made anew. The slot that was being worked on is to blame: three failures of one
-slot without an executed chunk between them are an error, with the worker's report.
+An environment that raises loses its episode alone, and is made anew. Three failures of one slot without an executed
+chunk between them are an error, with the report.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.config.plugins import find
+from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators.contract import (
-    Advice,
     Ask,
     Description,
+    Environment,
     Fault,
-    Frames,
+    Host,
     Observation,
     Outcome,
-    Render,
     Run,
     Simulation,
     Step,
     episode_keys,
 )
-from genrl.vla.simulators.crew import Crew, Link
-from genrl.vla.simulators.workers import Worker, WorkerLost
 
+ONE_CAMERA = ("minitable", "metaworld", "maniskill", "point_maze", "fetch", "reacher")
 FAILURES = 3
 """So many failures of one slot, with no executed chunk between them, are an error."""
 
 
+def open_environment(wanted: Simulation) -> Environment:
+    """Slots of a simulator by its name; nothing is started before the first reset. Raises ValueError for what does not
+    fit together."""
+    name, told = wanted.name, (wanted.tasks, wanted, dict(wanted.settings))
+    if name in ONE_CAMERA and wanted.cameras:
+        raise ValueError(
+            f"{name} has one camera, observation.image; the policy reads {list(wanted.cameras)}: write policy.rename "
+            f"{{observation.image: observation.images.{wanted.cameras[0]}}}, which leaves others empty"
+        )
+    if wanted.cost_key is not None and name in SIMULATORS.built_in:
+        raise ValueError(f"environment.cost_key: {name} knows no costs, gymnasium environments may; leave it out")
+    if name in SIMULATORS.built_in:
+        described = find(name, SIMULATORS)(*told)
+    else:
+        from genrl.vla.simulators.simulator import describe
+
+        described = describe(name, *told)
+    if not wanted.workers:
+        return Simulators(described, wanted)
+    from genrl.vla.simulators import ray_workers, workers
+
+    if wanted.workers == "ray":
+        return workers.FarSimulators(described, wanted, ray_workers.Actor, ray_workers.actors(wanted.ray_actors))
+    return workers.FarSimulators(described, wanted, workers.Process, wanted.workers)
+
+
+class Round:
+    """What came of one round in every slot, [B] or [B, C] each; zeros where nothing was done."""
+
+    def __init__(self, num_envs: int, chunk: int) -> None:
+        self.rewards, self.costs = np.zeros((2, num_envs, chunk), dtype=np.float32)
+        self.n_executed = np.zeros(num_envs, dtype=np.int64)
+        flags = np.zeros((4, num_envs), dtype=np.bool_)
+        self.terminated, self.truncated, self.success, self.dropped = flags
+
+    def take(self, outcome: Outcome, slots: NDArray[np.int64]) -> None:
+        """Write down what came of a chunk."""
+        self.rewards[slots], self.n_executed[slots] = outcome.rewards, outcome.n_executed
+        self.terminated[slots], self.truncated[slots] = outcome.terminated, outcome.truncated
+        self.success[slots] = outcome.success
+        if outcome.costs is not None:
+            self.costs[slots] = outcome.costs
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Lose the episodes of slots in this round, whatever they have said already."""
+        rows = list(slots)
+        self.rewards[rows], self.costs[rows], self.n_executed[rows] = 0.0, 0.0, 0
+        self.terminated[rows] = self.success[rows] = False
+        self.truncated[rows] = self.dropped[rows] = True
+
+
 class Simulators:
-    """A `contract.Environment` over workers, which `worker` makes for so many slots of a description.
+    """A `contract.Environment` over the host of a description, which is made at the first reset.
 
     Episode k of slot i is a function of (seed, (first_slot + i) // group_size, k). Closed by itself where it raises.
     """
 
-    def __init__(
-        self,
-        description: Description,
-        simulation: Simulation,
-        worker: Callable[[Description, int], Worker],
-        workers: int = 1,
-    ) -> None:
+    restarts = 0
+    host: Host | None = None
+
+    def __init__(self, description: Description, simulation: Simulation) -> None:
         self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
-        self.tasks, self.max_steps = description.tasks, description.max_steps
+        self.description, self.max_steps = description, description.max_steps
         self.render_size, self.knows_costs = simulation.render_size, simulation.cost_key is not None
         self.waited_s, self.dropped, self.first_slot = 0.0, 0, 0
-        times = {"timeout_s": simulation.timeout_s, "start_timeout_s": simulation.start_timeout_s}
-        self.crew = Crew(description, worker, workers, self.num_envs, **times)
-        self._most_bytes = 1e9 * simulation.worker_gb
+        self.observation: Observation = {}
+        self._instruction = [""] * self.num_envs
+        self._action_dim: int | None = None
         self._seed: int | None = None
+        self._once = False
         self._count = np.zeros(self.num_envs, dtype=np.int64)
         self._running = np.zeros(self.num_envs, dtype=np.bool_)
         self._vanished = np.zeros(self.num_envs, dtype=np.bool_)  # with a worker, between two rounds
         self._failures = np.zeros(self.num_envs, dtype=np.int64)
-        self._shown = _Shown(self.num_envs)
 
     @property
     def task_description(self) -> list[str]:
         """The instruction of each slot."""
-        return list(self._shown.instruction)
+        return list(self._instruction)
 
     @property
     def action_dim(self) -> int:
         """Numbers in an action; a simulator says it when it is there."""
-        if self._shown.action_dim is None:
+        if self._action_dim is None:
             raise RuntimeError("action_dim is known after the first reset")
-        return self._shown.action_dim
-
-    @property
-    def restarts(self) -> int:
-        """Workers that had to be started again."""
-        return self.crew.restarts
+        return self._action_dim
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """See `contract.Tables`."""
+        """See `contract.Environment`."""
         options = options or {}
-        if set(options) - {"episodes"}:
-            raise ValueError(f"the reset option is 'episodes', not {sorted(set(options) - {'episodes'})}")
+        if set(options) - {"episodes", "once"}:
+            raise ValueError(f"the reset options are 'episodes' and 'once', not {sorted(set(options))}")
+        self._once = bool(options.get("once"))
         if seed is not None:
             self._seed = seed
             self._count[:] = 0
@@ -105,13 +147,12 @@ class Simulators:
             if numbers.shape != (self.num_envs,):
                 raise ValueError(f"episodes must be [{self.num_envs}], got {list(numbers.shape)}")
         self._running[:] = self._vanished[:] = False
-        if self._most_bytes < math.inf:  # else nobody looks through the processes of this machine for it
-            self.crew.renew(self._most_bytes)
-        observation, _, _, _, info = self._round({slot: int(number) for slot, number in enumerate(numbers)}, {})
+        observation, _, _, _, info = self._round(Run(dict(enumerate(numbers.tolist())), {}))
         return observation, info
 
     def step(self, actions: NDArray[np.float32], /) -> Step:
-        """Execute a chunk [B, C, D] in every slot whose episode goes on; begin the next episode in the others."""
+        """Execute a chunk [B, C, D] in every slot whose episode goes on; begin the next episode in the others, or, with
+        the reset's option "once", leave them as they are."""
         if self._seed is None:
             raise RuntimeError("call reset before step")
         chunks = np.asarray(actions, dtype=np.float32)
@@ -121,11 +162,11 @@ class Simulators:
         if not np.isfinite(chunks[self._running]).all():
             bad = np.flatnonzero(self._running & ~np.isfinite(chunks).all((1, 2)))
             raise ValueError(f"the actions for the slots {bad.tolist()} are not finite: look at the policy")
-        self._count[~self._running & ~self._vanished] += 1
+        ended = ~self._running & ~self._vanished & (not self._once)
+        self._count[ended] += 1
         numbers = self._numbers()
-        slots = range(self.num_envs)
-        begin = {slot: int(numbers[slot]) for slot in slots if not self._running[slot] and not self._vanished[slot]}
-        return self._round(begin, {slot: chunks[slot] for slot in slots if self._running[slot]})
+        begin = {slot: int(numbers[slot]) for slot in np.flatnonzero(ended).tolist()}
+        return self._round(Run(begin, {slot: chunks[slot] for slot in np.flatnonzero(self._running).tolist()}))
 
     def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
         """Pictures of some slots, uint8 [n, render_size, render_size, 3].
@@ -133,222 +174,122 @@ class Simulators:
         A worker that is lost over it is started again: its pictures are black, its episodes dropped in the next step.
         """
         pictures = np.zeros((len(slots), self.render_size, self.render_size, 3), dtype=np.uint8)
-        self._tell(slots, lambda own: Render(own, self.render_size), pictures)
+        self._timed_answer(Ask("render", list(slots), self.render_size), pictures)
         return pictures
 
     def expert_chunks(self, horizon: int) -> NDArray[np.float32]:
-        """See `contract.Advised`. A worker that is lost over it is started again: its chunks are 0, its episodes
-        dropped in the next step."""
+        """The expert's next actions in every slot whose episode goes on, [B, horizon, D]; 0 in the others. Nothing
+        moves. Raises ValueError where the simulator has no expert.
+
+        A worker that is lost over it is started again: its chunks are 0, its episodes dropped in the next step.
+        """
         slots = np.flatnonzero(self._running).tolist()
-        told = np.zeros((len(slots), horizon, self.action_dim), dtype=np.float32)
-        self._tell(slots, lambda own: Ask(own, horizon), told)
+        advice = np.zeros((len(slots), horizon, self.action_dim), dtype=np.float32)
+        self._timed_answer(Ask("advise", slots, horizon), advice)
         chunks = np.zeros((self.num_envs, horizon, self.action_dim), dtype=np.float32)
-        chunks[slots] = told
+        chunks[slots] = advice
         return chunks
 
-    def _tell(
-        self, slots: Sequence[int], work: Callable[[list[int]], Render | Ask], found: NDArray[np.generic]
-    ) -> None:
-        """Ask every worker for something of its slots, by their numbers there, and write it into found [n, ...]."""
-        self.crew.start()
-        begun = time.perf_counter()
-        asked: dict[Link, list[int]] = {}
-        for link in self.crew.links:
-            rows = [row for row, slot in enumerate(slots) if slot in link.slots]
-            if rows:
-                asked[link] = rows
-                self.crew.send(link, work([slots[row] - link.slots.start for row in rows]), [])
-        try:
-            while asked:
-                link, message = self.crew.next(asked)
-                if link not in asked:
-                    continue
-                if isinstance(message, Frames | Advice):
-                    found[asked.pop(link)] = message[0]
-                elif isinstance(message, WorkerLost):
-                    del asked[link]
-                    self.crew.restart(link)
-                    self._vanished[link.slots] = self._running[link.slots]
-                    self._running[link.slots] = False
-                else:
-                    assert isinstance(message, Fault)
-                    raise (ValueError if message.misuse else RuntimeError)(message.report)
-        except BaseException:
-            self.close(kill=True)
-            raise
-        self.waited_s += time.perf_counter() - begun
-
     def close(self, *, kill: bool = False) -> None:
-        """End all workers; another reset starts them again."""
-        self.crew.end(kill=kill)
-        self._seed = None
+        """End the simulators; another reset makes them again. kill: without asking."""
+        if self.host is not None and not kill:
+            self.host.close()
+        self.host, self._seed = None, None
         self._running[:] = self._vanished[:] = False
 
     def _numbers(self) -> NDArray[np.uint64]:
         """The number of each slot's episode, whose task is the number mod tasks: they take turns."""
         assert self._seed is not None
-        group = (self.first_slot + np.arange(self.num_envs)) // self.group_size
+        group, tasks = (self.first_slot + np.arange(self.num_envs)) // self.group_size, self.description.tasks
         numbers = episode_keys(self._seed, group, self._count)
-        if self.tasks == 1:
+        if tasks == 1:
             return numbers
-        turn = (self._seed % self.tasks + group + self._count) % self.tasks
-        size = np.uint64(self.tasks)
-        return (numbers >> np.uint64(1)) // size * size + turn.astype(np.uint64)
+        turn = (self._seed % tasks + group + self._count) % tasks
+        return (numbers >> np.uint64(1)) // np.uint64(tasks) * np.uint64(tasks) + turn.astype(np.uint64)
 
-    def _round(self, begin: dict[int, int], chunks: dict[int, NDArray[np.float32]]) -> Step:
-        begun = time.perf_counter()
-        told = _Round(self.crew, self._shown, self._failures, self.chunk, begin, chunks)
+    def _round(self, run: Run) -> Step:
+        begun, done = time.perf_counter(), Round(self.num_envs, self.chunk)
         try:
-            self.crew.start()
-            told.play(self._vanished)
+            done.drop(np.flatnonzero(self._vanished).tolist())
+            self._play(run, done)
         except BaseException:
             self.close(kill=True)
             raise
         self._vanished[:] = False
-        self._running = ~(told.terminated | told.truncated)
-        self.dropped += int(told.dropped.sum())
+        self._running = ~(done.terminated | done.truncated)
+        self.dropped += int(done.dropped.sum())
         self.waited_s += time.perf_counter() - begun
-        info = {
-            "rewards": told.rewards,
-            "n_executed": told.n_executed,
-            "is_success": told.success,
-            "dropped": told.dropped,
-        }
-        if self.knows_costs:
-            info["costs"] = told.costs
-        seen = {name: value.copy() for name, value in self._shown.observation.items()}
-        return seen, told.rewards.sum(1), told.terminated, told.truncated, info
+        names = {"rewards": "rewards", "n_executed": "n_executed", "is_success": "success", "dropped": "dropped"}
+        names |= {"costs": "costs"} if self.knows_costs else {}
+        info = {name: getattr(done, own) for name, own in names.items()}
+        seen = {name: value.copy() for name, value in self.observation.items()}
+        return seen, done.rewards.sum(1), done.terminated, done.truncated, info
 
+    def _play(self, run: Run, done: Round) -> None:
+        """Do a round; an episode that cannot begin is begun again, by a new environment."""
+        if self.host is None:
+            self.host = self.description.host(self.num_envs)
+        while run.begin or run.chunks:
+            again: dict[int, int] = {}
+            for message in self.host.run(run):
+                if isinstance(message, Outcome):
+                    self._take(message, message.slots, done)
+                    continue
+                assert isinstance(message, Fault)
+                self._blame(message, message.slot)
+                if message.slot in run.begin:
+                    again[message.slot] = run.begin[message.slot]
+                else:
+                    done.drop([message.slot])
+            run = Run(again, {})
 
-class _Shown:
-    """What every slot shows, by its newest outcome."""
+    def _timed_answer(self, ask: Ask, answer: NDArray[np.generic]) -> None:
+        """Write what the slots answer into an array, a row each."""
+        begun = time.perf_counter()
+        try:
+            if ask.slots:
+                self._answer(ask, answer)
+        except BaseException:
+            self.close(kill=True)
+            raise
+        self.waited_s += time.perf_counter() - begun
 
-    def __init__(self, num_envs: int) -> None:
-        self.observation: Observation = {}
-        self.instruction = [""] * num_envs
-        self.action_dim: int | None = None
+    def _answer(self, ask: Ask, answer: NDArray[np.generic]) -> None:
+        if self.host is None:
+            self.host = self.description.host(self.num_envs)
+        answer[:] = getattr(self.host, ask.what)(ask.slots, ask.number)
 
-    def take(self, outcome: Outcome, slots: NDArray[np.int64]) -> None:
+    def _take(self, outcome: Outcome, slots: NDArray[np.int64], done: Round) -> None:
         """Write an outcome down, of slots by their numbers among all. Raises ValueError where it is of another kind."""
         for slot, line in zip(slots.tolist(), outcome.instruction, strict=True):
-            self.instruction[slot] = line
-        of = f"of slot {slots[0]} ({outcome.instruction[0]!r})"
+            self._instruction[slot] = line
+        which = f"of slot {slots[0]} ({outcome.instruction[0]!r})"
         for name, value in outcome.observation.items():
             if name not in self.observation:
-                self.observation[name] = np.zeros((len(self.instruction), *value.shape[1:]), dtype=value.dtype)
-            own = self.observation[name].shape[1:]
-            if own != value.shape[1:]:
+                self.observation[name] = np.zeros((self.num_envs, *value.shape[1:]), dtype=value.dtype)
+            others = self.observation[name].shape[1:]
+            if others != value.shape[1:]:
                 raise ValueError(
-                    f"{name} {of} is {list(value.shape[1:])}, that of others {list(own)}: all tasks of a run must show "
-                    "the same"
+                    f"{name} {which} is {list(value.shape[1:])}, that of others {list(others)}: all tasks of a run "
+                    "must show the same"
                 )
             self.observation[name][slots] = value
-        if self.action_dim not in (None, outcome.action_dim):
+        if self._action_dim not in (None, outcome.action_dim):
             raise ValueError(
-                f"actions {of} have {outcome.action_dim} numbers, those of others {self.action_dim}: all tasks of a "
-                "run must have the same"
+                f"actions {which} have {outcome.action_dim} numbers, those of others {self._action_dim}: all tasks of "
+                "a run must have the same"
             )
-        self.action_dim = outcome.action_dim
+        self._action_dim = outcome.action_dim
+        done.take(outcome, slots)
+        self._failures[slots[outcome.n_executed > 0]] = 0
 
-
-class _Round:
-    """One round: `begin` slot -> episode, `chunks` slot -> [C, D], and what is told of every slot."""
-
-    def __init__(
-        self,
-        crew: Crew,
-        shown: _Shown,
-        failures: NDArray[np.int64],
-        chunk: int,
-        begin: dict[int, int],
-        chunks: dict[int, NDArray[np.float32]],
-    ) -> None:
-        self.crew, self.shown, self.failures = crew, shown, failures
-        self.begin, self.chunks = begin, chunks
-        self.rewards, self.costs = np.zeros((2, len(failures), chunk), dtype=np.float32)
-        self.n_executed = np.zeros(len(failures), dtype=np.int64)
-        flags = np.zeros((4, len(failures)), dtype=np.bool_)
-        self.terminated, self.truncated, self.success, self.dropped = flags
-
-    def play(self, vanished: NDArray[np.bool_]) -> None:
-        """Send every worker its part and wait for all that they tell. vanished: slots whose episode is lost already."""
-        for slot in np.flatnonzero(vanished):
-            self._drop(int(slot))
-        for link in self.crew.links:
-            self._order(link, [slot for slot in link.slots if slot in self.begin], self.chunks)
-        while waiting := [link for link in self.crew.links if link.open]:
-            link, message = self.crew.next(waiting)
-            if link not in self.crew.links:
-                continue  # of a worker that is gone
-            if isinstance(message, Outcome):
-                self._take(link, message)
-            elif isinstance(message, Fault):
-                self._fault(link, message)
-            elif isinstance(message, WorkerLost):
-                self._lost(link, message)
-
-    def _order(self, link: Link, begins: list[int], chunks: dict[int, NDArray[np.float32]]) -> None:
-        """Send a worker its part of a round: these episodes to begin, and its chunks."""
-        first = link.slots.start
-        own = {slot: chunks[slot] for slot in link.slots if slot in chunks}
-        slots = sorted([*begins, *own])
-        if slots:
-            run = Run({s - first: self.begin[s] for s in begins}, {s - first: chunk for s, chunk in own.items()})
-            self.crew.send(link, run, slots)
-            self._expect(link)
-
-    def _expect(self, link: Link) -> None:
-        if link.open:
-            self.crew.expect(link, starting=link.open[0] in self.begin)
-
-    def _take(self, link: Link, outcome: Outcome) -> None:
-        slots = outcome.slots + link.slots.start
-        link.open = [slot for slot in link.open if slot not in slots.tolist()]
-        self.shown.take(outcome, slots)
-        self.rewards[slots], self.n_executed[slots] = outcome.rewards, outcome.n_executed
-        self.terminated[slots], self.truncated[slots] = outcome.terminated, outcome.truncated
-        self.success[slots] = outcome.success
-        if outcome.costs is not None:
-            self.costs[slots] = outcome.costs
-        self.failures[slots[outcome.n_executed > 0]] = 0
-        self._expect(link)
-
-    def _drop(self, slot: int) -> None:
-        """The episode of a slot is lost in this round, whatever it has said already."""
-        self.rewards[slot], self.costs[slot], self.n_executed[slot] = 0.0, 0.0, 0
-        self.terminated[slot] = self.success[slot] = False
-        self.truncated[slot] = self.dropped[slot] = True
-
-    def _fault(self, link: Link, fault: Fault) -> None:
-        """An environment raised; its worker goes on."""
+    def _blame(self, fault: Fault, slot: int) -> None:
+        """Count a failure of a slot, by its number among all. Raises where that is enough."""
         if fault.misuse:
             raise ValueError(fault.report)
-        if fault.slot < 0:
-            link.report = fault.report  # and it ends, which is told next
-            return
-        slot = fault.slot + link.slots.start
-        link.open.remove(slot)
-        self._blame(slot, fault.report)
-        if slot in self.begin:
-            self._order(link, [slot], {})
-        else:
-            self._drop(slot)
-        self._expect(link)
-
-    def _lost(self, link: Link, lost: WorkerLost) -> None:
-        """A worker is gone: what it was to begin is begun again, and what it ran is dropped, unless it had ended."""
-        if link.open:
-            self._blame(link.open[0], f"{lost}\n{link.report}")
-        again = self.crew.restart(link)
-        for slot in link.slots:
-            over = slot not in link.open and bool(self.terminated[slot] or self.truncated[slot])
-            if slot in self.chunks and not over:
-                self._drop(slot)
-        self._order(again, [slot for slot in link.slots if slot in self.begin], {})
-
-    def _blame(self, slot: int, why: str) -> None:
-        self.failures[slot] += 1
-        if self.failures[slot] >= FAILURES:
+        self._failures[slot] += 1
+        if self._failures[slot] >= FAILURES:
             raise RuntimeError(
-                f"the simulator of slot {slot} failed {FAILURES} times without executing a chunk; the last time:\n{why}"
+                f"the simulator of slot {slot} failed {FAILURES} times without executing a chunk; the last time:\n"
+                f"{fault.report}"
             )

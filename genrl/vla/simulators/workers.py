@@ -1,99 +1,102 @@
-"""Where simulators run: in this process, or in processes of their own. On Ray actors: `ray_workers`."""
+"""Simulators in processes of their own, and what is done where these die or hang. On Ray actors: `ray_workers`.
+
+A worker's process may end, or send nothing for too long, and is then killed: it is started again, and the running
+episodes of all its slots are dropped. The slot that was being worked on is to blame (`tables.FAILURES`).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
+import queue
 import signal
+import threading
+import time
 import traceback
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
-import psutil
+import numpy as np
+from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Ask, Description, Fault, Host, Message, Misuse, Render
+from genrl.vla.simulators.contract import Ask, Description, Fault, Host, Message, Misuse, Outcome, Run, Simulation
+from genrl.vla.simulators.tables import Round, Simulators
 
 Work = Any
-"""`contract.Run`, `Render` or `Ask`; or what another kind of host is asked for, which answers as it likes."""
+"""`contract.Run` or `Ask`; or what another kind of host is asked for, which answers as it likes."""
+Inbox = queue.SimpleQueue[tuple["Worker", Any]]
 
 
 class WorkerLost(Exception):
     """A worker has ended or does not answer; says why."""
 
 
-class Worker(Protocol):
-    """Where a host runs."""
+class Worker(ABC):
+    """The host of some neighbouring slots elsewhere, and the thread that waits for it: what it says goes into `inbox`
+    with this worker.
 
-    inline: bool
-    """Work is done where it is asked for; otherwise in a thread that waits for it."""
+    One that is lost gets a successor, another object: what the old one had still to say is not taken for the new one's.
+    """
 
-    def start(self) -> None: ...
+    def __init__(self, description: Description, slots: range, inbox: Inbox) -> None:
+        self.description, self.slots, self.inbox = description, slots, inbox
+        self.open: list[int] = []
+        """Slots that are to report, in the order of the work."""
+        self.deadline = 0.0
+        self.report = ""
+        self.start()
+        self._outbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        threading.Thread(target=self._wait, daemon=True).start()
 
+    @abstractmethod
+    def start(self) -> None:
+        """Make the place where the host is."""
+
+    @abstractmethod
     def do(self, work: Work) -> Iterator[Message]:
         """Messages as they come. Raises WorkerLost."""
-        ...
 
-    def memory(self) -> int:
-        """Bytes that the process of the host and its children hold; 0 if it has none of its own on this machine."""
-        ...
-
+    @abstractmethod
     def kill(self) -> None:
-        """At once, whatever it does."""
-        ...
+        """End at once, whatever it does."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the environments, and end."""
-        ...
+
+    def send(self, work: Work) -> None:
+        """Give it something to do; never blocks."""
+        self._outbox.put(work)
+
+    def end(self, *, kill: bool) -> None:
+        self._outbox.put(None)
+        if kill:
+            self.kill()
+        else:
+            self.close()
+
+    def _wait(self) -> None:
+        while (work := self._outbox.get()) is not None:
+            try:
+                for message in self.do(work):
+                    self.inbox.put((self, message))
+            except WorkerLost as lost:
+                self.inbox.put((self, lost))
+            except Exception as error:  # noqa: BLE001 - in a thread: the round is told, and judges
+                self.inbox.put((self, WorkerLost(report(error).report)))
 
 
-class Inline:
-    """The host in this process: no protection against what hangs or dies, and none of its cost."""
-
-    inline = True
-
-    def __init__(self, description: Description, slots: int) -> None:
-        self.description, self.slots = description, slots
-        self.host: Host | None = None
-
-    def start(self) -> None:
-        """Make the host; its environments are made when they are needed."""
-        self.host = self.description.host(self.slots)
-
-    def do(self, work: Work) -> Iterator[Message]:
-        """See `Worker`."""
-        assert self.host is not None
-        return messages(self.host, work)
-
-    def memory(self) -> int:
-        """See `Worker`."""
-        return 0
-
-    def kill(self) -> None:
-        """Let go of the environments."""
-        self.host = None
-
-    def close(self) -> None:
-        """See `Worker`."""
-        if self.host is not None:
-            self.host.close()
-        self.host = None
-
-
-class Process:
+class Process(Worker):
     """The host in a process of its own, spawned: a fork of a process with a graphics context hangs."""
-
-    inline = False
-
-    def __init__(self, description: Description, slots: int) -> None:
-        self.description, self.slots = description, slots
 
     def start(self) -> None:
         """Start the process; it makes its host by itself."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.description, self.slots), daemon=True)
+        given = (theirs, self.description, len(self.slots))
+        self.process = context.Process(target=_serve, args=given, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -114,16 +117,6 @@ class Process:
             pass  # it has ended
         process.join(5.0)
         raise WorkerLost(f"its process {process.pid} ended with exit code {process.exitcode}")
-
-    def memory(self) -> int:
-        """See `Worker`. A process that has just ended holds nothing; the next round finds that out."""
-        held = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            mine = psutil.Process(self.process.pid)
-            for process in [mine, *mine.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    held += process.memory_info().rss
-        return held
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -153,20 +146,178 @@ def _serve(connection: Connection, description: Description, slots: int) -> None
     except (EOFError, BrokenPipeError):
         os._exit(1)  # the other side is gone; a simulator that hangs in its end must not keep this process
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side is told, and judges
-        connection.send(report(error, -1))
+        connection.send(report(error))
 
 
-def report(error: Exception, slot: int) -> Fault:
-    """What the other side is told of an exception."""
+def report(error: Exception) -> Fault:
+    """What the other side is told of an exception of a whole host."""
     misuse = isinstance(error, (Misuse, ModuleNotFoundError))
-    return Fault(slot, str(error) if misuse else "".join(traceback.format_exception(error)), misuse)
+    return Fault(-1, str(error) if misuse else "".join(traceback.format_exception(error)), misuse)
 
 
 def messages(host: Host, work: Work) -> Iterator[Message]:
     """Do a piece of work. A generator whatever it is: Ray sends values to it, of which a list's iterator takes none."""
-    if isinstance(work, Render):
-        yield host.render(work)
-    elif isinstance(work, Ask):
-        yield host.advise(work)
+    if isinstance(work, Ask):
+        yield getattr(host, work.what)(work.slots, work.number)
     else:
         yield from host.run(work)
+
+
+class Crew:
+    """`count` workers at most, with neighbouring slots each; started when they are needed."""
+
+    def __init__(
+        self,
+        description: Description,
+        worker: Callable[[Description, range, Inbox], Worker],
+        count: int,
+        num_envs: int,
+        *,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        bounds = [num_envs * w // count for w in range(count + 1)]
+        self.parts = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False) if pair[0] < pair[1]]
+        self.description, self.worker = description, worker
+        self.workers: list[Worker] = []
+        self.restarts = 0
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self._inbox: Inbox = queue.SimpleQueue()
+
+    def start(self) -> None:
+        if not self.workers:
+            self.workers = [self.worker(self.description, part, self._inbox) for part in self.parts]
+
+    def send(self, worker: Worker, work: Work, slots: list[int]) -> None:
+        """Give a worker something to do, of which it is to report these slots."""
+        if not worker.open:
+            self.expect(worker, starting=isinstance(work, Run) and not work.chunks)
+        worker.open += slots
+        worker.send(work)
+
+    def expect(self, worker: Worker, *, starting: bool) -> None:
+        """Begin to wait for the next message of a worker."""
+        worker.deadline = time.monotonic() + (self.start_timeout_s if starting else self.timeout_s)
+
+    def next(self, workers: Collection[Worker]) -> tuple[Worker, Any]:
+        """The next message of any worker, WorkerLost for one that is too late, which is killed; it may no longer be
+        among `workers`."""
+        soonest = min(workers, key=lambda worker: worker.deadline)
+        try:
+            return self._inbox.get(timeout=max(0.0, soonest.deadline - time.monotonic()))
+        except queue.Empty:
+            soonest.kill()
+            return soonest, WorkerLost("it was killed, having sent nothing for the time that is allowed (timeout)")
+
+    def restart(self, worker: Worker) -> Worker:
+        """A successor of one that is gone."""
+        self.restarts += 1
+        worker.end(kill=True)
+        again = self.worker(self.description, worker.slots, self._inbox)
+        self.workers[self.workers.index(worker)] = again
+        return again
+
+    def end(self, *, kill: bool) -> None:
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            worker.end(kill=kill)
+
+
+class FarSimulators(Simulators):
+    """`Simulators` over `count` workers at most, of which `worker` makes each."""
+
+    def __init__(
+        self,
+        description: Description,
+        simulation: Simulation,
+        worker: Callable[[Description, range, Inbox], Worker],
+        count: int,
+    ) -> None:
+        super().__init__(description, simulation)
+        times = {"timeout_s": simulation.timeout_s, "start_timeout_s": simulation.start_timeout_s}
+        self.crew = Crew(description, worker, count, self.num_envs, **times)
+
+    @property
+    def restarts(self) -> int:  # type: ignore[override]
+        """Workers that had to be started again."""
+        return self.crew.restarts
+
+    def close(self, *, kill: bool = False) -> None:
+        """End all workers; another reset starts them again."""
+        self.crew.end(kill=kill)
+        super().close()
+
+    def _play(self, run: Run, done: Round) -> None:
+        """Send every worker its part and wait for all that they say."""
+        self.crew.start()
+        for worker in self.crew.workers:
+            self._order(worker, run, worker.slots)
+        while waiting := [worker for worker in self.crew.workers if worker.open]:
+            worker, message = self.crew.next(waiting)
+            if worker not in self.crew.workers:
+                continue  # it is gone
+            if isinstance(message, Outcome):
+                slots = message.slots + worker.slots.start
+                worker.open = [slot for slot in worker.open if slot not in slots.tolist()]
+                self._take(message, slots, done)
+            elif isinstance(message, WorkerLost):
+                worker = self._lost(worker, message, run, done)
+            else:
+                self._fault(worker, message, run, done)
+            if worker.open:
+                self.crew.expect(worker, starting=worker.open[0] in run.begin)
+
+    def _order(self, worker: Worker, run: Run, slots: Collection[int]) -> None:
+        """Send a worker its part of a round, as far as it is of these slots."""
+        first = worker.slots.start
+        begin = {slot - first: run.begin[slot] for slot in slots if slot in run.begin}
+        chunks = {slot - first: run.chunks[slot] for slot in slots if slot in run.chunks}
+        if begin or chunks:
+            ordered = sorted(slot + first for slot in begin.keys() | chunks.keys())
+            self.crew.send(worker, Run(begin, chunks), ordered)
+            self.crew.expect(worker, starting=worker.open[0] in run.begin)
+
+    def _fault(self, worker: Worker, fault: Fault, run: Run, done: Round) -> None:
+        """Judge what a host or an environment raised; an environment's worker goes on."""
+        if fault.slot < 0 and not fault.misuse:
+            worker.report = fault.report  # and it ends, which is told next
+            return
+        slot = fault.slot + worker.slots.start
+        self._blame(fault, slot)
+        worker.open.remove(slot)
+        if slot in run.begin:
+            self._order(worker, Run(run.begin, {}), [slot])
+        else:
+            done.drop([slot])
+
+    def _lost(self, worker: Worker, lost: WorkerLost, run: Run, done: Round) -> Worker:
+        """Replace a worker: what it was to begin is begun again, and what it ran is dropped, unless it had ended."""
+        if worker.open:
+            self._blame(Fault(worker.open[0], f"{lost}\n{worker.report}", misuse=False), worker.open[0])
+        ended = done.terminated | done.truncated
+        done.drop([s for s in worker.slots if s in run.chunks and (s in worker.open or not ended[s])])
+        again = self.crew.restart(worker)
+        self._order(again, Run(run.begin, {}), worker.slots)
+        return again
+
+    def _answer(self, ask: Ask, answer: NDArray[np.generic]) -> None:
+        self.crew.start()
+        rows_of: dict[Worker, list[int]] = {}
+        for worker in self.crew.workers:
+            rows = [row for row, slot in enumerate(ask.slots) if slot in worker.slots]
+            if rows:
+                rows_of[worker] = rows
+                self.crew.send(worker, ask._replace(slots=[ask.slots[row] - worker.slots.start for row in rows]), [])
+        while rows_of:
+            worker, message = self.crew.next(rows_of)
+            if worker not in rows_of:
+                continue
+            if isinstance(message, Fault):
+                raise (ValueError if message.misuse else RuntimeError)(message.report)
+            rows = rows_of.pop(worker)
+            if isinstance(message, WorkerLost):
+                self.crew.restart(worker)
+                self._vanished[worker.slots] = self._running[worker.slots]
+                self._running[worker.slots] = False
+            else:
+                answer[rows] = message

@@ -44,7 +44,7 @@ def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight:
     """All valid decisions of a rollout: advantage, returns and weight [T, B], or of actions [T, B, C].
 
     Slot by slot: processes have neighbouring slots, so that one after the other they number the decisions of whole
-    episodes as one process would, and `minibatches` deals the same ones.
+    episodes as one process would, and `deal` deals the same ones.
     """
     slot, time = rollout.valid.T.nonzero().unbind(1)
     row = time * rollout.valid.shape[1] + slot
@@ -131,8 +131,7 @@ def at_level(elements: Tensor, executed: Tensor, size: int, action_dim: int, set
     if settings.element_clip is not None:
         kept = kept.clamp(*settings.element_clip)
     there = executed_mask(executed, size).to(kept.device)[..., None]
-    found = chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
-    return found if settings.log_prob_clip is None else found.clamp(*settings.log_prob_clip)
+    return chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
 
 
 def context_of(policy: Any, observation: Batch, kept: Batch) -> Batch:

@@ -31,7 +31,7 @@ class Update(VLAMethod):
     clip_range_high: Positive | None = None
     """Upper side, 1 + c; null = as the lower one (SimpleVLA-RL: 0.28)."""
     dual_clip: Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)] | None = None
-    """Bound c of the loss where the advantage is negative, c |A|; null = none (3 is usual)."""
+    """Bound c of the loss where the advantage is negative, c |A| (RLinf's clip_ratio_c: 3); null = none."""
     epochs: Count = 4
     """Passes over the decisions of an iteration."""
     minibatch: Count = 512
@@ -46,8 +46,6 @@ class Update(VLAMethod):
     """Bonus for a learned noise (pi_RL with Flow-Noise: 0.005; ReinFlow: 0.01 to 0.03), or for that of tokens."""
     element_clip: Range | None = None
     """Log-density of one number is kept within [low, high] (DPPO: -5 and 2); null = free."""
-    log_prob_clip: Range | None = None
-    """Log-probability of one ratio is kept within [low, high] (ReinFlow: -1 and 1); null = free."""
     success_filter: tuple[Fraction, Share] | None = None
     """Groups count only where their mean return is within [low, high] (SimpleVLA-RL: 0.1 and 0.9); null = all."""
 
@@ -71,11 +69,7 @@ class Update(VLAMethod):
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """What the surrogate cannot do: bounds that fall, filters without groups, entropy that has no gradient."""
         sampler = config.sampler
-        for key, bounds in (
-            ("success_filter", self.success_filter),
-            ("element_clip", self.element_clip),
-            ("log_prob_clip", self.log_prob_clip),
-        ):
+        for key, bounds in (("success_filter", self.success_filter), ("element_clip", self.element_clip)):
             if bounds is not None and bounds[0] >= bounds[1]:
                 yield (f"trainer.{key}",), f"must rise from low to high, found {list(bounds)}"
         if self.success_filter is not None and config.environment.group_size < 2:
@@ -83,9 +77,6 @@ class Update(VLAMethod):
         if self.entropy_weight and sampler.kind not in ("flow_noise", "reinflow", "tokens"):
             text = f"the noise of {sampler.kind} is not learned, its entropy has no gradient; write 0"
             yield ("trainer.entropy_weight", "sampler.kind"), text
-        if self.microbatch is not None and self.microbatch > self.minibatch:
-            text = "a pass holds a part of a minibatch; write null, or fewer"
-            yield ("trainer.microbatch", "trainer.minibatch"), text
 
     def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
         """Environments, decisions, denoising steps and epochs."""
@@ -101,9 +92,7 @@ class Update(VLAMethod):
 
 
 def from_a_loaded_policy(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
-    """Methods that reinforce what a policy can do: it has to be able to do something."""
+    """Methods that reinforce what a policy can do: it has to be able to do something, else hours teach it nothing."""
     if config.policy.new is not None:
         text = "needs a policy that succeeds now and then; train it by sft and give its folder as policy.path"
         yield ("policy.new",), f"{algorithm} {text}"
-    if config.demonstrations is not None:
-        yield ("demonstrations",), f"{algorithm} does not imitate; take them out, or use algorithm sft"

@@ -50,8 +50,8 @@ def file_problems(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
         yield ("vlm", "quantize"), lacking
     yield from _task(config, notes)
     for number, stage in enumerate(config.stages):
-        if stage.task is not None:
-            part = config.parts[number].model_copy(update={"stages": ()})
+        if stage.task:
+            part = config.parts[number]
             if not part.trainer.samples:  # its answers are given, no reward sees them
                 part = part.model_copy(update={"rewards": ()})
             yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, get_args
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from genrl.config.errors import Finding
 from genrl.config.plugins import Group, find
@@ -13,7 +13,19 @@ from genrl.config.sections import NO_INT4
 from genrl.vlm.config.names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
-    from genrl.vlm.config.schema import Stage, VLMConfig
+    from genrl.vlm.config.schema import VLMConfig
+
+
+OF_BUILT_IN = ("vlm.kernels", "vlm.quantize", "distributed.fsdp")
+"""What only the vision-language models built in have."""
+OF_TEXT = (
+    *OF_BUILT_IN,
+    *("vlm.gradient_checkpointing", "vlm.packing", "vlm.prefix_attention", "environment"),
+    *("task.min_pixels", "task.max_pixels", "task.video", "stages", "augmentation", "synthesis"),
+)
+"""What no model has that makes something else than text."""
+UNSHARED = ("vlm.gradient_checkpointing", "vlm.packing", "distributed.fsdp", "environment")
+"""With which prompts are computed once for each answer."""
 
 
 def problems(config: VLMConfig) -> Iterator[Finding]:
@@ -37,8 +49,7 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
-    samples = any(part.trainer.samples for part in config.parts)
-    if not config.rewards and samples:
+    if not config.rewards and any(part.trainer.samples for part in config.parts):
         yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
     if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
         yield ("rewards",), "all weights are 0: nothing is trained"
@@ -54,34 +65,18 @@ def _episodes(config: VLMConfig) -> Iterator[Finding]:
         yield ("rewards", "environment"), "an environment has a reward of its own; leave rewards out"
     if not config.trainer.acts:
         yield ("trainer.algorithm", "environment"), f"{config.trainer.algorithm} learns from answers to questions"
-    if config.vlm.prefix_attention is not None:
-        yield ("vlm.prefix_attention", "environment"), "turns of an episode share no prompt; write null"
 
 
 def _outputs(config: VLMConfig) -> Iterator[Finding]:
     output, makes = config.vlm.output, config.vlm.makes
     if wrong := _unknown(output, OUTPUTS):
         yield ("vlm.output",), wrong
-    if makes == "music_reward" and any(part.trainer.samples for part in config.parts):
+    if makes == "music_reward" and config.trainer.samples:
         yield ("trainer.algorithm", "vlm.output"), "a score answers nothing; write music_preference, or output: music"
-    if config.vlm.gradient_checkpointing:
-        if makes:
-            text = f"{makes} is trained without; write false"
-            yield ("vlm.gradient_checkpointing", "vlm.output"), text
-        if config.vlm.prefix_attention is not None:
-            text = "blocks that are computed again share no prompts; write null, or false"
-            yield ("vlm.prefix_attention", "vlm.gradient_checkpointing"), text
-    if config.vlm.packing:
-        if makes:
-            yield ("vlm.packing", "vlm.output"), f"{makes} is computed with padding; write false"
-        if config.vlm.prefix_attention is not None:
-            yield ("vlm.packing", "vlm.prefix_attention"), "packed answers share no prompts; write one of them"
-    if makes and config.vlm.prefix_attention is not None:
-        yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
-    if makes and config.environment is not None:
-        yield ("vlm.output", "environment"), f"a model whose output is {makes} does not act; write text"
-    if makes and (config.task.min_pixels or config.task.max_pixels or config.task.video):
-        yield ("task.min_pixels", "task.max_pixels", "task.video", "vlm.output"), f"a model of {makes} sees no pictures"
+    for key in [key for key in (OF_TEXT if makes else OF_BUILT_IN if output != "text" else ()) if _value(config, key)]:
+        yield (key, "vlm.output"), f"only models that answer with text have it, not output {output}; leave it out"
+    for key in [key for key in UNSHARED if config.vlm.prefix_attention is not None and _value(config, key)]:
+        yield ("vlm.prefix_attention", key), "with it answers share no prompts; write one of them"
     if (codec := config.vlm.codec) is not None:
         if output != "voxels":
             yield ("vlm.codec", "vlm.output"), f"decodes bodies, and this model makes {output}; write voxels, or null"
@@ -99,10 +94,13 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("generation.guidance_scale", "vlm.output"), text
 
 
+def _value(config: VLMConfig, key: str) -> Any:
+    """The value of a key by its dotted name."""
+    return reduce(getattr, key.split("."), config)
+
+
 def _quantized(config: VLMConfig) -> Iterator[Finding]:
     key, kind = "vlm.quantize", config.vlm.quantize
-    if config.vlm.kernels is not None and config.vlm.output != "text":
-        yield ("vlm.kernels", "vlm.output"), "only the vision-language models built in have them; write null"
     if kind is None:
         return
     if kind == "int4":
@@ -110,15 +108,10 @@ def _quantized(config: VLMConfig) -> Iterator[Finding]:
     if config.vlm.lora is None:
         text = "quantised weights cannot be trained, only adapters on them; write quantize: null, or give lora"
         yield (key, "vlm.lora"), text
-    if config.vlm.output != "text":
-        yield (key, "vlm.output"), "only the vision-language models built in are held in fewer bits; write null"
     if config.distributed.fsdp:
         yield (key, "distributed.fsdp"), "quantised weights cannot be divided; write null, or fsdp: false"
     if config.generation.engine == "vllm":
-        yield (
-            (key, "generation.engine"),
-            "vLLM is sent merged weights, which quantised ones cannot be; write null",
-        )
+        yield (key, "generation.engine"), "vLLM is sent merged weights, which quantised ones cannot be; write null"
 
 
 def _unknown(name: str, group: Group) -> str:
@@ -141,33 +134,16 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
         yield ("distributed.context",), text
 
 
-def _method_of_stage(at: str, stage: Stage, part: VLMConfig) -> Iterator[Finding]:
-    """A stage with a method of its own."""
-    if stage.preset is not None:
-        yield (f"{at}.preset", f"{at}.trainer"), "write it in the stage's trainer"
-    if part.trainer.acts or part.trainer.with_heads:
-        text = "has modules or an environment of its own; start a run from this one's model"
-        yield (f"{at}.trainer.algorithm",), f"{part.trainer.name} {text}"
-        return
-    for keys, text in part.trainer.problems(part):
-        yield tuple(f"{at}.{key}" if key.startswith("trainer") else key for key in keys), text
-
-
 def _shards(config: VLMConfig) -> Iterator[Finding]:
     key, trainer = "distributed.fsdp", config.trainer
     if not config.distributed.fsdp:
         return
-    if config.vlm.output != "text":
-        yield (key, "vlm.output"), "only the vision-language models built in are held in shards; write false"
-    if config.vlm.prefix_attention is not None:
-        text = "a model in shards computes a prompt once for each answer; write null, or fsdp: false"
-        yield ("vlm.prefix_attention", key), text
-    if any(method.fit_batch for method in (trainer, *(part.trainer for part in config.parts))):
+    if trainer.fit_batch:
         text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
         yield ("trainer.fit_batch", key), text
     if trainer.with_heads:
         yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
-    if config.trains_shards and any(part.trainer.average is not None for part in config.parts):
+    if config.trains_shards and "ema" in trainer.reads:
         text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
         yield (key, "vlm.lora"), text
     if config.synthesis is not None:
@@ -200,23 +176,9 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         total = sum(stage.iterations for stage in config.stages)
         if total != config.iterations:
             yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
-        field = type(config.trainer).model_fields.get("preset")
-        presets = [] if field is None else list(get_args(field.annotation))
-        for number, (stage, part) in enumerate(zip(config.stages, config.parts, strict=True)):
-            for keys, text in _questions(part):
-                if stage.task is not None and keys[0].startswith("task"):  # else it is the run's own, and said there
-                    yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
-            if stage.preset is not None and stage.preset not in presets:
-                close = get_close_matches(stage.preset, presets, n=1, cutoff=0)
-                text = f"no preset {stage.preset!r}; did you mean {close[0]}?" if close else "the method has no presets"
-                yield (f"stages.{number}.preset",), text
-            elif stage.preset is not None:
-                yield from (((f"stages.{number}.preset", *keys), text) for keys, text in part.trainer.problems(part))
-            if stage.trainer is not None:
-                yield from _method_of_stage(f"stages.{number}", stage, part)
     for name in ("stages", "augmentation", "synthesis"):
-        if getattr(config, name) and (config.environment is not None or config.vlm.makes):
-            yield (name,), "is for questions that are answered by text; leave it out"
+        if getattr(config, name) and config.environment is not None:
+            yield (name, "environment"), "is for answers to questions; leave it out"
     if config.augmentation is not None and sorted(re.findall(r"{.*?}", config.augmentation.truth)) != [
         "{answer}",
         "{question}",
@@ -243,11 +205,11 @@ def _economy(config: VLMConfig) -> Iterator[Finding]:
             yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
     if economy.selection is not None:
         at = "economy.selection"
-        if not all(part.trainer.samples for part in config.parts):
+        if not config.trainer.samples:
             yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
         if config.stages:
             yield (at, "stages"), "what is known of a question is of one stage; leave it out"
         if config.task.curriculum is not None:
             yield (at, "task.curriculum"), "both say which questions come first; leave out one"
-    if economy.keep is not None and not all(part.trainer.takes_part_of_groups for part in config.parts):
+    if economy.keep is not None and not config.trainer.takes_part_of_groups:
         yield ("economy.keep", "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"

@@ -6,24 +6,25 @@ The two refer to each other: a run has a method, and a method is asked about a r
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from genrl.config.economy import Economy
-from genrl.config.errors import Finding
+from genrl.config.errors import Finding, ImpossibleConfig
 from genrl.config.kinds import Kind
 from genrl.config.method import ByName, Method, built_in_names, class_of
 from genrl.config.run_config import FileFinding, RunConfig
-from genrl.config.section import Count, Flag, Positive, Section, Text, Whole
+from genrl.config.section import AnyOf, Count, Flag, Section
 from genrl.config.sections import labels_of
-from genrl.config.unions import AnyOf
-from genrl.vlm.config.environment import Environment
 from genrl.vlm.config.sections import (
     VLM,
     Augmentation,
+    Environment,
     Generation,
     Synthesis,
     Task,
@@ -34,6 +35,9 @@ from genrl.vlm.config.sections import (
 
 QUESTIONS, EPISODES = "answers", "episodes"
 """The methods of runs that name none: with questions, with an environment."""
+
+RATE = ("lr", "schedule", "warmup_steps")
+"""What a stage may say of the optimiser."""
 
 PLACE = re.compile(r"{(\w+)}")
 """Of a column in a text."""
@@ -48,6 +52,9 @@ class VLMMethod(Method):
     kind: ClassVar[Kind] = "vlm"
     acts: ClassVar[bool] = False
     """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
+
+    samples: ClassVar[bool] = True
+    """It learns from answers that the model samples, which rewards score; otherwise from what the data gives."""
 
     with_heads: ClassVar[bool] = False
     """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
@@ -67,30 +74,17 @@ class VLMMethod(Method):
         return self.algorithm
 
     @property
-    def reference(self) -> bool:
-        """Whether it reads the model as it was before training. Without LoRA that is a second copy in memory."""
-        return False
-
-    @property
-    def average(self) -> tuple[float, int] | None:
-        """A moving average of the weights that it reads: the share that an update keeps, and optimiser steps between
-        updates."""
-        return None
+    def reads(self) -> frozenset[str]:
+        """What it reads beside rewards and log-probabilities (`recipe.choice.Choice.tensors`) and is made for it: ref,
+        of the model before training, without LoRA a second copy in memory; ema, of a moving average of the weights;
+        greedy, the reward of the most probable answer to each question, which is sampled in addition; bound: samples of
+        a bound stand for the log-probabilities of tokens (masked diffusion models)."""
+        return frozenset()
 
     @property
     def task_column(self) -> str | None:
         """The column that names a question's task, where it compares the answers of a task with each other."""
         return None
-
-    @property
-    def greedy(self) -> bool:
-        """Whether it reads the reward of the most probable answer to each question, which is sampled in addition."""
-        return False
-
-    @property
-    def bounds(self) -> bool:
-        """Whether samples of a bound stand for the log-probabilities of tokens (masked diffusion models)."""
-        return False
 
     @property
     def group_filter(self) -> Literal["none", "spread", "not_all_right"]:
@@ -109,19 +103,10 @@ class VLMMethod(Method):
         return 1
 
     @property
-    def taught(self) -> str | None:
-        """The answers that it is taught: a column, or a text with columns in braces. None = the model's own."""
-        return None
-
-    @property
-    def samples(self) -> bool:
-        """Whether it learns from answers that the model samples, which rewards score."""
-        return self.taught is None
-
-    @property
     def demonstrations(self) -> tuple[str, str] | None:
-        """Answers of the data that it reads, taught or beside the model's own: the key that names them, and which."""
-        return None if self.taught is None else ("trainer.target", self.taught)
+        """Answers of the data that it reads, taught instead of the model's own or beside them: the key that names them,
+        and which: a column, or a text with columns in braces."""
+        return None
 
     def recipe(self, config: VLMConfig) -> Any:
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
@@ -148,33 +133,23 @@ class VLMMethod(Method):
 
     @classmethod
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its section as it is written, with what is left out because another key implies it."""
+        """Return the method's section as it is written, with what is left out because another key implies it."""
         return written
 
 
 def columns_of(target: str) -> list[str]:
-    """The columns of an answer that is taught (`VLMMethod.taught`)."""
+    """The columns of an answer that the data gives (`VLMMethod.demonstrations`)."""
     return PLACE.findall(target) if "{" in target else [target]
 
 
 def default_method() -> VLMMethod:
-    """That of a run which names none."""
+    """The method of a run that names none."""
     return cast(VLMMethod, class_of(QUESTIONS, "vlm")(algorithm=QUESTIONS))
 
 
 def completed(written: Any) -> Any:
-    """A configuration as it is written, with the names of its method and of its stages', and what they leave out.
-    Without `algorithm` a method is the one that `preset` names, or that of the run's kind."""
-    found = _completed(written)
-    stages = found.get("stages") if isinstance(found, Mapping) else None
-    if not isinstance(stages, list | tuple):
-        return found
-    own = [_completed(one) if isinstance(one, Mapping) and one.get("trainer") is not None else one for one in stages]
-    return {**found, "stages": own}
-
-
-def _completed(written: Any) -> Any:
-    """A section with a section `trainer`: a configuration, or a stage."""
+    """A configuration as it is written, with the name of its method and what that leaves out. Without `algorithm` a
+    method is the one that `preset` names, or that of the run's kind."""
     if not isinstance(written, Mapping):
         return written
     trainer = {} if written.get("trainer") is None else written["trainer"]
@@ -183,6 +158,7 @@ def _completed(written: Any) -> Any:
     known, preset = built_in_names("vlm"), trainer.get("preset")
     if "algorithm" not in trainer:
         named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
+        # most files name a preset alone; what it learns from is where the run asks or acts
         usual = QUESTIONS if written.get("environment") is None else EPISODES
         rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
         trainer = {"algorithm": preset if named else usual, **rest}
@@ -193,33 +169,30 @@ def _completed(written: Any) -> Any:
     return {**written, "trainer": cast(type[VLMMethod], method).completed(trainer)}
 
 
+def _merged(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`new` on top of `base`, as a file on top of its `include`."""
+    if new.get("algorithm", base.get("algorithm")) != base.get("algorithm"):
+        return dict(new)  # keys of one method mean nothing to another
+    both = {key for key in new if isinstance(new[key], Mapping) and isinstance(base.get(key), Mapping)}
+    return {**base, **new, **{key: _merged(base[key], new[key]) for key in both}}
+
+
 Trainer = Annotated[VLMMethod, ByName(), SerializeAsAny(), AnyOf()]
 
 
-class StageOptimizer(Section):
-    """The learning rate of a stage, over its own iterations; the other keys are those of the run's optimizer."""
-
-    lr: Positive = 1e-6
-    """Learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or down to 0 at the end of the stage."""
-    warmup_steps: Whole = 0
-    """Optimiser steps in which the learning rate rises from 0."""
-
-
 class Stage(Section):
-    """A part of a run with questions or a method of its own."""
+    """A part of a run: its length, and what differs from the run's own sections. Keys are merged with those of the run
+    as a file's are with its `include`; a trainer of another algorithm stands in place of the run's."""
 
     iterations: Count
     """How many of the run's iterations."""
-    task: Task | None = None
-    """Its training questions; null = those of the run. The evaluation uses those of the run."""
-    trainer: Trainer | None = None
-    """Its method with all its keys, in place of the run's `trainer`; null = that of the run."""
-    preset: Text | None = None
-    """Its method, in place of `trainer.preset`; null = that of the run. The other keys of `trainer` stay."""
-    optimizer: StageOptimizer | None = None
-    """Its learning rate; the optimiser then begins anew. null = optimiser and schedule of the run go on."""
+    task: dict[str, Any] = {}
+    """Keys of `task`: its training questions. The evaluation uses those of the run."""
+    trainer: dict[str, Any] = {}
+    """Keys of `trainer`: its method."""
+    optimizer: dict[str, Any] = {}
+    """lr, schedule and warmup_steps over its own iterations; the optimiser then begins anew. {} = optimiser and
+    schedule of the run go on."""
 
 
 class VLMConfig(RunConfig):
@@ -264,19 +237,8 @@ class VLMConfig(RunConfig):
 
     def at(self, iteration: int) -> tuple[int, VLMConfig]:
         """The number of the stage that an iteration belongs to, and the run as this stage has it."""
-        last = 0
-        for number, stage in enumerate(self.stages):
-            last += stage.iterations
-            if iteration < last or number == len(self.stages) - 1:
-                preset = {} if stage.preset is None else {"preset": stage.preset}
-                rate = {} if stage.optimizer is None else dict(stage.optimizer)
-                own = {
-                    "task": stage.task or self.task,
-                    "trainer": stage.trainer or self.trainer.model_copy(update=preset),
-                    "optimizer": self.optimizer.model_copy(update=rate),
-                }
-                return number, self.model_copy(update=own)
-        return 0, self
+        number = min(bisect_right(self.ends, iteration), max(0, len(self.stages) - 1))
+        return number, self.parts[number]
 
     @property
     def rounds_weights(self) -> bool:
@@ -296,7 +258,28 @@ class VLMConfig(RunConfig):
     @property
     def parts(self) -> list[VLMConfig]:
         """The run as each of its stages has it; without stages, itself."""
-        return [self.at(start)[1] for start in (0, *self.ends[:-1])]
+        return self.staged or [self]
+
+    @cached_property
+    def staged(self) -> list[VLMConfig]:
+        """`parts` of a run in stages, of any other none."""
+        return [type(self).model_validate(self._written(stage)) for stage in self.stages]
+
+    def _written(self, stage: Stage) -> dict[str, Any]:
+        """What a file of a stage alone would say, with the length of the run."""
+        # the run as it is, not as it was written: a script may have handed over sections
+        return _merged(self.model_dump(exclude={"stages"}), stage.model_dump(exclude={"iterations"}))
+
+    def with_micro_batch(self, rows: int) -> VLMConfig:
+        """The run with passes of so many rows."""
+
+        def smaller(part: VLMConfig) -> VLMConfig:
+            return part.model_copy(update={"trainer": part.trainer.model_copy(update={"micro_batch": rows})})
+
+        changed = smaller(self)
+        # where pydantic keeps it; a copy would hold the old ones
+        changed.__dict__["staged"] = [smaller(part) for part in self.staged]
+        return changed
 
     @model_validator(mode="before")
     @classmethod
@@ -315,17 +298,43 @@ class VLMConfig(RunConfig):
 
     @classmethod
     def completed(cls, written: Any) -> Any:
-        """What a file says, with the names of its method and of its stages', and what they leave out."""
+        """What a file says, with the name of its method and what that leaves out."""
         return completed(written)
 
     def problems(self) -> Iterator[Finding]:
-        """Settings that cannot work together."""
+        """Settings that cannot work together. A run in stages is what each of them makes of it."""
         from genrl.vlm.config.rules import problems
 
+        if refused := list(dict.fromkeys(self._refused_stages())):
+            yield from refused
+            return
         yield from problems(self)
-        if not (self.stages and all(stage.trainer for stage in self.stages)):
-            yield from self.trainer.problems(self)
+        yield from self.trainer.problems(self)
         yield from super().problems()
+
+    def _refused_stages(self) -> Iterator[Finding]:
+        """What is wrong with the run as a stage has it, under the stage's name where the stage says so."""
+        from genrl.config.messages import explain
+
+        for number, stage in enumerate(self.stages):
+            at, written = f"stages.{number}", self._written(stage)
+            if others := [key for key in stage.optimizer if key not in RATE]:
+                text = f"the optimiser is that of the run; a stage may have its own {', '.join(RATE)}"
+                yield (f"{at}.optimizer.{others[0]}",), text
+                continue
+            try:
+                part = type(self).model_validate(written)
+            except ValidationError as error:
+                # rules are asked once all keys are right, so there is either one such error or only others
+                cause = error.errors()[0].get("ctx", {}).get("error")
+                found = [((one.path,), one.text) for one in explain(error, written, {})]
+                for keys, text in cause.problems if isinstance(cause, ImpossibleConfig) else found:
+                    changed = [key for key in ("task", "trainer", "optimizer") if getattr(stage, key)]
+                    yield tuple(f"{at}.{key}" if key.split(".")[0] in changed else key for key in keys), text
+                continue
+            if part.trainer.with_heads:
+                text = f"{part.trainer.name} trains modules beside the model; start a run from this one's model"
+                yield (f"{at}.trainer.algorithm",), text
 
     def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
         """What is wrong with the model's folder, the data and the rewards."""

@@ -230,15 +230,15 @@ class VLMEvaluation(EvaluationBase):
 
 
 class Augmentation(Section):
-    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation)."""
+    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation). d is the mean
+    reward of the last iterations less the question's own. Behind a hard question (d > 0) stands the first min(1, d) of
+    the words of the model's own best reasoning, found with the right answer in the question."""
 
-    window: Count = 10
-    """Iterations whose mean reward a question's own is compared with: the difference is d."""
+    window: ClassVar[int] = 10
+    """Iterations whose mean reward is compared with."""
+
     noise: Positive = 64.0
     """Easy question (d < 0): Gaussian noise on its pictures of noise * |d| levels of 255."""
-    hint: Positive = 1.0
-    """Hard question (d > 0): the first min(1, hint * d) of the words of the model's own best reasoning, found with the
-    right answer in the question, is put after the question."""
     truth: Text = "{question} (The answer is {answer}.)"
     """How a hard question is asked with its answer, from the column `answer`."""
 
@@ -255,9 +255,44 @@ class Synthesis(Section):
     and get reward 0."""
     questions: Count = 1
     """Questions of an iteration that are described, group_size times each."""
-    delay: Count = 1
-    """After so many iterations the pictures replace those of as many questions, and the descriptions are trained on."""
     num_inference_steps: Count = 20
     """Denoising steps."""
     guidance_scale: NonNegative = 4.0
     """Of the pipeline."""
+
+
+class Environment(Section):
+    """Where the model acts, instead of a task: episodes of several turns."""
+
+    name: Text = "grid"
+    """grid, trajectories, crop, search, watch, cards-numberline, cards-ezpoints, cards-points24 and cards-blackjack
+    need no download; miniwob has web pages in Chromium; else the id of a gymnasium environment with discrete actions
+    and a picture (MiniGrid-FourRooms-v0, FrozenLake-v1), or path/file.py:function that returns one or a
+    `contract.Environment`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    actions: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
+    """Words for the actions 0, 1 ... of a gymnasium environment; null = its own where it says them."""
+    instruction: str = ""
+    """What is to be done, for environments that do not say so themselves."""
+    answer: Literal["json", "plain"] = "json"
+    """How an action is written: {"thoughts": "...", "action": "left"}, or the word alone. Tools have their own tags."""
+    invalid: Literal["noop", "random"] = "noop"
+    """What an answer that names no action does: nothing, in a step that counts; or a random action (VL-DAC)."""
+    invalid_reward: Number = -0.05
+    """Added to the reward of such a step."""
+    images: Annotated[int, Field(strict=True, ge=1, le=4)] = 1
+    """Pictures in a prompt: the last so many (VL-DAC: 1 to 4). Tools show them all."""
+    picture: Count | None = None
+    """Side to which pictures are reduced, in pixels; null = as they are rendered."""
+    max_steps: Count | None = None
+    """Steps after which an episode is cut; null = the environment's own limit."""
+    parallel: Count = 16
+    """With a critic: episodes side by side, over all processes."""
+    steps: Count = 16
+    """With a critic: steps in each of them in an iteration (VL-DAC: 128 to 256 steps together). Unfinished episodes
+    continue in the next iteration."""
+    processes: Flag = False
+    """Run each environment in its own process, which is killed and restarted if it hangs."""
+    timeout_s: Positive = 60.0
+    """With `processes`: longest that a step may take."""

@@ -13,14 +13,56 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import save_file
 
-from genrl.vlm.engines.contract import Asked, Drawn, Reply, Version
-from genrl.vlm.policies.weights import Stream
+from genrl.vlm.policies.shards import Stream
+
+
+class Asked(NamedTuple):
+    """A question for an engine: ids with one token per image, RGB images, arguments of vLLM's `SamplingParams`."""
+
+    ids: list[int]
+    pictures: tuple[Image.Image, ...]
+    sampling: dict[str, Any]
+
+
+class Drawn(NamedTuple):
+    """An answer: ids with the stop token, log-probability of each, versions of the weights that drew them."""
+
+    ids: list[int]
+    log_prob: list[float]
+    versions: set[str]
+
+
+class Reply(NamedTuple):
+    """What an engine made of a question: the ids of the prompt, images expanded, and the answers in their order."""
+
+    prompt_ids: list[int]
+    answers: list[Drawn]
+
+
+Version = int | str
+"""What an engine knows its weights by, as text."""
+
+
+class Engine(Protocol):
+    """forgets: the weights are gone after `rest`, and have to be loaded again."""
+
+    forgets: bool
+
+    def load(self, weights: Stream, version: Version) -> None:
+        """Take these weights, and drop everything cached under others."""
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        """Answers in the order of the questions."""
+
+    def rest(self) -> None:
+        """Nothing is asked for a while."""
+
 
 TOGETHER = 256
 """Questions that a server works on at the same time."""

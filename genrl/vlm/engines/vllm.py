@@ -12,7 +12,7 @@ Run with vLLM 0.32 (`LLM`, `SamplingParams`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +24,10 @@ from torch.optim import Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop.process import Process
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.engines.contract import Asked, Drawn, Engine, Reply, Version
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
-from genrl.vlm.engines.names import nested
-from genrl.vlm.engines.server import Server, Shared
+from genrl.vlm.engines.server import Asked, Drawn, Engine, Reply, Server, Shared, Version
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.weights import Stream, stream_of
+from genrl.vlm.policies.shards import Stream, stream_of
 
 
 class InProcess:
@@ -70,6 +68,7 @@ class InProcess:
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
+        # keys and values of the old weights would answer for the new ones
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps keys and values of the old weights: its prefix cache was not reset")
         self.llm.reset_mm_cache()
@@ -145,7 +144,7 @@ class Sampler:
 
     @property
     def weights(self) -> Stream:
-        """Those that draw."""
+        """The weights that draw."""
         return stream_of(self.policy)
 
     def stepped(self) -> None:
@@ -174,7 +173,7 @@ class Sampler:
     def generate(
         self, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
     ) -> Completions:
-        """As `generation.generate`; a sample is a function of its key only as far as the engine's rounding is.
+        """Sample as `generation.generate` does; only as far as its rounding is an answer a function of its key.
 
         Raises RuntimeError where the engine read other ids than the trainer has, drew with other weights, or returned
         another number of answers or one without an end.
@@ -237,7 +236,7 @@ class Given(Sampler):
     given: Mapping[str, Tensor]
 
     def give(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """With these from now on, as a checkpoint has them."""
+        """Draw with these weights from now on, as a checkpoint has them."""
         self.given, self.version = weights, version
 
     @property
@@ -265,3 +264,53 @@ def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Opt
     policy.sampler = sampler = Sampler(engine, policy)
     optimizer.register_step_post_hook(lambda *_: sampler.stepped())
     return sampler
+
+
+def nested(names: Iterable[str], engine: Iterable[str], mapped: Callable[[str], str | None]) -> dict[str, str]:
+    """Each name of a checkpoint, with the levels added that the engine has besides.
+
+    engine: names of its parameters; mapped: its own rule from a checkpoint's names to those, None for weights that it
+    ignores. A level is added where a module of the engine has no child of the next name, and just one of its children
+    has; what else the checkpoint has in that module goes there too, for the engine to leave out. All else is left to
+    the engine, which splits and joins weights in its own ways (`q_proj` is in `qkv_proj`).
+    """
+    tree: dict[str, Any] = {}
+    for name in engine:
+        node = tree
+        for part in name.split("."):
+            node = node.setdefault(part, {})
+    paths = {name: (mapped(name) or "").split(".") for name in names}
+    levels: dict[tuple[str, ...], str] = {}
+    for path in paths.values():
+        _places(path, tree, levels)
+    return {name: _with_levels(name, path, _places(path, tree, levels)) for name, path in paths.items()}
+
+
+def _places(path: list[str], node: dict[str, Any], levels: dict[tuple[str, ...], str]) -> list[tuple[int, str]]:
+    """Places in `path` before which a level is missing, with its name. Those found are kept in `levels` by module."""
+    found, at = [], tuple[str, ...]()
+    for place, part in enumerate(path):
+        if part not in node:
+            inside = [level for level, children in node.items() if part in children]
+            if at and len(inside) == 1:
+                levels.setdefault(at, inside[0])
+            if at not in levels:
+                break
+            found.append((place, levels[at]))
+            node, at = node[levels[at]], (*at, levels[at])
+        if part not in node:
+            break
+        node, at = node[part], (*at, part)
+    return found
+
+
+def _with_levels(name: str, path: list[str], places: list[tuple[int, str]]) -> str:
+    """`name`, whose end is that of `path`: the engine's own rule changes beginnings."""
+    parts = name.split(".")
+    for place, level in reversed(places):
+        at = len(parts) - (len(path) - place)
+        if at < 1 or parts[at] != path[place]:
+            return name
+        parts.insert(at, level)
+        path = [*path[:place], level, *path[place:]]
+    return ".".join(parts)

@@ -1,12 +1,18 @@
-"""Gymnasium environments with discrete actions, told in words."""
+"""Gymnasium environments told in words: with discrete actions, or with texts as actions, as BrowserGym's.
+
+What an observation of the latter shows: a text itself; or of a dictionary the picture (`screenshot` or `image`) and the
+texts `goal`, `text` and `last_action_error`, and BrowserGym's accessibility tree. What may be said, if the environment
+lists it in `info["admissible_commands"]`, is shown behind.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium
 import numpy as np
@@ -14,13 +20,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from PIL import Image
 
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Layout, Observation, Split
+from genrl_rewards.pictures import check_pixels
 
 Answer = Literal["json", "plain"]
-Invalid = Literal["noop", "random"]
 
 SMALLEST = 32  # pixels a side: smaller arrays of three channels are codes of cells (MiniGrid), not pictures
-SUCCESS = ("success", "is_success")
 TOYS = {
     "FrozenLake": ("left", "down", "right", "up"),
     "FrozenLake8x8": ("left", "down", "right", "up"),
@@ -39,81 +45,96 @@ class Misuse(ValueError):
     """An environment that cannot be acted in by words and seen in pictures; says what to do."""
 
 
-class Discrete:
-    """A gymnasium environment as `contract.Environment`.
+class Worded:
+    """A gymnasium environment told in words, as `contract.Environment`. success: the first of `told_by` that is in its
+    info; where it has none, an end with a positive reward."""
 
-    words: one per action; None = the environment's own (`action_words`, or an enumeration `actions`, or `TOYS`).
-    Pictures are its observations where these are pictures, else what it renders. success: info["success"] or
-    ["is_success"]; where it has neither, an end with a positive reward. A text that names no action is paid
+    layout: Layout = "steps"
+    begun = ""
+    told_by: ClassVar[tuple[str, ...]] = ("success", "is_success")
+
+    def __init__(self, env: gymnasium.Env[Any, Any], settings: Settings) -> None:
+        self.env, self.settings, self.name = env, settings, settings.name
+        self.max_steps = settings.max_steps or limit_of(env)
+
+    @property
+    def late(self) -> bool:
+        """Whether the running step is the last one."""
+        return self.max_steps is not None and self.elapsed >= self.max_steps
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def _begun(self, seed: int, split: Split) -> tuple[Any, dict[str, Any]]:
+        """Observation and info of the episode of this seed; `options` of the inner reset: `split`."""
+        self.seed, self.elapsed = seed, 0
+        return self.env.reset(seed=seed, options={"split": split})
+
+    def _done(self, action: Any, said: str) -> tuple[Any, float, bool, bool, bool, dict[str, Any]]:
+        """(observation, reward, terminated, truncated, success, info) of an action. ValueError for a reward that is no
+        number."""
+        raw, paid, terminated, truncated, info = self.env.step(action)
+        if not math.isfinite(float(paid)):
+            where = f"step {self.elapsed} of the episode of seed {self.seed}"
+            raise ValueError(f"{self.name} pays {paid} in {where}, after {said!r}: rewards must be numbers")
+        told = [bool(info[key]) for key in self.told_by if key in info]
+        success = told[0] if told else bool(terminated) and float(paid) > 0
+        cut = bool(truncated or self.late) and not terminated
+        return raw, float(paid), bool(terminated), cut, success, info
+
+
+class Discrete(Worded):
+    """One with discrete actions: a word each, those of `environment.actions`, else its own (`action_words`, or an
+    enumeration `actions`, or `TOYS`).
+
+    Pictures are its observations where these are pictures, else what it renders. A text that names no action is paid
     `invalid_reward` more and does nothing, or (`invalid`) is a random action, a function of the seed and the step.
     Raises Misuse for what has no discrete actions, no words for them, or no picture, and, where nothing may be done,
     for what has no limit of steps.
     """
 
-    layout: Layout = "steps"
-    begun = ""
-
-    def __init__(
-        self,
-        env: gymnasium.Env[Any, Any],
-        *,
-        name: str,
-        words: Sequence[str] | None = None,
-        instruction: str = "",
-        answer: Answer = "json",
-        picture: int | None = None,
-        max_steps: int | None = None,
-        invalid: Invalid = "noop",
-        invalid_reward: float = -0.05,
-    ) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], settings: Settings) -> None:
+        super().__init__(env, settings)
+        name = self.name
         space = env.action_space
         if not isinstance(space, spaces.Discrete):
             raise Misuse(
                 f"{name} takes actions of {space}, which cannot be named in words: take an environment with discrete "
                 "actions, or write one of your own (path/file.py:function) that reads the text itself"
             )
-        self.words = tuple(words or _own_words(env, name, int(space.n)))
+        self.words = settings.actions or tuple(_own_words(env, name, int(space.n)))
         if len(self.words) != space.n:
             raise Misuse(f"{name} has {space.n} actions, and environment.actions has {len(self.words)} words for them")
         if len(set(map(str.casefold, self.words))) < len(self.words):
             raise Misuse(f"{name}: two actions have one word: {', '.join(self.words)}; write environment.actions")
-        self.env, self.name, self.instruction, self.answer = env, name, instruction, answer
-        self.first, self.picture, self.max_steps = int(space.start), picture, max_steps or limit_of(env)
-        if invalid == "noop" and self.max_steps is None:
+        self.first = int(space.start)
+        if settings.invalid == "noop" and self.max_steps is None:
             raise Misuse(
                 f"{name} has no limit of steps, so an agent that names no action would never end: write "
                 "environment.max_steps, or environment.invalid: random"
             )
-        self.invalid, self.invalid_reward = invalid, invalid_reward
-        form = 'answer {"thoughts": "...", "action": "..."}' if answer == "json" else "answer with one of them"
+        plain = settings.answer == "plain"
+        form = "answer with one of them" if plain else 'answer {"thoughts": "...", "action": "..."}'
         self.help = f"actions: {', '.join(self.words)}. {form}"
 
     def reset(self, seed: int, split: Split) -> Observation:
         """See `contract.Environment`."""
-        self.seed, self.elapsed = seed, 0
-        self.raw, _ = self.env.reset(seed=seed, options={"split": split})
+        self.raw, _ = self._begun(seed, split)
         return self._shown()
 
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. Raises ValueError for a reward that is not a number."""
         self.elapsed += 1
-        chosen = named(text, self.words, self.answer)
-        action, late = chosen, self.max_steps is not None and self.elapsed >= self.max_steps
+        action, fine = named(text, self.words, self.settings.answer), self.settings.invalid_reward
+        valid = action is not None
         if action is None:
-            if self.invalid == "noop":
-                return self._shown(), self.invalid_reward, False, late, {"valid": False, "success": False}
+            if self.settings.invalid == "noop":
+                return self._shown(), fine, False, self.late, {"valid": False, "success": False}
+            # keyed by episode and step, so that an episode that is played again goes the same way
             action = int(np.random.default_rng([self.seed, self.elapsed]).integers(len(self.words)))
-        self.raw, paid, terminated, truncated, info = self.env.step(self.first + action)
-        reward = float(paid) + (self.invalid_reward if chosen is None else 0.0)
-        if not math.isfinite(reward):
-            raise ValueError(
-                f"{self.name} pays {reward} in step {self.elapsed} of the episode of seed {self.seed}, after the "
-                f"action {self.words[action]!r}: rewards must be numbers"
-            )
-        told = [bool(info[key]) for key in SUCCESS if key in info]
-        success = told[0] if told else bool(terminated) and float(paid) > 0
-        cut = bool(truncated or late) and not terminated
-        return self._shown(), reward, bool(terminated), cut, {"valid": chosen is not None, "success": success}
+        self.raw, reward, ended, cut, success, _ = self._done(self.first + action, self.words[action])
+        return self._shown(), reward + (0.0 if valid else fine), ended, cut, {"valid": valid, "success": success}
 
     def render(self) -> NDArray[np.uint8]:
         """See `contract.Environment`. Raises Misuse where it renders no picture."""
@@ -126,19 +147,16 @@ class Discrete:
             )
         return drawn
 
-    def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
-
     def _shown(self) -> Observation:
         raw = self.raw
         seen = np.asarray(raw["image"]) if isinstance(raw, dict) and "image" in raw else raw
         drawn = seen if _is_picture(seen) else self.render()
         picture = Image.fromarray(np.asarray(drawn))
-        if self.picture is not None and picture.size != (self.picture, self.picture):
-            picture = picture.resize((self.picture, self.picture), Image.Resampling.BOX)
+        side = self.settings.picture
+        if side is not None and picture.size != (side, side):
+            picture = picture.resize((side, side), Image.Resampling.BOX)
         mission = raw.get("mission", "") if isinstance(raw, dict) else ""
-        text = self.instruction or mission or str(getattr(self.env.unwrapped, "mission", ""))
+        text = self.settings.instruction or mission or str(getattr(self.env.unwrapped, "mission", ""))
         return (picture, text) if text else (picture,)
 
 
@@ -188,3 +206,74 @@ def _is_picture(seen: Any) -> bool:
     if not isinstance(seen, np.ndarray):
         return False
     return seen.ndim == 3 and seen.shape[2] == 3 and seen.dtype == np.uint8 and min(seen.shape[:2]) >= SMALLEST
+
+
+PICTURES = ("screenshot", "image")
+TEXTS = ("goal", "text", "last_action_error")
+COMMANDS = "admissible_commands"
+
+
+def takes_texts(env: gymnasium.Env[Any, Any]) -> bool:
+    """Whether its actions are texts: gymnasium's Text, or a space of another class that samples or contains them."""
+    space = env.action_space
+    return isinstance(space, spaces.Text) or type(space).__name__ == "Unicode"
+
+
+class Texts(Worded):
+    """One with texts as actions. An answer is the action as it stands, without space around it. Where the environment
+    lists what may be said, another answer does nothing and is paid `invalid_reward`. Raises Misuse for no limit of
+    steps."""
+
+    told_by: ClassVar[tuple[str, ...]] = (*Worded.told_by, "won")
+
+    def __init__(self, env: gymnasium.Env[Any, Any], settings: Settings) -> None:
+        super().__init__(env, settings)
+        if self.max_steps is None:
+            raise Misuse(f"{self.name} has no limit of steps: write environment.max_steps")
+        self.help = settings.instruction or _action_help(env) or "answer with one action"
+
+    def reset(self, seed: int, split: Split) -> Observation:
+        """See `contract.Environment`."""
+        return self._shown(*self._begun(seed, split))
+
+    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """See `contract.Environment`. Raises ValueError for a reward that is not a number."""
+        self.elapsed += 1
+        said = text.strip()
+        if not said or (self.commands and said not in self.commands):
+            return self.seen, self.settings.invalid_reward, False, self.late, {"valid": False, "success": False}
+        raw, reward, ended, cut, success, info = self._done(said, said)
+        valid = not (isinstance(raw, dict) and raw.get("last_action_error"))
+        return self._shown(raw, info), reward, ended, cut, {"valid": valid, "success": success}
+
+    def render(self) -> NDArray[np.uint8]:
+        """See `contract.Environment`: the last picture, black where there are only texts."""
+        return next((np.array(p) for p in self.seen if not isinstance(p, str)), np.zeros((64, 64, 3), np.uint8))
+
+    def _shown(self, raw: Any, info: dict[str, Any]) -> Observation:
+        self.commands = list(map(str, info.get(COMMANDS, ())))
+        parts, texts = list[str | Image.Image](), [raw] if isinstance(raw, str) else []
+        if isinstance(raw, dict):
+            drawn = next((raw[key] for key in PICTURES if key in raw), None)
+            if drawn is not None:
+                picture = Image.fromarray(check_pixels(drawn, f"{self.env}, a picture"))
+                side = self.settings.picture
+                parts.append(picture if side is None else picture.resize((side, side), Image.Resampling.BOX))
+            texts = [str(raw[key]) for key in TEXTS if raw.get(key)]
+            if "axtree_object" in raw:
+                read: Any = importlib.import_module("browsergym.utils.obs")
+                texts.append(read.flatten_axtree_to_str(raw["axtree_object"]))
+        if self.commands:
+            texts.append("you may say: " + ", ".join(self.commands))
+        self.seen: Observation = (*parts, "\n".join(texts)) if texts else tuple(parts)
+        if not self.seen:
+            raise Misuse(
+                f"{self.name} shows no text, and none of {', '.join((*PICTURES, *TEXTS))}, in its observations"
+            )
+        return self.seen
+
+
+def _action_help(env: gymnasium.Env[Any, Any]) -> str:
+    """BrowserGym's description of what may be said, where there is one."""
+    owner: Any = getattr(getattr(env.unwrapped, "action_mapping", None), "__self__", None)
+    return str(owner.describe(with_long_description=False)) if hasattr(owner, "describe") else ""

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Environment, Split, Told
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.opening import open_environment
@@ -68,7 +68,7 @@ class Host(Protocol):
 
 
 def open_host(settings: Settings) -> Host:
-    """As `environment.processes` says."""
+    """The host that `environment.processes` asks for."""
     return Processes(settings) if settings.processes else Local(settings)
 
 

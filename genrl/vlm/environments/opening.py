@@ -14,17 +14,16 @@ from typing import Any, cast
 import gymnasium
 
 from genrl.config.plugins import import_file
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Environment
-from genrl.vlm.environments.discrete import Discrete, Misuse
-from genrl.vlm.environments.texts import Texts, takes_texts
+from genrl.vlm.environments.discrete import Discrete, Misuse, Texts, takes_texts
 
 OWN = {
     "grid": "genrl.playground.grid:Grid",
-    "crop": "genrl.vlm.environments.crop:Crop",
-    "search": "genrl.vlm.environments.search:Search",
-    "trajectories": "genrl.vlm.environments.trajectories:Trajectories",
-    "watch": "genrl.vlm.environments.watch:Watch",
+    "crop": "genrl.playground.crop:Crop",
+    "search": "genrl.playground.crop:Search",
+    "trajectories": "genrl.playground.trajectories:Trajectories",
+    "watch": "genrl.playground.watch:Watch",
     "miniwob": "genrl.vlm.environments.miniwob:MiniWoB",
 } | {f"cards-{game}": "genrl.playground.cards:Cards" for game in ("numberline", "ezpoints", "points24", "blackjack")}
 """Where those of our own are; what stands behind a dash is their first argument."""
@@ -57,26 +56,7 @@ def open_environment(settings: Settings) -> Environment:
                 f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.environments.contract"
             )
         return cast(Environment, made)
-    if takes_texts(made):
-        return Texts(
-            made,
-            name=name,
-            instruction=settings.instruction,
-            picture=settings.picture,
-            max_steps=settings.max_steps,
-            invalid_reward=settings.invalid_reward,
-        )
-    return Discrete(
-        made,
-        name=name,
-        words=settings.actions,
-        instruction=settings.instruction,
-        answer=settings.answer,
-        picture=settings.picture,
-        max_steps=settings.max_steps,
-        invalid=settings.invalid,
-        invalid_reward=settings.invalid_reward,
-    )
+    return Texts(made, settings) if takes_texts(made) else Discrete(made, settings)
 
 
 def _own(name: str) -> Callable[..., Any]:
@@ -105,6 +85,7 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     module, command = EXTRAS.get(own.partition("/")[0].partition("-")[0], ("", ""))
     if module and not _installed(module):
         raise Misuse(f"{name} is in the package {module}, which is not installed: {command}")
+    # importing a package is what registers its environments
     for package in filter(None, (module, path)):
         importlib.import_module(package)
     if own not in gymnasium.registry:
@@ -134,7 +115,7 @@ def _made(name: str, options: dict[str, Any]) -> Any:
 
 
 def _render_modes(name: str) -> list[str] | None:
-    """Of the environment's class, before it is made; None where it cannot be told."""
+    """Render modes of the environment's class, before it is made; None where they cannot be told."""
     entry = gymnasium.spec(name).entry_point
     try:
         found = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry

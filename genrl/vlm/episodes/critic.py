@@ -66,10 +66,10 @@ def credit_of_tokens(
     *,
     gamma: float,
     lam: float,
-    every_token: bool = False,
+    gamma_within: float = 1.0,
 ) -> Credit:
-    """POAD: `token_gae` of each episode's actions; values and mask [K, E, T], the rest [K, E]. every_token: gamma
-    counts inside of actions, too.
+    """POAD: `token_gae` of each episode's actions; values and mask [K, E, T], the rest [K, E]. gamma_within:
+    the discount of tokens inside of an action.
 
     after: the value of what follows a step, read where the episode was cut in it or the steps end: it is bootstrapped
     there. A terminated one is not.
@@ -91,7 +91,7 @@ def credit_of_tokens(
                 terminated[own, slot],
                 gamma=gamma,
                 lam=lam,
-                gamma_within=gamma if every_token else 1.0,
+                gamma_within=gamma_within,
             )
             begin = k + 1
     kept = mask.bool()
@@ -109,8 +109,8 @@ def credit_of(
     mask: Tensor,
     size: int | None,
 ) -> Credit:
-    """Of all K E steps of a walk; values and mask [R, T] are of those at the places `kept`. size: prompts per pass of
-    the model, for the values of what follows a step; None = all."""
+    """Credit of all K E steps of a walk; values and mask [R, T] are of those at the places `kept`. size: prompts per
+    pass of the model, for the values of what follows a step; None = all."""
     steps, slots = len(done.decisions), len(done.decisions[0])
 
     def table(name: str) -> Tensor:
@@ -137,9 +137,8 @@ def credit_of(
     for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
         if k and not (terminated | truncated)[k - 1, slot]:
             truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
-    return credit_of_tokens(
-        value, chosen, rewards, terminated, truncated, after, **constants, every_token=choice.every_token
-    )
+    within = choice.gamma if choice.level == "every_token" else 1.0
+    return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants, gamma_within=within)
 
 
 def explained_variance(batch: TokenBatch) -> float:

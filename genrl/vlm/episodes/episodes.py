@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.contract import Observation, Question, Split, Told
 from genrl.vlm.environments.discrete import Misuse

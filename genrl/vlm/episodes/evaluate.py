@@ -50,6 +50,7 @@ def judge(
     """Act in the held-out episodes of these numbers, greedily. blind: with black pictures."""
     found = Judged([], [])
     sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
+    # environments in processes cost memory each; those in this one are objects
     together = table.settings.parallel if table.settings.processes else TOGETHER
     for begin in range(0, len(numbers), together):
         some = numbers[begin : begin + together]
@@ -66,14 +67,8 @@ def judge(
 
         play(policy, table, seeds, "eval", sampling, ("held out",), blind=blind, watch=watch)
         ended = [table.episodes[slot] for slot in seeds]
-        figures = [
-            {"success": float(one.success), "total": one.total, "steps": float(len(one.said))}
-            | {"lost": float(one.lost), "full": float(one.full)}
-            | one.parts
-            for one in ended
-        ]
         clips = [(strip(shots[slot] or [Image.new("RGB", (96, 96))]), asked(ended[slot])) for slot in filmed]
-        found = found.joined(Judged(figures, clips))
+        found = found.joined(Judged([measured(one) for one in ended], clips))
     return found
 
 
@@ -87,6 +82,12 @@ def figures_of(found: Judged) -> dict[str, float]:
     row = summary(kept, "eval") | {"eval/success_low": low, "eval/success_high": high}
     row["eval/dropped"] = float(len(found.episodes) - len(kept))
     return row | {"eval/too_long": sum(one["full"] for one in kept)}
+
+
+def measured(episode: Episode) -> dict[str, float]:
+    """Figures of one."""
+    how = {name: float(getattr(episode, name)) for name in ("success", "total", "lost", "full")}
+    return how | {"steps": float(len(episode.said))} | episode.parts
 
 
 def asked(episode: Episode) -> str:
@@ -108,7 +109,7 @@ def strip(pictures: Sequence[Image.Image], height: int = 96) -> Image.Image:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of numbers, at least one."""
+    """Mean of numbers, at least one."""
     return sum(values) / len(values)
 
 
@@ -131,12 +132,7 @@ def acted_figures(
     mine = {
         "tokens": [int(one.mask.sum()) for one in decisions],
         "cut": [one.cut for one in decisions],
-        "ended": [
-            {"success": one.success, "total": one.total, "steps": len(one.said)}
-            | {"lost": one.lost, "full": one.full}
-            | one.parts
-            for one in ended
-        ],
+        "ended": [measured(one) for one in ended],
         "valid": [one.valid for one in decisions],
     }
     every = gather_object([mine])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -16,15 +18,15 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.pictures import save_samples
-from genrl.vlm.common import Estimated, VLMRun
-from genrl.vlm.config.environment import Environment as Settings
+from genrl.vlm.common import Estimated, VLMRun, open_reference
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, answering
+from genrl.vlm.environments.hosts import open_host
 from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
-from genrl.vlm.episodes.rows import Rows, replay, rows_of
-from genrl.vlm.episodes.turns import spread, turns_of
+from genrl.vlm.episodes.rows import Rows, replay, rows_of, spread, turns_of
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
@@ -85,7 +87,7 @@ class EpisodesRun(VLMRun):
 
     @property
     def settings(self) -> Episodes:
-        """Of the method."""
+        """Settings of the method."""
         return cast(Episodes, self.config.trainer)
 
     @property
@@ -95,7 +97,7 @@ class EpisodesRun(VLMRun):
 
     @property
     def slots(self) -> list[int]:
-        """Those of this process."""
+        """Slots of this process."""
         generation, processes = self.config.generation, self.loop.process.accelerator.num_processes
         if self.critic is not None:
             share = self.environment.parallel // processes
@@ -119,6 +121,7 @@ class EpisodesRun(VLMRun):
 
     def restore(self) -> None:
         """Play the episodes again that the loop's memory holds. Raises RuntimeError as `Table`."""
+        # the memory of a checkpoint is that of all processes
         own = set(self.slots)
         self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in own}
         self.table.restore([one for one in self.loop.memory.get("episodes", []) if one[0] in own])
@@ -184,6 +187,7 @@ class EpisodesRun(VLMRun):
             seeds = {slot: self._start(slot // self.size, attempt) for slot in left}
             watch = self.loop.advance_or_leave
             played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
+            # a group that is played again replaces itself: the first try is never trained on
             found |= {slot: (one, self.table.episodes[slot]) for slot, one in zip(left, played, strict=True)}
             if isinstance(choice, SemiOnline):
                 groups = [left[k : k + self.size] for k in range(0, len(left), self.size)]
@@ -286,3 +290,45 @@ class EpisodesRun(VLMRun):
         groups = -(-generation.prompts_per_iteration // self.settings.updates)
         slots = min(len(self.slots), groups * generation.group_size)
         return slots * (1 if self.critic is None else self.environment.steps)
+
+
+def settings_of(config: VLMConfig) -> Settings:
+    """The section `environment`, which is there."""
+    assert config.environment is not None
+    return config.environment
+
+
+def check_environment(config: VLMConfig, policy: Policy) -> None:
+    """ValueError for an environment that cannot be opened, or whose first prompt does not fit into the model."""
+    settings = settings_of(config)
+    host = open_host(settings)
+    try:
+        table = Table(settings, host)
+        table.begin({0: 0}, "train")
+        policy.check_room([policy.encode(table.prompt(0))], config.generation.max_new_tokens)
+    finally:
+        host.close()
+
+
+def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
+    """The value function, where the method has one."""
+    method = cast(Episodes, config.trainer)
+    if not method.with_critic:
+        return None
+    width = policy.model.config.get_text_config().hidden_size
+    module, _, name = method.critic_class.partition(":")
+    made: Any = getattr(import_module(module), name)
+    critic: ValueHead = made(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+    return critic
+
+
+def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
+    """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
+    settings, reference = settings_of(config), open_reference(config, process, policy)
+    critic = critic_of(config, policy)
+    tables = []
+    for _ in range(2):  # of training, whose episodes go on, and of evaluation
+        host = open_host(settings)
+        stack.callback(host.close)
+        tables.append(Table(settings, host))
+    return EpisodesRun(config, process, policy, reference, settings, critic, *tables)

@@ -113,12 +113,12 @@ def computed(
     config: VLMConfig,
     iteration: int,
 ) -> dict[str, Tensor]:
-    """Tensors of this process's answers by name: `old`, `ref`, and those of `TokenBatch.extra` that are read."""
-    temperature = config.generation.temperature
-    old, entropy = replayed(policy, answers.prompts, answers, parts, temperature, entropy="entropy" in reads)
-    found = {"old": old}
-    if entropy is not None:
-        found["entropy"] = entropy
+    """Tensors of this process's answers by name: `old` and `ref` where they are read, and those of
+    `TokenBatch.extra`."""
+    temperature, found = config.generation.temperature, dict[str, Tensor]()
+    if reads & {"old", "entropy"}:
+        old, entropy = replayed(policy, answers.prompts, answers, parts, temperature, entropy="entropy" in reads)
+        found = {"old": old} | ({} if entropy is None else {"entropy": entropy})
     if "ref" in reads:
         if reference is not None:
             found["ref"] = replayed(reference, answers.prompts, answers, parts, temperature)[0]

@@ -63,10 +63,12 @@ def updates_of(
     tokens = torch.cat(lengths)
     counts = [len(one) for one in lengths]
     made = []
+    # by groups of all processes, so that their number changes no update
     for dealt in deal(counts, rank, min(updates, len(tokens)), seed, "updates", loop.iteration):
         number = len(dealt.every)
         rows = (dealt.mine.sort().values[:, None] * size + torch.arange(size)).flatten()
         at_once = micro or number * size
+        # cut by a batch of masks alone: what is estimated later is cut in the same places
         parts = micro_batches(bare.select(rows), at_once, whole_groups=whole_groups) if len(rows) else []
         tokens_here = int(tokens[dealt.every].sum())
         made.append(Update([part.extra["row"] for part in parts], 0, number * size, tokens_here, number))
@@ -88,7 +90,7 @@ def batch_of_all(mine: Mapping[str, Tensor], size: int) -> TokenBatch:
         mask=mask,
         group=torch.arange(len(mask)) // size,
         rewards=whole.pop("rewards", None),
-        old_log_prob=whole.pop("old"),
+        old_log_prob=whole.pop("old", None),
         sampler_log_prob=whole.pop("sampler", None),
         ref_log_prob=whole.pop("ref", None),
         extra=whole,

@@ -66,7 +66,8 @@ def update(
         mask = given["mask"]
         number = int(mask.sum())
         if number:
-            apart = (results["log_prob"].detach() - given["old_log_prob"])[mask]
+            old = given["old_log_prob"] if "old_log_prob" in given else results["log_prob"].detach()
+            apart = (results["log_prob"].detach() - old)[mask]
             error = max(error, float(apart.abs().max()) if fresh else 0.0)
             sums["drift"] -= float(apart.sum())
         for name in [name for name in results if name not in EVIDENCE]:

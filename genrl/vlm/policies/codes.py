@@ -27,12 +27,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils.hub import cached_file
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.config.sections import ShapeCodec
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.config.sections import ShapeCodec, VLMLoRA
+from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, left_padded, uniforms
+from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
 from genrl_rewards.models.checkpoints import pretrained, tokenizer_of
 
@@ -64,7 +64,7 @@ class Codec(NamedTuple):
 
 
 def read_codec(path: str) -> Codec:
-    """Of a model's folder or hub id. Raises ValueError where there is none."""
+    """Codec of a model's folder or hub id. Raises ValueError where there is none."""
     file = Path(path) / CODEC
     if not Path(path).is_dir():
         found = cached_file(path, CODEC, _raise_exceptions_for_missing_entries=False)
@@ -103,7 +103,7 @@ class CodePolicy(Adapted):
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it. Raises ValueError where it makes something else than the run asks."""
         codec = None if config.vlm.codec is None else shape_codec(config.vlm.codec)
-        made = cls(path, codec=codec, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        made = cls(path, codec=codec, lora=config.vlm.lora, dtype=dtype_of(config), device=device, seed=config.seed)
         if made.codec.kind != config.vlm.output:
             raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {made.codec.kind}")
         return made
@@ -113,7 +113,7 @@ class CodePolicy(Adapted):
         path: str,
         *,
         codec: Codec | None = None,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,
@@ -230,7 +230,7 @@ class CodePolicy(Adapted):
         entropy: bool = False,
         chunk: int = 1024,
     ) -> TokenScores:
-        """Of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked.
+        """Scores of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked.
 
         Logits exist for `chunk` tokens at a time, in the backward pass too.
         """

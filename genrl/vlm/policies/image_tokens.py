@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.contract import Sampled, chosen, left_padded, uniforms
+from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
-from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from genrl_rewards.models.checkpoints import pretrained
 
 TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
@@ -43,7 +44,7 @@ class ImagePolicy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        guidance, lora, dtype = config.generation.guidance_scale, lora_of(config), dtype_of(config)
+        guidance, lora, dtype = config.generation.guidance_scale, config.vlm.lora, dtype_of(config)
         return cls(path, guidance=guidance, lora=lora, dtype=dtype, device=device, seed=config.seed)
 
     def __init__(
@@ -51,7 +52,7 @@ class ImagePolicy(Adapted):
         path: str,
         *,
         guidance: float | None = None,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,
@@ -145,7 +146,7 @@ class ImagePolicy(Adapted):
         entropy: bool = False,
         chunk: int = 1024,
     ) -> TokenScores:
-        """Of pictures `tokens` int64 [B, T], row b for prompts[group[b]]: log_prob [B, T] float32, and entropies.
+        """Scores of pictures `tokens` int64 [B, T], row b for prompts[group[b]]: log_prob float32 and entropies [B, T].
 
         One pass over caption and codes, and with guidance a second one beside it. Logits exist for `chunk` codes at a
         time, in the backward pass too.

@@ -1,14 +1,20 @@
-"""A checkpoint's model and processor, and the reasons why some cannot be trained (docs/vlm_models.md lists them)."""
+"""A checkpoint's model and processor with adapters or fused kernels, and the reasons why some cannot be trained
+(docs/vlm_models.md lists them)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from peft import LoraConfig, PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from genrl.runtime.weights.low_rank import adapted
 from genrl.runtime.weights.quantization import computed_one_way, quantization_config
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.processor import load_processor
 from genrl_rewards.models.checkpoints import pretrained
 
@@ -27,7 +33,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(path: str, dtype: torch.dtype, quantize: str | None = None) -> Loaded:
-    """Those of a hub id or folder. quantize: int8, fp8 or nf4, for linear layers but the output's.
+    """Model and processor of a hub id or folder. quantize: int8, fp8 or nf4, for linear layers but the output's.
 
     Raises ValueError where it is no checkpoint that `Policy` can train.
     """
@@ -71,3 +77,65 @@ def checked(config: Any, path: str) -> Any:
     if rescaled:
         raise ValueError(f"{path!r} ({kind}) rescales its logits ({rescaled[0]}), which the log-probabilities do not")
     return config
+
+
+def use_liger(model: Any) -> None:
+    """Let `model` compute with Liger's kernels from here on. The log-probabilities stay ours: Liger's loss is not used.
+
+    Raises ValueError without a GPU or the package, and for a model type that Liger would leave as it is.
+    """
+    key = "vlm.kernels: liger"
+    if not torch.cuda.is_available():
+        raise ValueError(f"{key}: its kernels are Triton's and need a GPU, and there is none here; write null")
+    try:
+        from liger_kernel.transformers.monkey_patch import (
+            MODEL_TYPE_TO_APPLY_LIGER_FN,
+            _apply_liger_kernel_to_instance,
+        )
+    except ImportError as error:
+        raise ValueError(f"{key}: liger-kernel cannot be imported ({error}): pip install liger-kernel") from error
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(f"{key}: Liger has no kernels for {kind!r}; write null")
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+
+
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
+
+
+def with_lora(model: Any, lora: VLMLoRA, seed: int) -> PeftModel:
+    """Adapters inside `model`, on the layers of its language model alone, in float32."""
+    language, targets = model.get_decoder(), lora.targets or ATTENTION
+    linear = {n for n, m in language.named_modules() if isinstance(m, torch.nn.Linear)}
+    chosen = {name for name in linear if name.rsplit(".", 1)[-1] in targets}
+    if not chosen:
+        held = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        raise ValueError(f"no linear layer of the language model is named {list(targets)}. There are {held}")
+    prefix = next(name for name, module in model.named_modules() if module is language)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=sorted(f"{prefix}.{name}" for name in chosen),
+    )
+    return adapted(model, config, seed)
+
+
+class Adapted:
+    """A policy whose model may hold adapters. model: it; peft: the PEFT model round it, None without LoRA."""
+
+    model: Any
+    peft: PeftModel | None
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the model is the one that training began from. ValueError without LoRA."""
+        if self.peft is None:
+            raise ValueError("a policy whose own weights are trained has no reference inside it: load a second Policy")
+        with self.peft.disable_adapter():
+            yield

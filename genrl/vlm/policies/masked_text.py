@@ -21,14 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 from genrl.mdp.noise import generator
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, uniforms
+from genrl.vlm.policies.loading import Adapted
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.masked_formats import open_masked
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, uniforms
 
 
-class MaskedPolicy:
+class MaskedPolicy(Adapted):
     """A masked language model and its tokenizer; all weights are trained.
 
     length: places of a completion, L. samples: see above. steps: of drawing by confidence, L at most.
@@ -47,7 +48,7 @@ class MaskedPolicy:
         return cls(
             path,
             length=generation.max_new_tokens,
-            samples=generation.elbo_samples if config.trainer.bounds else None,
+            samples=generation.elbo_samples if "bound" in config.trainer.reads else None,
             steps=generation.denoising_steps,
             dtype=dtype_of(config),
             device=device,
@@ -88,11 +89,6 @@ class MaskedPolicy:
         """Impossible in a completion, for the sampler and the trainer."""
         self.round: tuple[int | str, ...] = ()
         """Keys of the last sampling: which masks an iteration estimates its bounds by, before and after an update."""
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
-        return list(self.model.parameters())
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A prompt's tokens. ValueError for one with pictures."""
@@ -140,7 +136,7 @@ class MaskedPolicy:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """Of completions `tokens` int64 [B, L] to prompts[group[b]]: log_prob [B, L], or estimates [B, M].
+        """Scores of completions `tokens` int64 [B, L] to prompts[group[b]]: log_prob [B, L], or estimates [B, M].
 
         Each column is a pass of its own, which the backward pass computes again: memory does not grow with their
         number. entropy: of the left-to-right distributions; the bound has none.

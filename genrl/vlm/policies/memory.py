@@ -19,8 +19,7 @@ from genrl.config.optimizers import LARGEST_COPY
 from genrl.config.sections import BITS
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
-from genrl.vlm.policies.adapters import ATTENTION
-from genrl.vlm.policies.loading import checked
+from genrl.vlm.policies.loading import ATTENTION, checked
 from genrl.vlm.policies.log_probs import LOGITS
 
 QUESTION = 1024
@@ -52,7 +51,7 @@ class Sizes:
 
 
 def sizes(path: str, config: VLMConfig) -> Sizes:
-    """Of the model whose config.json is in a folder, or of a hub id's in the cache. Raises as `loading.checked`."""
+    """Sizes of the model whose config.json is in a folder, or a hub id's in the cache. Raises as `loading.checked`."""
     found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     text = checked(found, path).get_text_config()
     with torch.device("meta"):
@@ -99,7 +98,7 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
     resting.append((f"optimiser state ({config.optimizer.name})", round(own * state)))
     if config.vlm.lora is not None or (shares == 1 and trained <= LARGEST_COPY):
         resting.append(("copy to undo an iteration", round(own * (4 + state))))
-    if config.vlm.lora is None and config.trainer.reference:
+    if config.vlm.lora is None and "ref" in config.trainer.reads:
         resting.append(("reference", weights // shares))
     updating = [
         ("gradients", own * (held if config.rounds_weights and shares == 1 else 4)),
@@ -135,7 +134,7 @@ def _bytes(config: VLMConfig) -> int:
 
 
 def _weights(config: VLMConfig, size: Sizes) -> int:
-    """Of the model as a pass reads it."""
+    """Bytes of the model as a pass reads it."""
     held, kind = _bytes(config), config.vlm.quantize
     if kind is None:
         return held * size.numbers
@@ -144,8 +143,8 @@ def _weights(config: VLMConfig, size: Sizes) -> int:
 
 
 def _gathered(config: VLMConfig, size: Sizes) -> int:
-    """Of a model in shards in an update: what is in no layer, and two layers; of all weights their gradients too, which
-    are summed in float32."""
+    """Bytes of a model in shards in an update: what is in no layer, and two layers; of all weights their gradients too,
+    which are summed in float32."""
     held = _bytes(config)
     if config.vlm.lora is not None:
         return held * (size.outside + 2 * size.layer)

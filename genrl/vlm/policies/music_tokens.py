@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.contract import Sampled, chosen, left_padded, uniforms
+from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens
-from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from genrl_rewards.models.accounts import accounted
 from genrl_rewards.models.checkpoints import pretrained, transformers
 from genrl_rewards.models.musicgen import delayed, delays, fewest, pattern, text_states, with_reward_head
@@ -52,7 +53,7 @@ class MusicPolicy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        generation, lora, dtype = config.generation, lora_of(config), dtype_of(config)
+        generation, lora, dtype = config.generation, config.vlm.lora, dtype_of(config)
         steps, guidance = generation.max_new_tokens, generation.guidance_scale
         return cls(path, steps, guidance=guidance, lora=lora, dtype=dtype, device=device, seed=config.seed)
 
@@ -62,7 +63,7 @@ class MusicPolicy(Adapted):
         steps: int | None,
         *,
         guidance: float | None = None,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         seed: int = 0,
@@ -129,7 +130,7 @@ class MusicPolicy(Adapted):
         return torch.cat([states, torch.zeros_like(states)]), torch.cat([mask, torch.zeros_like(mask)])
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Of answers int64 [B, T], by book and frame: int64 [B, K, F]."""
+        """Codes of answers int64 [B, T], by book and frame: int64 [B, K, F]."""
         found = torch.empty_like(tokens)
         found[:, self._order] = tokens
         return found.view(len(tokens), -1, self.frames)
@@ -163,7 +164,7 @@ class MusicPolicy(Adapted):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """Of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, and entropies.
+        """Scores of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, and entropies.
 
         One pass over the codes, and with guidance a second one beside it. Logits exist for one book at a time, in the
         backward pass too.

@@ -20,7 +20,7 @@ Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
 def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> Prompt:
-    """The same question about changed pictures of the same size. All frames of a clip are changed alike."""
+    """A question about changed pictures of the same size. All frames of a clip are changed alike."""
 
     def changed_clip(clip: Clip) -> Clip:
         seed = int(rng.integers(2**63))
@@ -31,13 +31,13 @@ def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> P
 
 
 def blank(prompt: Prompt) -> Prompt:
-    """The same question about black pictures of one size, whatever its own are: they need not be readable."""
+    """A question about black pictures of one size, whatever its own are: they need not be readable."""
     nothing = Image.new("RGB", (BLANK, BLANK))
     return _with(prompt, lambda _: nothing, lambda clip: replace(clip, frames=(nothing,) * len(clip.frames)))
 
 
 def _with(prompt: Prompt, picture: Callable[[Image.Image | Path], Image.Image], clip: Callable[[Clip], Clip]) -> Prompt:
-    """The same text about what these make of its pictures and clips, in their order."""
+    """A prompt with what these make of its pictures and clips, in their order."""
 
     def changed(parts: Parts) -> Parts:
         return tuple(

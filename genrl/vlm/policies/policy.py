@@ -22,12 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.adapters import Adapted, Lora, lora_of, with_lora
-from genrl.vlm.policies.liger import use_liger
-from genrl.vlm.policies.loading import checked, loaded
+from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.loading import Adapted, checked, loaded, use_liger, with_lora
 from genrl.vlm.policies.log_probs import completion_log_probs
-from genrl.vlm.policies.packing import check_packing, packed_states
-from genrl.vlm.policies.prefix_sharing import prefix_shared, present
+from genrl.vlm.policies.packing import check_packing, packed_states, prefix_shared, present
 from genrl.vlm.policies.processor import (
     PER_TOKEN,
     Pixels,
@@ -47,7 +45,7 @@ GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 
 def dtype_of(config: VLMConfig) -> torch.dtype:
-    """Of the weights of a run."""
+    """Precision of the weights of a run."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.vlm.dtype]
 
 
@@ -99,7 +97,7 @@ class Policy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
-        lora, kind = lora_of(config), config.vlm.quantize
+        lora, kind = config.vlm.lora, config.vlm.quantize
         made = cls(path, lora=lora, dtype=dtype_of(config), device=device, quantize=kind, seed=config.seed)
         if config.vlm.kernels == "liger":
             use_liger(made.model)
@@ -119,7 +117,7 @@ class Policy(Adapted):
         self,
         path: str,
         *,
-        lora: Lora | None = None,
+        lora: VLMLoRA | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         quantize: str | None = None,
@@ -142,6 +140,7 @@ class Policy(Adapted):
             self.model.requires_grad_(True)
         else:
             self.peft = with_lora(self.model, lora, seed)
+        # dropout would make the ratio of an untouched policy other than 1
         self.model.to(device).eval()
         self.sharded: Body | None = None
         self.device, self.dtype = torch.device(device), dtype
@@ -171,7 +170,7 @@ class Policy(Adapted):
         return self.model.base_model if self.sharded is None else self.sharded
 
     def checkpoint_blocks(self) -> None:
-        """From here on a backward pass computes the activations of every block again. Raises ValueError for a model
+        """Let backward passes compute the activations of every block again. Raises ValueError for a model
         that transformers cannot do this to."""
         layers: list[torch.nn.Module] = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
@@ -268,7 +267,7 @@ class Policy(Adapted):
         entropy: bool = False,
         share_prefix: bool = True,
     ) -> Replay:
-        """Of completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
+        """Score completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
 
         With `packing` there is no padding, and every row has a copy of its prompt. Otherwise
         share_prefix: each prompt and its images are computed once for all its rows, which attend to its keys and

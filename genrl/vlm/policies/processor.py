@@ -159,7 +159,7 @@ def placeholder_ids(config: Any, processor: Any) -> list[int]:
 
 
 def placeholder_tokens(processor: Any) -> list[str]:
-    """The same as text, as far as the processor or its tokenizer names them (Gemma's: what an image becomes)."""
+    """Text of these ids, as far as the processor or its tokenizer names them (Gemma's: what an image becomes)."""
     named = [getattr(held, name, None) for held in (processor, processor.tokenizer) for name in PLACEHOLDERS]
     return list(dict.fromkeys(token for token in named if isinstance(token, str)))
 
@@ -215,7 +215,7 @@ def check_pixels(pixels: Pixels, processor: Any) -> None:
 
 
 def without_clips(prompt: Prompt) -> Prompt:
-    """The same prompt with the frames of its clips as pictures."""
+    """A prompt with the frames of its clips as pictures."""
 
     def shown(parts: Parts) -> Parts:
         return tuple(one for part in parts for one in (part.frames if isinstance(part, Clip) else (part,)))

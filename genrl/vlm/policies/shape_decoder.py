@@ -77,7 +77,7 @@ class ShapeDecoder(nn.Module):
 
     @torch.no_grad()
     def logits(self, codes: Tensor) -> Tensor:
-        """Of bodies, codes int64 [B, K], K cells = g^3: [B, G, G, G] by x, y and z (upwards)."""
+        """Occupancy of bodies, codes int64 [B, K], K cells = g^3: [B, G, G, G] by x, y and z (upwards)."""
         side = round((codes.shape[1] * self.cells) ** (1 / 3))
         latents = self.table[codes].view(len(codes), side, side, side, self.latent).movedim(-1, 1)
         out: Tensor = self.out_layer(self.blocks(self.middle_block(self.input_layer(latents))))

@@ -49,7 +49,7 @@ class Qwen3Videos(transformers.Qwen3VLProcessor):
         videos_replacements: list[str] = [],  # noqa: B006
         audio_replacements: list[str] = [],  # noqa: B006
     ) -> Any:
-        """As transformers', of the text without these marks."""
+        """Call transformers' processor with the text without these marks."""
         marked = f"{self.vision_start_token}{self.video_token}{self.vision_end_token}"
         bare = [one.replace(marked, self.video_token) for one in text]
         return super().get_text_with_replacements(bare, images_replacements, videos_replacements, audio_replacements)

@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import Count, Flag, NonNegative, Number, Text
-from genrl.vlm.recipe.choice import Choice, Factor
+from genrl.vlm.recipe.choice import Choice, Factor, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from genrl.objectives.advantages import groups, reward_shaping
+    from genrl.objectives.tokens import semi_online, token_advantages, token_weights, turn_credit
+    from genrl.objectives.tokens import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
+else:
+    groups = lazily("genrl.objectives.advantages.groups")
+    reward_shaping = lazily("genrl.objectives.advantages.reward_shaping")
+    semi_online = lazily("genrl.objectives.tokens.semi_online")
+    token_advantages = lazily("genrl.objectives.tokens.token_advantages")
+    token_weights = lazily("genrl.objectives.tokens.token_weights")
+    masking = lazily("genrl.objectives.tokens.tokens")
+    turn_credit = lazily("genrl.objectives.tokens.turn_credit")
 
 # --- estimators
 
@@ -43,9 +54,7 @@ class GroupAdvantage(Estimator):
     """Added to the deviation (TRL: 1e-4, verl: 1e-6)."""
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.advantages.groups import group_advantages
-
-        return group_advantages(batch.scores(self.name), batch.group, scale=self.scale, eps=self.eps, ddof=1)
+        return groups.group_advantages(batch.scores(self.name), batch.group, scale=self.scale, eps=self.eps, ddof=1)
 
 
 class LeaveOneOut(Estimator):
@@ -54,9 +63,7 @@ class LeaveOneOut(Estimator):
     name: Literal["leave_one_out"] = "leave_one_out"
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import leave_one_out
-
-        return leave_one_out(batch.scores(self.name), batch.group)
+        return token_advantages.leave_one_out(batch.scores(self.name), batch.group)
 
 
 class GreedyBaseline(Estimator):
@@ -64,16 +71,11 @@ class GreedyBaseline(Estimator):
     (`token_advantages.greedy_baseline`). No group is needed."""
 
     tensors = ("greedy",)
+    needs_group: ClassVar[bool] = False
     name: Literal["greedy_baseline"] = "greedy_baseline"
 
-    @property
-    def needs_group(self) -> bool:
-        return False
-
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import greedy_baseline
-
-        return greedy_baseline(batch.scores(self.name), batch.read("greedy", self.name))
+        return token_advantages.greedy_baseline(batch.scores(self.name), batch.read("greedy", self.name))
 
 
 class LengthWeighted(Estimator):
@@ -82,16 +84,14 @@ class LengthWeighted(Estimator):
     name: Literal["length_weighted"] = "length_weighted"
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import length_weighted
-        from genrl.objectives.tokens.tokens import token_count
-
-        return length_weighted(batch.scores(self.name), token_count(batch.mask), batch.group)
+        return token_advantages.length_weighted(batch.scores(self.name), masking.token_count(batch.mask), batch.group)
 
 
 class WhitenedReturns(Estimator):
     """Returns of [token_rewards], or of the row's reward at its last token, whitened over the tokens of the batch:
     REINFORCE++ (`token_advantages.reinforce_plus_plus`)."""
 
+    by_token: ClassVar[bool] = True
     name: Literal["whitened_returns"] = "whitened_returns"
     baseline: Flag = False
     """Subtract the group's mean from the row's reward first (REINFORCE++-baseline)."""
@@ -104,29 +104,22 @@ class WhitenedReturns(Estimator):
     def needs_group(self) -> bool:
         return self.baseline
 
-    @property
-    def by_token(self) -> bool:
-        return True
-
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.advantages.groups import group_advantages
-        from genrl.objectives.tokens import token_advantages
-        from genrl.objectives.tokens.tokens import masked
-
         mask = batch.mask
         if "token_rewards" in batch.extra:
             if self.baseline:
                 raise ValueError(
                     "a group baseline is subtracted from rewards [B]; this batch has extra['token_rewards']"
                 )
-            per_step = masked(batch.extra["token_rewards"].double(), mask)
+            per_step = masking.masked(batch.extra["token_rewards"].double(), mask)
         else:
             rewards, mask = batch.scores(self.name), batch.scored  # a row without a score takes no part
-            scores = group_advantages(rewards, batch.group, scale="none") if self.baseline else rewards.double()
+            scores = groups.group_advantages(rewards, batch.group, scale="none") if self.baseline else rewards.double()
+            # the whole reward comes with the token that ends the answer, and is discounted back from there
             last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-            per_step = masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
+            per_step = masking.masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
         if "kl_reward" in batch.extra:  # `KlInReward` pays tokens here, since a return adds up what comes after one
-            per_step = masked(per_step + batch.extra["kl_reward"], mask)
+            per_step = masking.masked(per_step + batch.extra["kl_reward"], mask)
         returns = token_advantages.token_returns(per_step, mask, gamma=self.gamma)
         return token_advantages.whitened(returns, mask, eps=self.eps)
 
@@ -139,9 +132,7 @@ class VirtualReward(Estimator):
     """Reward of a virtual sample: the most that an answer can get."""
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import with_virtual_reward
-
-        return with_virtual_reward(batch.scores(self.name), batch.group, best=self.best)
+        return token_advantages.with_virtual_reward(batch.scores(self.name), batch.group, best=self.best)
 
 
 class SmoothedAdvantage(Estimator):
@@ -151,11 +142,9 @@ class SmoothedAdvantage(Estimator):
     name: Literal["smoothed"] = "smoothed"
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import smoothed_advantages
-
         if batch.prompts is None:
             raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")
-        output = smoothed_advantages(batch.scores(self.name), batch.group, batch.prompts, batch.visits)
+        output = token_advantages.smoothed_advantages(batch.scores(self.name), batch.group, batch.prompts, batch.visits)
         batch.visits.update(output.visits)
         return output.advantage
 
@@ -175,10 +164,8 @@ class RankQuantiles(Estimator):
         return ("task",) if self.scope == "task" else ()
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import rank_quantiles
-
         ranked = batch.group if self.scope == "group" else batch.read("task", self.name)
-        return rank_quantiles(batch.scores(self.name), ranked)
+        return token_advantages.rank_quantiles(batch.scores(self.name), ranked)
 
 
 class NormaliseThenSum(Estimator):
@@ -189,35 +176,29 @@ class NormaliseThenSum(Estimator):
     name: Literal["normalise_then_sum"] = "normalise_then_sum"
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import normalise_then_sum
-
         components = batch.read("components", self.name)
+        # they come as rows, since only what has rows is gathered from other processes
         weights = batch.extra.get("component_weights")  # [B, K], every row the same
         each = [1.0] * components.shape[1] if weights is None else weights[0].tolist()
-        return normalise_then_sum(components, each, batch.group)
+        return token_advantages.normalise_then_sum(components, each, batch.group)
 
 
 class CriticAdvantage(Estimator):
     """Generalised advantages from a value function, [credit] [B] or [B, T] (`token_credit`): VL-DAC, POAD."""
 
+    needs_group: ClassVar[bool] = False
     name: Literal["critic"] = "critic"
-    level: Literal["step", "token"] = "step"
-    """Over environment steps, one row each (VL-DAC), or over the tokens of actions (POAD)."""
+    level: Literal["step", "token", "every_token"] = "step"
+    """Over environment steps, one row each (VL-DAC), over the tokens of actions (POAD), or over these with gamma
+    discounting every token, as if each were a step (the token-level PPO that POAD is compared with)."""
     gamma: Factor = 0.95
     """Discount per environment step."""
     lam: Factor = 0.95
     """Factor of later errors of the critic, per step or per token."""
-    every_token: Flag = False
-    """With tokens: gamma discounts every token, as if each were a step (the token-level PPO that POAD is compared
-    with)."""
-
-    @property
-    def needs_group(self) -> bool:
-        return False
 
     @property
     def by_token(self) -> bool:
-        return self.level == "token"
+        return self.level != "step"
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         return batch.read("credit", self.name).double()
@@ -227,32 +208,25 @@ class SemiOnline(Estimator):
     """Credit of turns whose actions are compared with an expert's, [turn], [turn_reward] and [matched] [B, T]: UI-S1
     (`semi_online.semi_online_advantages`)."""
 
+    spread: ClassVar[float] = 0.3
+    """Least standard deviation of a group's returns of turns; a group below is played again, from another start."""
+    rounds: ClassVar[int] = 4
+    """Times that a group is played at most; one that has too little spread then is trained on as it is."""
     tensors = ("turn", "turn_reward", "matched")
+    by_token: ClassVar[bool] = True
     name: Literal["semi_online"] = "semi_online"
     gamma: Factor = 0.5
     """Discount of later rewards per turn, up to the next action that is not the expert's."""
-    episode: NonNegative = 1.0
-    """Weight of the advantage of the whole episode."""
-    step: NonNegative = 1.0
-    """Weight of the advantage of the turn."""
-    spread: NonNegative = 0.3
-    """Least standard deviation of a group's returns of turns; a group below is played again, from another start."""
-    rounds: Count = 4
-    """Times that a group is played at most; one that has too little spread then is trained on as it is."""
-
-    @property
-    def by_token(self) -> bool:
-        return True
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.semi_online import semi_online_advantages
-
         turns, rewards = turns_of(batch, self.name)
         row, place = batch.mask.bool().nonzero(as_tuple=True)
         matched = batch.read("matched", self.name)[row, place].bool()
         of_expert = rewards.new_zeros(rewards.shape).bool().index_put((row, turns[row, place]), matched)
-        weights = {"gamma": self.gamma, "episode": self.episode, "step": self.step}
-        return of_tokens(semi_online_advantages(rewards, of_expert, batch.group, **weights), turns, batch)
+        found = semi_online.semi_online_advantages(
+            rewards, of_expert, batch.group, gamma=self.gamma, episode=1.0, step=1.0
+        )
+        return of_tokens(found, turns, batch)
 
 
 class TurnLeaveOneOut(Estimator):
@@ -260,19 +234,14 @@ class TurnLeaveOneOut(Estimator):
     [turn_reward] [B, T]: TRLOO (`turn_credit.turn_leave_one_out`)."""
 
     tensors = ("turn", "turn_reward")
+    by_token: ClassVar[bool] = True
     name: Literal["turn_leave_one_out"] = "turn_leave_one_out"
     gamma: Factor = 1.0
     """Discount of later rewards per turn."""
 
-    @property
-    def by_token(self) -> bool:
-        return True
-
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.turn_credit import turn_leave_one_out
-
         turns, rewards = turns_of(batch, self.name)
-        return of_tokens(turn_leave_one_out(rewards, batch.group, gamma=self.gamma), turns, batch)
+        return of_tokens(turn_credit.turn_leave_one_out(rewards, batch.group, gamma=self.gamma), turns, batch)
 
 
 class Hierarchical(Estimator):
@@ -280,19 +249,12 @@ class Hierarchical(Estimator):
     (`token_advantages.hierarchical_advantages`)."""
 
     tensors = ("step",)
+    by_token: ClassVar[bool] = True
     name: Literal["hierarchical"] = "hierarchical"
-    share: NonNegative = 0.5
-    """Weight of the second step's reward in that of the first."""
-
-    @property
-    def by_token(self) -> bool:
-        return True
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import hierarchical_advantages
-
         high, low, step = (batch.read(name, self.name) for name in ("high", "low", "step"))
-        each = hierarchical_advantages(high, low, batch.group, share=self.share)
+        each = token_advantages.hierarchical_advantages(high, low, batch.group, share=0.5)
         return each.high[:, None].where(step == 0, each.low[:, None])
 
 
@@ -324,9 +286,7 @@ def turns_of(batch: TokenBatch, reader: str) -> tuple[Tensor, Tensor]:
 
 def of_tokens(advantage: Tensor, turn: Tensor, batch: TokenBatch) -> Tensor:
     """[B, T], of each token that of its turn, from those of turns [B, N]."""
-    from genrl.objectives.tokens.tokens import masked
-
-    return masked(advantage.gather(1, turn), batch.mask)
+    return masking.masked(advantage.gather(1, turn), batch.mask)
 
 
 # --- added to the rewards before the estimator
@@ -350,10 +310,7 @@ class LengthReward(Term):
     """Factor."""
 
     def reward(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.advantages.reward_shaping import length_reward
-        from genrl.objectives.tokens.tokens import token_count
-
-        return self.coefficient * length_reward(token_count(batch.mask), self.thresholds)
+        return self.coefficient * reward_shaping.length_reward(masking.token_count(batch.mask), self.thresholds)
 
 
 class OverlongPenalty(Term):
@@ -366,10 +323,9 @@ class OverlongPenalty(Term):
     """Tokens before that at which it is 0 (DAPO: 4096)."""
 
     def reward(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.advantages.reward_shaping import overlong_penalty
-        from genrl.objectives.tokens.tokens import token_count
-
-        return overlong_penalty(token_count(batch.mask), maximum=self.maximum, buffer=self.buffer)
+        return reward_shaping.overlong_penalty(
+            masking.token_count(batch.mask), maximum=self.maximum, buffer=self.buffer
+        )
 
 
 class ConsistencyBonus(Term):
@@ -386,36 +342,30 @@ class ConsistencyBonus(Term):
     """How far below the mean of the group's right answers the likelihood may lie (general video: .01)."""
 
     def reward(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.advantages.reward_shaping import answer_confidence, consistency_bonus
-
         likely, answer, accuracy = (batch.read(name, self.name) for name in ("ema", "answer_mask", "accuracy"))
         confidence, constants = (
-            answer_confidence(likely, answer),
+            reward_shaping.answer_confidence(likely, answer),
             {"coefficient": self.coefficient, "margin": self.margin},
         )
-        return consistency_bonus(accuracy, confidence, batch.group, **constants)
+        return reward_shaping.consistency_bonus(accuracy, confidence, batch.group, **constants)
 
 
 class KlInReward(Term):
     """`-beta (l_old - l_ref)`: per token for whitened_returns, else summed over the row."""
 
-    tensors = ("ref",)
+    tensors = ("ref", "old")
     name: Literal["kl_in_reward"] = "kl_in_reward"
     beta: NonNegative
     """Weight (RLOO in TRL: .05, REINFORCE++ in OpenRLHF: .01)."""
 
     def reward(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.tokens import sequence_log_ratio
-
         old, reference = (batch.read(name, self.name) for name in ("old_log_prob", "ref_log_prob"))
-        return -self.beta * sequence_log_ratio(old, reference, batch.mask)
+        return -self.beta * masking.sequence_log_ratio(old, reference, batch.mask)
 
     def token_reward(self, batch: TokenBatch) -> Tensor:
         """[B, T], for estimators that discount over tokens."""
-        from genrl.objectives.advantages.reward_shaping import with_kl
-
         old, reference = (batch.read(name, self.name) for name in ("old_log_prob", "ref_log_prob"))
-        return with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
+        return reward_shaping.with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
 
 
 RewardTerm = LengthReward | OverlongPenalty | ConsistencyBonus | KlInReward
@@ -437,9 +387,7 @@ class BatchNormalise(Change):
     name: Literal["batch_normalise"] = "batch_normalise"
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import batch_normalised
-
-        return batch_normalised(advantage, batch.mask if advantage.dim() == 2 else None)
+        return token_advantages.batch_normalised(advantage, batch.mask if advantage.dim() == 2 else None)
 
 
 class SigmaFilter(Change):
@@ -450,9 +398,7 @@ class SigmaFilter(Change):
     """Standard deviations that are kept."""
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import sigma_filtered
-
-        return sigma_filtered(advantage, limit=self.limit)
+        return token_advantages.sigma_filtered(advantage, limit=self.limit)
 
 
 class Uncertainty(Change):
@@ -463,25 +409,24 @@ class Uncertainty(Change):
     name: Literal["uncertainty"] = "uncertainty"
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import scaled, score_uncertainty
-
-        scatter = score_uncertainty(batch.read("scores", self.name), batch.group)
-        return scaled(advantage, (-0.2 * scatter).exp(), batch.mask)
+        scatter = token_advantages.score_uncertainty(batch.read("scores", self.name), batch.group)
+        return token_advantages.scaled(advantage, (-0.2 * scatter).exp(), batch.mask)
 
 
 class TrajectoryDependency(Change):
     """Times a factor, .9 or more, that grows with how much an answer depends on its picture, [masked_image]: VPPO
     (`token_advantages.trajectory_weight`)."""
 
-    tensors = ("masked_image",)
+    tensors = ("masked_image", "old")
     name: Literal["trajectory_dependency"] = "trajectory_dependency"
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import scaled, trajectory_weight
-        from genrl.objectives.tokens.token_weights import visual_dependency
-
         old, blind = (batch.read(name, self.name) for name in ("old_log_prob", "masked_image"))
-        return scaled(advantage, trajectory_weight(visual_dependency(old, blind, batch.mask), batch.mask), batch.mask)
+        return token_advantages.scaled(
+            advantage,
+            token_advantages.trajectory_weight(token_weights.visual_dependency(old, blind, batch.mask), batch.mask),
+            batch.mask,
+        )
 
 
 class ClampAdvantage(Change):
@@ -495,34 +440,14 @@ class ClampAdvantage(Change):
         return advantage.clamp(-self.limit, self.limit)
 
 
-class PositiveOnly(Change):
-    """Negative advantages become 0."""
-
-    name: Literal["positive_only"] = "positive_only"
-
-    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
-        return advantage.clamp(min=0.0)
-
-
 class InformativeGroups(Change):
     """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_rescaled`)."""
 
     name: Literal["informative_groups"] = "informative_groups"
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_advantages import informative_factor
-        from genrl.objectives.tokens.tokens import masked
-
-        rows = advantage if advantage.dim() == 1 else masked(advantage, batch.mask).abs().sum(1)
-        return advantage * informative_factor(rows, batch.group)
+        rows = advantage if advantage.dim() == 1 else masking.masked(advantage, batch.mask).abs().sum(1)
+        return advantage * token_advantages.informative_factor(rows, batch.group)
 
 
-Transform = (
-    BatchNormalise
-    | SigmaFilter
-    | Uncertainty
-    | TrajectoryDependency
-    | ClampAdvantage
-    | PositiveOnly
-    | InformativeGroups
-)
+Transform = BatchNormalise | SigmaFilter | Uncertainty | TrajectoryDependency | ClampAdvantage | InformativeGroups

@@ -1,10 +1,11 @@
 """What the functions of a recipe have in common: a name, constants, and the tensors that they read.
 
-They compute themselves from a batch, by functions of `genrl.objectives` that they import when they are called: `genrl
-check` reads a recipe without torch."""
+They compute themselves from a batch, by functions of `genrl.objectives`, which are imported when the first one is
+called: `genrl check` reads a recipe without torch."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -19,11 +20,22 @@ if TYPE_CHECKING:
 Factor = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]  # in [0, 1]
 
 
+class lazily:  # noqa: N801 used like a function
+    """A module that is imported when something is first read of it."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.module), name)
+
+
 class Choice(Section):
     """A function of a method, by name, and its constants. The mathematics is in `genrl.objectives`."""
 
     tensors: ClassVar[tuple[str, ...]] = ()
-    """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`."""
+    """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`.
+    "old": log-probabilities before the update outside of the ratio; "bound": log-probabilities that are estimates."""
 
     name: str
 
@@ -38,5 +50,5 @@ class Choice(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Its name means what it does."""
+        """Let a name mean what its class does."""
         cls.model_fields["name"].description = " ".join((cls.__doc__ or "").split())

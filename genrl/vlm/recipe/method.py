@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from genrl.config.errors import Finding
-from genrl.config.section import Count
-from genrl.config.unions import AnyOf
+from genrl.config.section import AnyOf, Count
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod
 from genrl.vlm.recipe.advantages import (
     Advantage,
-    ConsistencyBonus,
     GreedyBaseline,
     Hierarchical,
     RankQuantiles,
@@ -25,7 +23,7 @@ from genrl.vlm.recipe.advantages import (
     Transform,
 )
 from genrl.vlm.recipe.choice import Choice
-from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_forwards
+from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
 from genrl.vlm.recipe.surrogates import GroupLoss, KlCov, LinearBound, Regression, Surrogate
@@ -38,6 +36,13 @@ ONE = ("advantage", "surrogate", "group_loss")
 SEVERAL = ("transforms", "weights", "regularisers", "reward_terms")
 OF_PICTURES = {"masked_image", "degraded", "ema", "divergence"}
 """What only texts about pictures have (`Choice.tensors`)."""
+FORWARDS = {
+    "ref": "the model before training",
+    "masked_image": "the picture masked",
+    "degraded": "the picture degraded, in each update",
+    "ema": "a moving average of the model",
+}
+"""Further evaluations of the same tokens, without gradient, by what a choice reads of them."""
 
 
 ByName = (Field(discriminator="name"), AnyOf(alone=True))
@@ -80,7 +85,7 @@ class RecipeMethod(VLMMethod):
 
     @classmethod
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the constants that its functions have from the preset."""
+        """Complete what is written by the constants that its functions have in the preset."""
         own = PRESETS.get(written.get("preset", cls.model_fields["preset"].default))
         if own is None:
             return written
@@ -101,6 +106,7 @@ class RecipeMethod(VLMMethod):
         """The functions: those that are written, else the preset's. Raises Contradiction."""
         own = PRESETS[self.preset]
         changes = {key: value for key in (*ONE, *SEVERAL, "aggregation") if (value := getattr(self, key)) is not None}
+        # writing one of the two takes the place of the preset's other
         if "surrogate" in changes and "group_loss" not in changes:
             changes["group_loss"] = None
         if "group_loss" in changes and "surrogate" not in changes:
@@ -115,6 +121,7 @@ class RecipeMethod(VLMMethod):
             made = replace(made, length=config.generation.max_new_tokens)
         there = any(isinstance(one, EngineMismatch) for one in made.weights)
         corrected = self.weights is not None or there
+        # older weights sampled, so that importance weights come before the clip
         if config.generation.staleness and not there and made.group_loss is None:
             return replace(made, weights=(*made.weights, decoupling(made)))
         if config.generation.engine == "vllm" and not corrected and made.group_loss is None:
@@ -130,37 +137,24 @@ class RecipeMethod(VLMMethod):
         return self.micro_batch
 
     @property
-    def reference(self) -> bool:
-        return "ref" in self.composed.reads
-
-    @property
-    def average(self) -> tuple[float, int] | None:
-        bonus = any(isinstance(one, ConsistencyBonus) for one in self.composed.reward_terms)
-        return ConsistencyBonus.average if bonus else None
+    def reads(self) -> frozenset[str]:
+        return self.composed.reads
 
     @property
     def task_column(self) -> str | None:
         advantage = self.composed.advantage
         return advantage.column if isinstance(advantage, RankQuantiles) and advantage.scope == "task" else None
 
-    @property
-    def greedy(self) -> bool:
-        return "greedy" in self.composed.reads
-
-    @property
-    def bounds(self) -> bool:
-        return isinstance(self.composed.surrogate, LinearBound)
-
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)
         yield "updates", f"{self.updates * self.epochs:,}", f"{self.epochs} passes"
-        if self.greedy:
+        if "greedy" in self.reads:
             yield "greedy answers", f"{config.generation.prompts_per_iteration:,}", "one to each question"
-        for forward in extra_forwards(self.composed):
-            yield "further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}"
+        for name in [name for name in FORWARDS if name in self.reads]:
+            yield "further forward", name, FORWARDS[name]
 
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
-        """Of functions that do not go together, or not with the other sections."""
+        """Functions that do not go together, or not with the other sections."""
         try:
             preset = self.composed
         except Contradiction as error:
@@ -182,7 +176,7 @@ class RecipeMethod(VLMMethod):
         yield from self._of_outputs(config, preset)
 
     def key(self, field: str) -> str:
-        """Where a function was chosen: its own key, or the preset."""
+        """Key by which a function was chosen: its own, or the preset."""
         return "trainer.preset" if getattr(self, field, None) is None else f"trainer.{field}"
 
     def _of_groups(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
@@ -203,7 +197,7 @@ class RecipeMethod(VLMMethod):
             text = "the penalty of moving away acts from the second update on; write 2 or more updates or epochs"
             yield ("trainer.epochs",), text
 
-        if self.greedy and config.synthesis is not None:
+        if "greedy" in self.reads and config.synthesis is not None:
             text = "descriptions that are worth what others answer have no greedy one; nearest: rloo"
             yield (self.key("advantage"), "synthesis"), text
 

@@ -12,7 +12,7 @@ from genrl.vlm.recipe.regularisers import Regulariser
 from genrl.vlm.recipe.surrogates import GroupLoss, Surrogate
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
 
-Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"]
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm"]
 """`token_aggregation.aggregate` has the formulas."""
 
 
@@ -56,8 +56,6 @@ class Preset:
             raise Contradiction("surrogate", "a preset needs a surrogate or a group_loss, and not both")
         if self.group_loss is not None and self.weights:
             raise Contradiction("weights", "a group loss compares whole completions: token weights do not apply to it")
-        if self.group_loss is not None and self.aggregation == "balanced":
-            raise Contradiction("aggregation", "a group loss compares whole completions: 'balanced' does not apply")
         if self.advantage.by_token and self.of_rows:
             raise Contradiction(
                 "surrogate",
@@ -74,9 +72,7 @@ class Preset:
         """What needs one advantage per completion, the same for its tokens; "" where nothing does."""
         if self.group_loss is not None:
             return self.group_loss.name
-        if self.surrogate is not None and self.surrogate.of_rows:
-            return self.surrogate.name
-        return "balanced" if self.aggregation == "balanced" else ""
+        return self.surrogate.name if self.surrogate is not None and self.surrogate.of_rows else ""
 
     @property
     def choices(self) -> Iterator[Choice]:
@@ -88,30 +84,3 @@ class Preset:
     def reads(self) -> frozenset[str]:
         """What they read beside rewards and log-probabilities: names of `Choice.tensors`."""
         return frozenset(name for choice in self.choices for name in choice.reads)
-
-
-@dataclass(frozen=True)
-class ExtraForward:
-    """One more evaluation of the same tokens, without gradient, that the trainer is asked for.
-
-    extra: its name in `TokenBatch.extra` ("ref": the field `ref_log_prob`). image: what the model is shown.
-    model: whose weights. when: once per "rollout" batch, or at each "update".
-    """
-
-    extra: str
-    image: Literal["same", "masked", "degraded"] = "same"
-    model: Literal["policy", "old", "ref", "ema"] = "old"
-    when: Literal["rollout", "update"] = "rollout"
-
-
-FORWARDS = (
-    ExtraForward("ref", model="ref"),
-    ExtraForward("masked_image", image="masked"),
-    ExtraForward("degraded", image="degraded", model="policy", when="update"),
-    ExtraForward("ema", model="ema"),
-)
-
-
-def extra_forwards(preset: Preset) -> tuple[ExtraForward, ...]:
-    """The further forwards that the preset's choices read, each once."""
-    return tuple(forward for forward in FORWARDS if forward.extra in preset.reads)

@@ -37,9 +37,7 @@ from genrl.vlm.recipe.surrogates import (
     Cispo,
     Classification,
     Clip,
-    DistributionMatching,
     DynamicClip,
-    ElasticClip,
     GeometricMean,
     KlCov,
     LinearBound,
@@ -144,8 +142,6 @@ PRESETS: dict[str, Preset] = {
         source="arXiv 2509.02333 and code",
         notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28",
     ),
-    "etr": Preset(_Z, ElasticClip(), "seq_mean", source="abstract", notes="experimental: form and constants inferred"),
-    "balanced": Preset(_Z, Clip(), "balanced", source="abstract", notes="signs pooled over a micro-batch: inferred"),
     "forking_tokens": Preset(
         _Z, _DAPO_CLIP, "token_mean_global", weights=(TopEntropy(share=0.2),), source="arXiv 2506.01939"
     ),
@@ -291,9 +287,6 @@ PRESETS: dict[str, Preset] = {
         "and beta inferred",
     ),
     "real": Preset(_Z, None, "seq_mean", group_loss=Classification(), source="REAL; group rule of ms-swift"),
-    "dmpo": Preset(
-        _Z, None, "seq_mean", group_loss=DistributionMatching(), source="abstract", notes="experimental: inferred"
-    ),
     "dpo": Preset(
         _Z,
         None,
@@ -303,7 +296,7 @@ PRESETS: dict[str, Preset] = {
         notes="the best and the worst of each group are the pair; the reference is the model before training",
     ),
     "hi_grpo": Preset(
-        Hierarchical(share=0.5),
+        Hierarchical(),
         _DAPO_CLIP,
         "token_mean_global",
         weights=(StepMeans(),),
@@ -329,7 +322,7 @@ PRESETS: dict[str, Preset] = {
     "poad": _POAD,
     "token_ppo": replace(
         _POAD,
-        advantage=CriticAdvantage(level="token", gamma=0.95, lam=0.95, every_token=True),
+        advantage=CriticAdvantage(level="every_token", gamma=0.95, lam=0.95),
         notes="POAD's control (NTPO in the paper): gamma at every token, so that long answers are discounted more",
     ),
     # --- agents that learn from an expert's walks

@@ -6,17 +6,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from genrl.config.section import Flag, NonNegative, Number, Positive
-from genrl.vlm.recipe.choice import Choice
+from genrl.vlm.recipe.choice import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from genrl.objectives.surrogates import policy_losses
+    from genrl.objectives.tokens import token_aggregation, token_regularisers
+    from genrl.objectives.tokens import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 
     Aggregated = Callable[[Tensor], Tensor]
     """From terms [B, T] to one number, as the preset has it for the surrogate."""
     Measured = tuple[Tensor, dict[str, Tensor]]
     """The term, [], and what else was measured of it, without gradient."""
+else:
+    policy_losses = lazily("genrl.objectives.surrogates.policy_losses")
+    token_aggregation = lazily("genrl.objectives.tokens.token_aggregation")
+    token_regularisers = lazily("genrl.objectives.tokens.token_regularisers")
+    masking = lazily("genrl.objectives.tokens.tokens")
 
 
 class Added(Choice):
@@ -42,16 +50,16 @@ class Kl(Added):
     """Multiply it by the ratio, so that its gradient is that of the KL itself (DeepSeek-V3.2, TRL's default)."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        from genrl.objectives.surrogates.policy_losses import kl_k2, kl_k3
-        from genrl.objectives.tokens.token_regularisers import kl_k3_clamped
-        from genrl.objectives.tokens.tokens import log_ratio, masked, token_mean
-
         log_prob, old, _, mask = batch.terms
-        estimate = {"k2": kl_k2, "k3": kl_k3, "k3_clamped": kl_k3_clamped}[self.estimator]
-        kl = estimate(masked(log_prob, mask), masked(batch.read("ref_log_prob", self.name), mask))
-        measured = {f"kl_{self.estimator}": token_mean(kl.detach(), mask)}
+        estimate = {
+            "k2": policy_losses.kl_k2,
+            "k3": policy_losses.kl_k3,
+            "k3_clamped": token_regularisers.kl_k3_clamped,
+        }[self.estimator]
+        kl = estimate(masking.masked(log_prob, mask), masking.masked(batch.read("ref_log_prob", self.name), mask))
+        measured = {f"kl_{self.estimator}": masking.token_mean(kl.detach(), mask)}
         if self.corrected:
-            kl = kl * log_ratio(log_prob, old, mask).exp()
+            kl = kl * masking.log_ratio(log_prob, old, mask).exp()
         if self.weighted and batch.weight is not None:
             kl = kl * batch.weight
         return self.beta * aggregated(kl), measured
@@ -65,11 +73,10 @@ class EntropyPenalty(Added):
     """Weight: positive lowers the entropy (VPPO: .06), negative is a bonus."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        from genrl.objectives.tokens.token_aggregation import aggregate
-        from genrl.objectives.tokens.tokens import masked
-
-        terms = -masked(batch.terms[0], batch.mask)
-        return self.coefficient * aggregate(terms, batch.mask, "token_mean_global", tokens=batch.tokens), {}
+        terms = -masking.masked(batch.terms[0], batch.mask)
+        return self.coefficient * token_aggregation.aggregate(
+            terms, batch.mask, "token_mean_global", tokens=batch.tokens
+        ), {}
 
 
 class EntropyBonus(Added):
@@ -82,12 +89,9 @@ class EntropyBonus(Added):
     """Weight."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        from genrl.objectives.tokens.token_aggregation import aggregate
-        from genrl.objectives.tokens.tokens import masked, token_mean
-
-        entropy = masked(batch.read("policy_entropy", self.name), batch.mask)
-        total = aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
-        return -self.coefficient * total, {"policy_entropy": token_mean(entropy.detach(), batch.mask)}
+        entropy = masking.masked(batch.read("policy_entropy", self.name), batch.mask)
+        total = token_aggregation.aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
+        return -self.coefficient * total, {"policy_entropy": masking.token_mean(entropy.detach(), batch.mask)}
 
 
 class EntropyBand(Added):
@@ -124,16 +128,14 @@ class EntropyBand(Added):
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         import torch
 
-        from genrl.objectives.tokens.token_regularisers import entropy_band, sampled_entropy
-
         low, high = self.low, self.high
         if "entropy_bounds" in batch.extra:
             low, high = batch.extra["entropy_bounds"][0].tolist()
         tokens, tasks = self.tokens(batch), batch.extra.get("task", batch.group.new_zeros(batch.group.shape))
         costs = []
         for number in sorted(set(tasks.tolist())):
-            entropy = sampled_entropy(batch.terms[0], tokens & (tasks == number)[:, None])
-            costs.append((tasks == number).sum() / batch.number * entropy_band(entropy, low, high))
+            entropy = token_regularisers.sampled_entropy(batch.terms[0], tokens & (tasks == number)[:, None])
+            costs.append((tasks == number).sum() / batch.number * token_regularisers.entropy_band(entropy, low, high))
         return self.coefficient * torch.stack(costs).sum(), {}
 
 
@@ -149,11 +151,11 @@ class Perception(Added):
     """Weight of the log-probabilities of the answers."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        from genrl.objectives.tokens.token_regularisers import perception_loss
-
         log_prob, mask, degraded = batch.terms[0], batch.mask.bool(), batch.read("degraded", self.name)
         twins = mask & ~(degraded.isnan() & mask).any(dim=1, keepdim=True)
-        return perception_loss(log_prob, degraded, twins, gamma=self.gamma, eta=self.eta, rows=batch.number), {}
+        return token_regularisers.perception_loss(
+            log_prob, degraded, twins, gamma=self.gamma, eta=self.eta, rows=batch.number
+        ), {}
 
 
 class ValueLoss(Added):
@@ -167,17 +169,15 @@ class ValueLoss(Added):
     """How far a value may move from the old one."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        from genrl.objectives.tokens.token_aggregation import aggregate
-        from genrl.objectives.tokens.token_regularisers import clipped_value_loss
-        from genrl.objectives.tokens.tokens import masked
-
         value, before, returns = (batch.read(name, self.name) for name in ("value", "old_value", "returns"))
         if value.dim() == 1:
-            squares = clipped_value_loss(value, before, returns.to(value.dtype), clip=self.clip)
+            squares = token_regularisers.clipped_value_loss(value, before, returns.to(value.dtype), clip=self.clip)
             return self.coefficient * squares.sum() / batch.number, {}
-        arguments = (masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
-        squares = clipped_value_loss(*arguments, clip=self.clip)
-        return self.coefficient * aggregate(squares, batch.mask, "token_mean_global", tokens=batch.tokens), {}
+        arguments = (masking.masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
+        squares = token_regularisers.clipped_value_loss(*arguments, clip=self.clip)
+        return self.coefficient * token_aggregation.aggregate(
+            squares, batch.mask, "token_mean_global", tokens=batch.tokens
+        ), {}
 
 
 Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss

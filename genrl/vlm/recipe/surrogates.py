@@ -5,13 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import NonNegative, Positive, Share
-from genrl.vlm.recipe.choice import Choice
+from genrl.vlm.recipe.choice import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from genrl.objectives.advantages import groups
+    from genrl.objectives.preferences import preference
     from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+    from genrl.objectives.tokens import (
+        group_losses,
+        masked_diffusion,
+        token_covariance,
+        token_surrogates,
+    )
+    from genrl.objectives.tokens import (
+        tokens as masking,
+    )
     from genrl.vlm.rollout.token_batch import TokenBatch
+else:
+    groups = lazily("genrl.objectives.advantages.groups")
+    preference = lazily("genrl.objectives.preferences.preference")
+    group_losses = lazily("genrl.objectives.tokens.group_losses")
+    masked_diffusion = lazily("genrl.objectives.tokens.masked_diffusion")
+    token_covariance = lazily("genrl.objectives.tokens.token_covariance")
+    token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
+    masking = lazily("genrl.objectives.tokens.tokens")
 
 
 class Rule(Choice):
@@ -46,35 +65,9 @@ class Clip(Rule):
     """Rows with a ratio above it keep the clipped branch alone (VL-DAC: 10); null = none do."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import clip_surrogate
-
-        return clip_surrogate(
+        return token_surrogates.clip_surrogate(
             *batch.terms, low=self.low, high=self.high, cap=self.cap, dual=self.dual, drop_above=self.drop_above
         )
-
-
-class ElasticClip(Rule):
-    """`clip` with widths that grow with the advantage and the group's spread: ETR, experimental."""
-
-    near = True
-    name: Literal["elastic_clip"] = "elastic_clip"
-    low: NonNegative = 0.2
-    """Narrowest width below 1."""
-    high: NonNegative = 0.2
-    """Narrowest width above 1."""
-
-    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
-        from genrl.objectives.tokens.token_surrogates import elastic_width
-
-        rewards = batch.scores(self.name)
-        assert batch.advantage is not None, "it is estimated before"
-        return {"clip_width": elastic_width(batch.advantage, rewards, batch.group, alpha=0.5, gamma=0.5)}  # inferred
-
-    def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import clip_surrogate
-
-        width = batch.read("clip_width", self.name).to(batch.terms[0].dtype)[:, None]
-        return clip_surrogate(*batch.terms, low=self.low * width, high=self.high * width)
 
 
 class SequenceClip(Rule):
@@ -90,9 +83,7 @@ class SequenceClip(Rule):
     """The ratio is clipped above 1 + high."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import sequence_clip_surrogate
-
-        return sequence_clip_surrogate(*batch.terms, low=self.low, high=self.high)
+        return token_surrogates.sequence_clip_surrogate(*batch.terms, low=self.low, high=self.high)
 
 
 class SequenceTokenClip(Rule):
@@ -107,9 +98,7 @@ class SequenceTokenClip(Rule):
     """The ratio is clipped above 1 + high."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import sequence_token_clip_surrogate
-
-        return sequence_token_clip_surrogate(*batch.terms, low=self.low, high=self.high)
+        return token_surrogates.sequence_token_clip_surrogate(*batch.terms, low=self.low, high=self.high)
 
 
 class DynamicClip(Rule):
@@ -124,9 +113,7 @@ class DynamicClip(Rule):
     """Width above 1 (the scripts: .28)."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import dynamic_clip_surrogate
-
-        return dynamic_clip_surrogate(*batch.terms, low=self.low, high=self.high)
+        return token_surrogates.dynamic_clip_surrogate(*batch.terms, low=self.low, high=self.high)
 
 
 class LogClamp(Rule):
@@ -140,9 +127,7 @@ class LogClamp(Rule):
     """The ratio is clipped above 1 + high."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import log_clamp_surrogate
-
-        return log_clamp_surrogate(*batch.terms, low=self.low, high=self.high)
+        return token_surrogates.log_clamp_surrogate(*batch.terms, low=self.low, high=self.high)
 
 
 class GeometricMean(Rule):
@@ -158,32 +143,27 @@ class GeometricMean(Rule):
     """A ratio is clipped above exp(high)."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import geometric_mean_surrogate
-
-        return geometric_mean_surrogate(*batch.terms, low=self.low, high=self.high)
+        return token_surrogates.geometric_mean_surrogate(*batch.terms, low=self.low, high=self.high)
 
 
 class KlCov(Rule):
     """The plain ratio, and a penalty of moving the tokens whose log-probability and advantage vary together: KL-Cov
     (`token_covariance`)."""
 
+    tensors = ("old",)
     name: Literal["kl_cov"] = "kl_cov"
     share: Share = 2e-3
     """Share of the tokens that have the penalty (7B: 2e-3, 32B: 2e-4)."""
-    beta: NonNegative = 1.0
-    """Weight of |l - l_old|."""
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
-        from genrl.objectives.tokens.token_covariance import kl_cov_tokens, token_covariance
-
         assert batch.advantage is not None, "it is estimated before"
-        together = token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
-        return {"kl_cov": kl_cov_tokens(together, batch.scored, share=self.share)}
+        together = token_covariance.token_covariance(
+            batch.read("old_log_prob", self.name), batch.advantage, batch.scored
+        )
+        return {"kl_cov": token_covariance.kl_cov_tokens(together, batch.scored, share=self.share)}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import kl_cov_surrogate
-
-        return kl_cov_surrogate(*batch.terms, batch.read("kl_cov", self.name), beta=self.beta)
+        return token_surrogates.kl_cov_surrogate(*batch.terms, batch.read("kl_cov", self.name), beta=1.0)
 
 
 class Cispo(Rule):
@@ -191,13 +171,11 @@ class Cispo(Rule):
 
     near = True
     name: Literal["cispo"] = "cispo"
-    highest: NonNegative = 5.0
-    """Largest weight."""
+    high: NonNegative = 5.0
+    """Largest weight (TRL's epsilon_high)."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import cispo_surrogate
-
-        return cispo_surrogate(*batch.terms, highest=self.highest)
+        return token_surrogates.cispo_surrogate(*batch.terms, highest=self.high)
 
 
 class Sapo(Rule):
@@ -207,9 +185,7 @@ class Sapo(Rule):
     name: Literal["sapo"] = "sapo"
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import sapo_surrogate
-
-        return sapo_surrogate(*batch.terms)
+        return token_surrogates.sapo_surrogate(*batch.terms)
 
 
 class Reinforce(Rule):
@@ -218,9 +194,7 @@ class Reinforce(Rule):
     name: Literal["reinforce"] = "reinforce"
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import reinforce_surrogate
-
-        return reinforce_surrogate(*batch.terms)
+        return token_surrogates.reinforce_surrogate(*batch.terms)
 
 
 class Vespo(Rule):
@@ -231,9 +205,7 @@ class Vespo(Rule):
     name: Literal["vespo"] = "vespo"
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        from genrl.objectives.tokens.token_surrogates import vespo_surrogate
-
-        return vespo_surrogate(*batch.terms)
+        return token_surrogates.vespo_surrogate(*batch.terms)
 
 
 class LinearBound(Rule):
@@ -241,25 +213,25 @@ class LinearBound(Rule):
     log-probabilities of tokens: BGPO (`masked_diffusion.linear_bound_loss`)."""
 
     of_rows = True
+    tensors = ("bound",)
     name: Literal["linear_bound"] = "linear_bound"
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         from genrl.objectives.surrogates.policy_losses import SurrogateOutput
-        from genrl.objectives.tokens.masked_diffusion import linear_bound_loss
-        from genrl.objectives.tokens.tokens import mean_log_ratio
 
         if not bool(batch.mask.bool().all()):
             raise ValueError("the columns of log_prob are ELBO samples here: the mask must be 1 everywhere")
         log_prob, old, advantage, mask = batch.terms
-        ratio = mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
+        ratio = masking.mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
         return SurrogateOutput(
-            linear_bound_loss(log_prob, old, advantage)[:, None], ratio, ratio.new_zeros(ratio.shape).bool()
+            masked_diffusion.linear_bound_loss(log_prob, old, advantage)[:, None],
+            ratio,
+            ratio.new_zeros(ratio.shape).bool(),
         )
 
 
 Surrogate = (
     Clip
-    | ElasticClip
     | SequenceClip
     | SequenceTokenClip
     | DynamicClip
@@ -291,12 +263,9 @@ class Regression(WholeGroups):
     name: Literal["regression"] = "regression"
 
     def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        from genrl.objectives.tokens.group_losses import regression_loss
-        from genrl.objectives.tokens.tokens import sequence_log_ratio
-
         log_prob, old, advantage, mask = batch.terms
-        ratio = sequence_log_ratio(log_prob, old, mask)[scored]
-        return regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
+        ratio = masking.sequence_log_ratio(log_prob, old, mask)[scored]
+        return group_losses.regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
 
 
 class Classification(WholeGroups):
@@ -305,26 +274,12 @@ class Classification(WholeGroups):
     name: Literal["classification"] = "classification"
 
     def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        from genrl.objectives.tokens.group_losses import classification_loss
-        from genrl.objectives.tokens.tokens import mean_log_ratio
-
         log_prob, old, advantage, mask = batch.terms
-        score = mean_log_ratio(log_prob, old, mask)[scored]
-        return classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum() / batch.number_of_groups
-
-
-class DistributionMatching(WholeGroups):
-    """The model's distribution over a group's answers brought to that of their rewards: DMPO, experimental
-    (`group_losses.distribution_matching_loss`)."""
-
-    name: Literal["distribution_matching"] = "distribution_matching"
-
-    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        from genrl.objectives.tokens.group_losses import distribution_matching_loss
-        from genrl.objectives.tokens.tokens import masked, row_mean
-
-        score = row_mean(masked(batch.terms[0], batch.mask), batch.mask)
-        return distribution_matching_loss(score, batch.scores(self.name), batch.group).sum() / batch.number_of_groups
+        score = masking.mean_log_ratio(log_prob, old, mask)[scored]
+        return (
+            group_losses.classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum()
+            / batch.number_of_groups
+        )
 
 
 class Preference(WholeGroups):
@@ -337,17 +292,14 @@ class Preference(WholeGroups):
     """Weight of the log-ratios to the model before training."""
 
     def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        from genrl.objectives.advantages.groups import best_and_worst
-        from genrl.objectives.preferences.preference import dpo_loss
-        from genrl.objectives.tokens.tokens import row_sum
-
-        sign = best_and_worst(batch.scores(self.name), batch.group)
+        sign = groups.best_and_worst(batch.scores(self.name), batch.group)
         best, worst = ((sign == side).nonzero()[:, 0] for side in (1, -1))  # by group, since rows of one are together
-        now = row_sum(batch.terms[0], batch.mask)
-        ref = row_sum(batch.read("ref_log_prob", self.name), batch.mask)
+        now = masking.row_sum(batch.terms[0], batch.mask)
+        ref = masking.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
         return (
-            dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum() / batch.number_of_groups
+            preference.dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum()
+            / batch.number_of_groups
         )
 
 
-GroupLoss = Regression | Classification | DistributionMatching | Preference
+GroupLoss = Regression | Classification | Preference

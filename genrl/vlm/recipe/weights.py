@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from genrl.config.section import NonNegative, Number, Positive, Share
-from genrl.vlm.recipe.choice import Choice
+from genrl.vlm.recipe.choice import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from genrl.objectives.tokens import token_covariance, token_weights
     from genrl.vlm.rollout.token_batch import TokenBatch
+else:
+    token_covariance = lazily("genrl.objectives.tokens.token_covariance")
+    token_weights = lazily("genrl.objectives.tokens.token_weights")
 
 
 class Weight(Choice):
@@ -36,9 +40,7 @@ class TopEntropy(Weight):
     """Of the tokens of the batch (`token_weights.top_entropy`), or of each row (`token_weights.top_of_row`)."""
 
     def factor(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_weights import top_entropy, top_of_row
-
-        rule = top_entropy if self.scope == "batch" else top_of_row
+        rule = token_weights.top_entropy if self.scope == "batch" else token_weights.top_of_row
         return rule(batch.read("entropy", self.name), batch.mask, share=self.share)
 
 
@@ -46,16 +48,16 @@ class TopDependency(Weight):
     """1 for the tokens of a row that depend most on the picture, by [masked_image]: VPPO (`token_weights.top_of_row` of
     `visual_dependency`)."""
 
-    tensors = ("masked_image",)
+    tensors = ("masked_image", "old")
     name: Literal["top_dependency"] = "top_dependency"
     share: Share = 0.4
     """Share of a row's tokens that are trained."""
 
     def factor(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_weights import top_of_row, visual_dependency
-
         old, blind = (batch.read(name, self.name) for name in ("old_log_prob", "masked_image"))
-        return top_of_row(visual_dependency(old, blind, batch.mask), batch.mask, share=self.share)
+        return token_weights.top_of_row(
+            token_weights.visual_dependency(old, blind, batch.mask), batch.mask, share=self.share
+        )
 
 
 class Divergence(Weight):
@@ -66,18 +68,16 @@ class Divergence(Weight):
     name: Literal["divergence"] = "divergence"
 
     def factor(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_weights import divergence_weights
-
         rows, numbers = batch.read("divergence", self.name), batch.group.tolist()
         first = [numbers.index(number) for number in sorted(set(numbers))]  # a group's rows have the same
-        return divergence_weights(rows[first], batch.mask, batch.group)
+        return token_weights.divergence_weights(rows[first], batch.mask, batch.group)
 
 
 class ClipCov(Weight):
     """0 for a few tokens, drawn at random ([draw]), whose covariance of log-probability and advantage is large, 1 for
     the others: Clip-Cov (`token_covariance`)."""
 
-    tensors = ("draw",)
+    tensors = ("draw", "old")
     name: Literal["clip_cov"] = "clip_cov"
     share: Share = 2e-4
     """Share of the tokens that are left out."""
@@ -87,18 +87,19 @@ class ClipCov(Weight):
     """They have a covariance below this."""
 
     def factor(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_covariance import clip_cov_weight, token_covariance
-
         assert batch.advantage is not None, "it is estimated before"
-        together = token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
+        together = token_covariance.token_covariance(
+            batch.read("old_log_prob", self.name), batch.advantage, batch.scored
+        )
         limits = {"share": self.share, "low": self.low, "high": self.high}
-        return clip_cov_weight(together, batch.read("draw", self.name), batch.scored, **limits)
+        return token_covariance.clip_cov_weight(together, batch.read("draw", self.name), batch.scored, **limits)
 
 
 class EngineMismatch(Weight):
     """`exp(l_old - l_sampler)`, for the engine that sampled (`token_weights.mismatch_weights`). TRL: sequence, mask, 3;
     truncated importance sampling: token, truncate, 2; IcePop: token, mask, from .5 to 5."""
 
+    tensors = ("old",)
     name: Literal["engine_mismatch"] = "engine_mismatch"
     level: Literal["token", "sequence", "sequence_geo"] = "sequence"
     """Of each token, of the row, or of the row with its length taken out."""
@@ -110,11 +111,9 @@ class EngineMismatch(Weight):
     """Upper limit (TRL: 3; PARA-GRPO and IcePop: 5)."""
 
     def factor(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_weights import mismatch_weights
-
         old, sampler = (batch.read(name, self.name) for name in ("old_log_prob", "sampler_log_prob"))
         limits = {"low": self.low, "high": self.high}
-        return mismatch_weights(old, sampler, batch.mask, level=self.level, mode=self.mode, **limits)
+        return token_weights.mismatch_weights(old, sampler, batch.mask, level=self.level, mode=self.mode, **limits)
 
 
 class OffPolicyMask(Weight):
@@ -126,11 +125,9 @@ class OffPolicyMask(Weight):
     """Mean of l_sampler - l above which a row is left out."""
 
     def factor_now(self, batch: TokenBatch) -> Tensor:
-        from genrl.objectives.tokens.token_weights import off_policy_mask
-
         log_prob, _, advantage, mask = batch.terms
         sampler = batch.read("sampler_log_prob", self.name)
-        return off_policy_mask(log_prob, sampler, advantage, mask, threshold=self.threshold)
+        return token_weights.off_policy_mask(log_prob, sampler, advantage, mask, threshold=self.threshold)
 
 
 class StepMeans(Weight):

@@ -1,4 +1,5 @@
-"""Questions changed by how hard they are for the model, and answered again (DeepVideo-R1, arXiv 2506.07464).
+"""Questions by how hard they are for the model: those that it never or always answers rightly left out before training
+(MedVLThinker), others changed and answered again (DeepVideo-R1, arXiv 2506.07464).
 
 d = the mean reward of recent iterations - that of the question's own answers. Easy questions (d < 0) get noise on their
 pictures; hard ones (d > 0) a beginning of the model's best reasoning, which it found with the answer in the question.
@@ -6,8 +7,9 @@ pictures; hard ones (d > 0) a beginning of the model's best reasoning, which it 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +19,16 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.loop import Loop
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.engines.generation import answering
 from genrl.vlm.policies.pictures import Change, with_pictures
-from genrl.vlm.rollout.rollout import Answers, joined, totals
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, joined, open_rewards, totals
+from genrl.vlm.tasks import Row
+from genrl_rewards.failures import Failure
 from genrl_rewards.scorers.texts.verifiable import answer_in
 
 RECENT = "recent_rewards"
@@ -61,7 +68,7 @@ def question_of(row: Row) -> str:
 
 
 def with_text(row: Row, text: str) -> Row:
-    """The same question with this in place of its last piece of text."""
+    """A question with this in place of its last piece of text."""
     parts = list(row.prompt.parts)
     parts[max(k for k, part in enumerate(parts) if isinstance(part, str))] = text
     return replace(row, prompt=replace(row.prompt, parts=tuple(parts)))
@@ -87,7 +94,7 @@ def augmented(
         worth = totals(config, found.scores).nan_to_num(nan=-math.inf).view(-1, size)
         for place, k in enumerate(hard):
             best = found.texts[place * size + int(worth[place].argmax())]
-            words = hint(best, settings.hint * float(gap[k]))
+            words = hint(best, float(gap[k]))
             rows[k] = with_text(rows[k], f"{asked[k]} {words}".strip())
     for k, d in enumerate(gap.tolist()):
         if d < 0:
@@ -99,3 +106,70 @@ def augmented(
     again = ask([rows[k] for k in changed], "changed")
     places = {k: len(rows) + place for place, k in enumerate(changed)}
     return joined([answers, again]).chosen([places.get(k, k) for k in range(len(rows))])
+
+
+TOGETHER = 64
+"""Answers drawn side by side."""
+
+
+def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, stage: int) -> None:
+    """Set `questions.kept` to those that were right at least once, but not always, in `task.passes` answers.
+
+    The numbers of right answers are in passes-<stage>.jsonl of the run's folder; a resumed run reads them there.
+    Raises ValueError where fewer questions are left than an iteration asks, and RewardFailed as `check_failed`. An
+    answer without a score is not right, and is counted where the rest is said.
+    """
+    passes = config.task.passes
+    if passes is None:
+        return
+    file = loop.process.run.folder / f"passes-{stage}.jsonl"
+    loop.process.accelerator.wait_for_everyone()  # none looks for the file while another writes it
+    # a pass over all questions is dear: a resumed run reads what the first one counted
+    if not file.is_file():
+        with answering(policy):
+            _count(config, questions, policy, loop, stage)
+    counts = [json.loads(line)["right"] for line in file.read_text(encoding="utf-8").splitlines()]
+    questions.kept = [number for number, right in enumerate(counts) if 0 < right < passes]
+    never, always = sum(right == 0 for right in counts), sum(right == passes for right in counts)
+    loop.process.progress.say(f"{len(questions.kept)} of {len(counts)} questions: {never} never right, {always} always")
+    wanted = config.generation.prompts_per_iteration
+    if len(questions.kept) < wanted:
+        raise ValueError(
+            f"task.passes: {len(questions.kept)} of {len(counts)} questions are sometimes right, and an iteration asks "
+            f"{wanted}; take more questions, more passes, or easier ones ({file})"
+        )
+
+
+def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, stage: int) -> None:
+    assert config.task.passes is not None
+    size = config.task.passes
+    generation = config.generation.model_copy(update={"group_size": size, "batch_size": None})
+    config, opened = config.model_copy(update={"generation": generation}), open_rewards(config)
+    rank, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
+    mine = list(range(rank, len(questions), processes))
+    loop.phase("counting passes", len(mine) * size)
+    right: dict[int, int] = {}
+    together, unscored = max(1, TOGETHER // size), 0
+    for start in range(0, -(-len(questions) // processes), together):  # as often in every process
+        numbers, failures = mine[start : start + together], dict[str, tuple[Failure, ...]]()
+        if numbers:
+            rows = [questions.row(number) for number in numbers]
+            found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
+            values, failures = found.scores[config.reward_labels[0]], found.failures
+            first = values >= config.evaluation.right_at - 1e-9  # not where there is no score
+            right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
+            unscored += int(values.isnan().sum())
+        every: list[tuple[Mapping[str, tuple[Failure, ...]], int]] = gather_object([(failures, len(numbers) * size)])
+        check_failed(config, failures_of([one for one, _ in every]), sum(number for _, number in every))
+    loop.check_stop()
+    without = sum(gather_object([unscored]))
+    if without:
+        loop.process.progress.say(f"{without} of {len(questions) * size} answers have no score, and are not right")
+    counts = {number: count for part in gather_object([right]) for number, count in part.items()}
+    if loop.is_main:
+        lines = [
+            json.dumps({"question": questions[number].name, "right": counts[number], "of": size})
+            for number in range(len(questions))
+        ]
+        write_atomic(loop.process.run.folder / f"passes-{stage}.jsonl", "\n".join(lines) + "\n")
+    loop.process.accelerator.wait_for_everyone()

@@ -1,4 +1,5 @@
-"""Questions of a run: a generated task, a .jsonl file with pictures beside it, or a data set."""
+"""Questions of a run: a generated task, a .jsonl file with pictures beside it, or a data set; and the answers that
+their columns teach, as the tokens that the model would have to sample."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from genrl.config.plugins import find
 from genrl.data.picture_rows import SUFFIXES
@@ -18,13 +21,12 @@ from genrl.data.prompts import Prompt as Asked
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
 from genrl.vlm.config.names import FORMATS, OUTPUTS
-from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.policies.processor import Prompt, named_error, open_image
-from genrl.vlm.rollout.frames import clip_of
+from genrl.vlm.config.schema import PLACE, VLMConfig
+from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import Prompt, answer_ids, named_error, open_image
 from genrl.vlm.rollout.rollout import order
-from genrl.vlm.rollout.turns import prompt_of
-from genrl.vlm.tasks import Generated
-from genrl.vlm.tasks.rows import Row, Split
+from genrl.vlm.rollout.turns import clip_of, prompt_of
+from genrl.vlm.tasks import Generated, Row, Split
 from genrl_rewards.given import given, is_given
 
 Opener = Callable[[str, Any], tuple[Any, ...]]
@@ -126,7 +128,7 @@ class Questions:
         return self._row(number, {"image": self._picture, "video": self._clip})
 
     def row(self, number: int) -> Row:
-        """The same, of a row that cannot be made a question with what is `broken`, and the columns that it has."""
+        """A question of a row that cannot be made one, with what is `broken`, and the columns that it has."""
         try:
             return self[number]
         except Exception as error:  # noqa: BLE001 a data set, a decoder or a user's format may raise anything
@@ -232,3 +234,69 @@ def _data_set(source: str, prompt: str, image: str | None) -> Any:
             "task.image"
         )
     return rows
+
+
+TOGETHER = 16
+"""Questions of an evaluation in one pass."""
+
+
+class Told(NamedTuple):
+    """Questions with their answers: tokens int64 [B, T], mask bool [B, T], padded on the right."""
+
+    prompts: list[Encoded]
+    tokens: Tensor
+    mask: Tensor
+
+    @property
+    def positions(self) -> int:
+        """Positions that a model reads to score the answers, without padding: nobody reads an answer's last token."""
+        return sum(prompt.length for prompt in self.prompts) + int(self.mask.sum()) - len(self.prompts)
+
+
+def target_of(row: Row, target: str) -> str:
+    """The answer that a row teaches: a column, or a text with columns in braces. Raises ValueError for a column that is
+    not there, or holds nothing."""
+
+    def column(name: str) -> str:
+        found = row.columns.get(name)
+        if found is None or not str(found).strip():
+            have = ", ".join(row.columns) or "none"
+            text = f"the column {name!r} is to be the answer (trainer.target), and holds {found!r}"
+            raise ValueError(f"{row.name}: {text}; columns: {have}")
+        return str(found)
+
+    return PLACE.sub(lambda place: column(place[1]), target) if "{" in target else column(target)
+
+
+def tell(policy: Policy, rows: Sequence[Row], target: str) -> Told:
+    """Rows as a loss takes them. Raises ValueError naming the row whose answer cannot be taught: no text, the token of
+    a place for an image in it, or more tokens than the model has positions."""
+    prompts, answers = [], []
+    for row in rows:
+        prompt = policy.encode(row.prompt)
+        ids = answer_ids(row.prompt, target_of(row, target), policy.processor, policy.stop_ids)
+        policy.check_room([prompt], len(ids))
+        if held := sorted(set(ids.tolist()) & set(policy.forbidden.tolist())):
+            words = policy.tokenizer.convert_ids_to_tokens(held)
+            raise ValueError(f"{row.name}: the answer holds {words[0]!r}, which stands for an image")
+        prompts.append(prompt)
+        answers.append(ids)
+    if not answers:
+        return Told([], torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.bool))
+    mask = pad_sequence([torch.ones_like(ids) for ids in answers], batch_first=True).bool()
+    return Told(prompts, pad_sequence(answers, batch_first=True), mask)
+
+
+@torch.no_grad()
+def held_out_loss(
+    policy: Policy, questions: Questions, numbers: Sequence[int], target: str, advance: Callable[[int], None]
+) -> tuple[float, int]:
+    """Sum of the negative log-probabilities of the tokens of these questions' answers, and how many tokens."""
+    total, tokens = 0.0, 0
+    for start in range(0, len(numbers), TOGETHER):
+        told = tell(policy, [questions[number] for number in numbers[start : start + TOGETHER]], target)
+        each = torch.arange(len(told.prompts))
+        total -= float(policy.log_probs(*told, group=each, share_prefix=False).log_prob.double().sum())
+        tokens += int(told.mask.sum())
+        advance(len(told.prompts))
+    return total, tokens

@@ -22,12 +22,11 @@ from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.sharing import padded
-from genrl.vlm.policies.contract import SequencePolicy
+from genrl.vlm.policies.contract import Sampled, SequencePolicy
 from genrl.vlm.policies.pictures import blank
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt, Unreadable, named_error
-from genrl.vlm.policies.sampling import Sampled
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward, Scores
 from genrl_rewards.failures import Failure
 from genrl_rewards.scorers.texts.completions import load_text, score_completions
@@ -70,12 +69,12 @@ class Answers:
         return self._of(groups, [g * size + k for g in groups for k in range(size)])
 
     def downsampled(self, totals: Tensor, keep: int) -> Answers:
-        """Of each group the `keep` answers whose total rewards [B] have the largest variance (PODS)."""
+        """Keep of each group the `keep` answers whose total rewards [B] have the largest variance (PODS)."""
         kept = max_variance(totals.view(len(self.rows), -1), keep) if self.rows else totals.bool()
         return self._of(range(len(self.rows)), kept.flatten().nonzero()[:, 0].tolist())
 
     def _of(self, groups: Sequence[int], index: Sequence[int]) -> Answers:
-        """These groups, with the answers at `index`."""
+        """Answers of these groups, those at `index`."""
         at = torch.tensor(index, dtype=torch.int64)
         return Answers(
             [self.rows[g] for g in groups],
@@ -111,7 +110,7 @@ def joined(parts: Sequence[Answers]) -> Answers:
 
 
 def failures_of(parts: Sequence[Mapping[str, tuple[Failure, ...]]]) -> dict[str, tuple[Failure, ...]]:
-    """Those of several calls, by the reward's label."""
+    """Failures of several calls, by the reward's label."""
     labels = {label: None for part in parts for label in part}
     return {label: tuple(one for part in parts for one in part.get(label, ())) for label in labels}
 
@@ -183,7 +182,7 @@ def score(
 
 
 def _named(failure: Failure, asked: Sequence[Row]) -> Failure:
-    """With the name of the first question whose answer was scored."""
+    """A failure with the name of the first question whose answer was scored."""
     name = asked[failure.rows[0] if failure.rows else 0].name
     return failure._replace(error=f"{name}: {failure.error}", traceback=f"{name}: {failure.traceback}")
 
@@ -270,7 +269,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
             some[k] = replace(some[k], columns={**columns, **some[k].columns})
         named = [(*keys, row.name) for row in some]
         made = sample(policy, config, prompts, size, settings.temperature, named)
-        greedy = sample(policy, config, prompts, 1, 0.0, named) if config.trainer.greedy else None
+        greedy = sample(policy, config, prompts, 1, 0.0, named) if "greedy" in config.trainer.reads else None
         yield Part(some, prompts, made, greedy, unread)
 
 
@@ -283,7 +282,7 @@ def _encoded(policy: Policy, config: VLMConfig, prompt: Prompt) -> Encoded:
 
 
 def _in_place_of(policy: Policy, config: VLMConfig, row: Row, error: Exception) -> tuple[Row, Encoded]:
-    """The same question about black pictures, or a mark alone where that cannot be asked either."""
+    """A question about black pictures, or a mark alone where that cannot be asked either."""
     for prompt in (blank(row.prompt), Prompt(("?",), where=row.name)):
         try:
             return replace(row, prompt=prompt), _encoded(policy, config, prompt)
@@ -293,10 +292,10 @@ def _in_place_of(policy: Policy, config: VLMConfig, row: Row, error: Exception) 
 
 
 def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answers:
-    """With their scores. Where the sampler has no log-probabilities, theirs are NaN. An answer for which a reward
-    raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question whose
-    most probable answer, with which they are compared, has no score by a reward that one of them has a score by, nor
-    those to a question whose pictures could not be opened, which counts as a failure of every reward."""
+    """Answers with their scores. Where the sampler has no log-probabilities, theirs are NaN. An answer for which a
+    reward raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question
+    whose most probable answer, with which they are compared, has no score by a reward that one of them has a score by,
+    nor those to a question whose pictures could not be opened, which counts as a failure of every reward."""
     rows, prompts, made, greedy, unread = part
     size = config.generation.group_size
     of_row = [number for number in range(len(rows)) for _ in range(size)]
@@ -402,14 +401,14 @@ def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float
 
 
 def worths(config: VLMConfig, selection: Selection, answers: Answers) -> Tensor:
-    """By which questions are chosen, of the answers of all processes, [P, G]."""
+    """Values by which questions are chosen, of the answers of all processes, [P, G]."""
     first, right_at = answers.scores[config.reward_labels[0]], config.evaluation.right_at
     own = values_of(selection, first, totals(config, answers.scores), right_at=right_at)
     return torch.cat(gather_object([own.view(len(answers.rows), -1)]))
 
 
 def trained_on(config: VLMConfig, answers: Answers) -> Answers:
-    """Those of the groups that the method is trained on, or `economy.keep` of each."""
+    """Groups that the method is trained on, or `economy.keep` of each."""
     found, keep = answers.chosen(worth(config, answers)), config.economy.keep
     return found if keep is None else found.downsampled(totals(config, found.scores), keep)
 

@@ -1,14 +1,21 @@
 """Syn-GRPO's loop: the model describes pictures, a diffusion pipeline draws them, and they replace questions.
 
-An iteration writes descriptions of a few questions' pictures, a group for each, and hands them to the data server. So
-many iterations later (`delay`) the pictures stand in for those of as many questions, with the same answers. A
-description is worth how diverse the answers to its picture are, and is trained on then, by the weights of then. The
-paper gives no equations: delay, diversity and the check of descriptions are ours.
+An iteration writes descriptions of a few questions' pictures, a group for each, and hands them to the data server. In
+the next one the pictures stand in for those of as many questions, with the same answers. A description is worth how
+diverse the answers to its picture are, and is trained on then, by the weights of then. The paper gives no equations:
+delay, diversity and the check of descriptions are ours.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import math
+import queue
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,17 +24,101 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop.loop import Loop
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Synthesis as Settings
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.augment import with_text
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.data_server import DataServer
 from genrl.vlm.rollout.rollout import Answers
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl_rewards.scorers.texts.completions import load_text, score_completions
 from genrl_rewards.scorers.texts.verifiable import answer_in, diversity
+
+PATIENCE_S = 600.0
+"""Longest wait for one picture."""
+
+
+class DataServer:
+    """A process that draws. Pictures are functions of their description and seed, whatever else is asked for.
+
+    Submitted pictures are drawn in their order; what is neither taken nor forgotten stays.
+    `close` ends the process.
+    """
+
+    def __init__(self, pipeline: str, num_inference_steps: int, guidance_scale: float) -> None:
+        command = [sys.executable, "-m", "genrl.diffusion.data_server", pipeline]
+        command += ["--num-inference-steps", str(num_inference_steps), "--guidance-scale", str(guidance_scale)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.arrived: queue.Queue[str] = queue.Queue()
+        self.asked: dict[str, str] = {}
+        self.drawn: dict[str, Image.Image] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.arrived.put(line)
+        self.arrived.put("")  # it has ended
+
+    def submit(self, description: str, sample: str, seed: int) -> None:
+        """Ask for a picture; `sample` is its name. Returns at once. Raises RuntimeError where the process has ended."""
+        self.asked[sample] = description
+        request = {"id": sample, "description": description, "seed": derive_seed(seed, sample) % 2**63}
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise RuntimeError(self._ended()) from error
+
+    def poll(self) -> list[str]:
+        """Names of the pictures that are there and were not taken."""
+        while not self.arrived.empty():
+            self._read(self.arrived.get())
+        return list(self.drawn)
+
+    def take(self, sample: str) -> Image.Image:
+        """The picture of this name, waited for. Raises RuntimeError where it cannot be drawn or does not come, and
+        KeyError where it was never submitted."""
+        description = self.asked[sample]
+        while sample not in self.drawn:
+            try:
+                self._read(self.arrived.get(timeout=PATIENCE_S))
+            except queue.Empty as error:
+                raise RuntimeError(
+                    f"synthesis: no picture of {description!r} came within {PATIENCE_S:.0f} s; look at the load of the "
+                    "machine, or take fewer denoising steps (synthesis.num_inference_steps)"
+                ) from error
+        del self.asked[sample]
+        return self.drawn.pop(sample)
+
+    def forget(self, sample: str) -> None:
+        """Keep no picture of this name, drawn or not."""
+        self.asked.pop(sample, None)
+        self.drawn.pop(sample, None)
+
+    def _read(self, line: str) -> None:
+        if not line:
+            raise RuntimeError(self._ended())
+        answer = json.loads(line)
+        if "error" in answer:
+            description = self.asked.get(answer["id"], answer["id"])
+            raise RuntimeError(f"synthesis: {description!r} cannot be drawn: {answer['error']}")
+        if answer["id"] not in self.asked:
+            return
+        self.drawn[answer["id"]] = Image.open(io.BytesIO(base64.b64decode(answer["png"]))).convert("RGB")
+
+    def _ended(self) -> str:
+        code = self.process.wait(timeout=10)
+        return f"synthesis: the process that draws has ended with code {code}; what it said is above"
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.terminate()
+        self.process.wait(timeout=10)
+
 
 PARKED = "synthesis"
 """In the loop's memory: groups of descriptions that wait for their pictures, oldest first."""
@@ -57,7 +148,7 @@ class Synthesis:
             for one in self.parked:
                 self._submit(one)
             self.known = True
-        return [one for one in self.parked if one["iteration"] + self.settings.delay <= self.loop.iteration]
+        return [one for one in self.parked if one["iteration"] < self.loop.iteration]
 
     def replaced(self, rows: Sequence[Row]) -> list[Row]:
         """The questions of the iteration, the first of them with pictures that were drawn."""
@@ -125,6 +216,7 @@ class Synthesis:
                 for name, said in zip(names, one["descriptions"], strict=True)
             ]
             drawn += sum(said is not None for said in one["descriptions"])
+            # a picture that nobody asks about would stay with the server for ever
             for name in set(names) - set(spread):  # more pictures than questions in the iteration
                 self.server.forget(name)
             worths += [value for value in worth if not math.isnan(value)]
@@ -138,7 +230,7 @@ class Synthesis:
         }
 
     def _diversity(self, answers: Answers) -> list[float]:
-        """Of each group: normalised entropy of its answers; 0 where none can be read."""
+        """Normalised entropy of each group's answers; 0 where none can be read."""
         values = diversity(answers.texts, answers.group.tolist())
         groups = [values[k : k + answers.size] for k in range(0, len(values), answers.size)]
         return [next((value for value in group if value is not None), 0.0) for group in groups]

@@ -90,11 +90,11 @@ class TokenBatch:
         return value
 
     def with_log_prob(self, log_prob: Tensor, extra: Mapping[str, Tensor] | None = None) -> TokenBatch:
-        """The same with the current policy's log-probabilities [B, T], and further tensors of this update ([value])."""
+        """A batch with the current policy's log-probabilities [B, T], and further tensors of this update ([value])."""
         return replace(self, log_prob=log_prob, extra={**self.extra, **(extra or {})})
 
     def weighted(self, weight: Tensor | None) -> TokenBatch:
-        """The same with these weights of tokens, without gradient and as precise as the log-probabilities."""
+        """A batch with these weights of tokens, without gradient and as precise as the log-probabilities."""
         like = self.read("log_prob", "the loss")
         return replace(self, weight=None if weight is None else weight.detach().to(like.dtype))
 

@@ -13,15 +13,37 @@ A task of your own is named by `task.name: path/file.py:Name`, or by an entry po
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from genrl.config.plugins import find
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.tasks.rows import Question, Row, Split
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question. `columns` are for the rewards; they have at least `answer`. `name` is its key, within its split."""
+
+    name: str
+    prompt: Prompt
+    columns: dict[str, Any]
+
+
+class Question(NamedTuple):
+    """Texts and pictures in the order in which the model gets them, the expected answer, a number that grows with
+    difficulty (for a curriculum), and further columns."""
+
+    parts: tuple[str | Image.Image, ...]
+    answer: str
+    level: float
+    columns: dict[str, Any] = {}
 
 
 class Generated:

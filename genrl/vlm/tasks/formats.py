@@ -90,7 +90,7 @@ def negated(question: str) -> str | None:
 
 
 def _unlettered(options: Sequence[str]) -> list[str]:
-    """Without the letters of their places, such as "(A) ", "A. " and "A: "."""
+    """Options without the letters of their places, such as "(A) ", "A. " and "A: "."""
     pairs = zip(ascii_uppercase, options, strict=False)
     return [re.sub(rf"^\s*\(?{letter}[.:)]\s+", "", text) for letter, text in pairs]
 

@@ -29,6 +29,8 @@ def ensure() -> Literal["absent", "works", "declared"]:
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
         return "absent"
+    if _libraries:  # the search above called this function, where somebody watches for torchvision
+        return "declared"
     if "torchvision" in sys.modules or _loads(Path(found.origin).parent):
         return "works"
     library: Any = torch.library.Library("torchvision", "DEF")

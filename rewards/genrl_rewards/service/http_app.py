@@ -23,9 +23,11 @@ from contextlib import suppress
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, TypeAlias
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from genrl_rewards.contract import Reward, check_columns, needs, score
 from genrl_rewards.service import wire
@@ -37,6 +39,8 @@ BODY_SECONDS = 120.0  # for a body to arrive
 LINGER_S = 1.0  # for a client that is refused to send what it has begun to: otherwise it may not see the reply
 PLACES = 64  # requests that send their bodies, or wait to be scored
 IN_MEMORY = 2**20  # bytes of each of their bodies; more than that lies in a temporary file
+ADMISSION_S = 10.0  # for a connection to show that it may use the server
+STRANGERS = 64  # that have not shown it yet
 REMEMBERED = 64  # replies kept for clients that ask again because the first reply was late
 
 Answer: TypeAlias = tuple[int, dict[str, Any]]
@@ -121,7 +125,7 @@ def app(
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise Refused(401, "the token is missing or wrong")
-        request.state.admitted = True  # see `genrl_rewards.service.connections`
+        request.state.admitted = True  # see `Connection`
 
     @server.get("/health")
     def health() -> Any:
@@ -196,3 +200,50 @@ async def _receive(request: Request, body: IO[bytes], limit: int) -> str:
     except ClientDisconnect as error:
         raise Refused(400, "the body was cut off") from error
     return digest.hexdigest()
+
+
+class Connection(H11Protocol):
+    """One connection, for one request: those that have not shown that they may use the server hold no place of those
+    that have.
+
+    It is a stranger until the application has seen its header and set `request.state.admitted`. A stranger is dropped
+    after `ADMISSION_S` seconds, however busily its header drips in, or if `STRANGERS` newer ones have come.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        self.timer = self.loop.call_later(ADMISSION_S, self.drop_stranger)
+        strangers = [c for c in self.connections if isinstance(c, Connection) and c.is_stranger()]
+        if len(strangers) > STRANGERS:
+            min(strangers, key=lambda connection: connection.since).drop_stranger()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.timer.cancel()
+        super().connection_lost(exc)
+
+    def is_stranger(self) -> bool:
+        """Whether the application has not admitted it yet."""
+        return self.scope is None or not self.scope["state"].get("admitted")
+
+    def drop_stranger(self) -> None:
+        """Close it without a word, unless it has been admitted."""
+        if self.is_stranger():
+            self.connections.discard(self)
+            self.transport.abort()
+
+
+def server(application: Any) -> uvicorn.Server:
+    """The server of an application; `run(sockets=[...])` runs it until the process is asked to end."""
+    settings = uvicorn.Config(
+        application,
+        http=Connection,
+        log_level="warning",
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        headers=[("Connection", "close")],
+        timeout_graceful_shutdown=5,
+    )
+    return uvicorn.Server(settings)

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import httpx
-import tenacity
+if TYPE_CHECKING:
+    import tenacity
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class Unavailable(Exception):
 
 def check_url(url: str) -> None:
     """Raise ValueError if it is no URL of a server, or has a query, a fragment or a user name."""
+    import httpx  # .2 s, which runs without a server need not spend
+
     with suppress(httpx.InvalidURL):
         parts = httpx.URL(url)
         extra = parts.query or parts.fragment or parts.userinfo
@@ -89,6 +91,8 @@ async def _within(
 
 
 async def _send(method: str, url: str, body: bytes, headers: Mapping[str, str], most: int) -> Reply:
+    import httpx
+
     headers = {**headers, "Accept-Encoding": "identity", "Connection": "close"}
     reply = bytearray()
     try:
@@ -127,6 +131,8 @@ def retry(
     `attempt` is given its time limit in seconds, at most `timeout_s`, and raises Unavailable to be repeated, after a
     random pause that grows to four seconds. Raises the last Unavailable.
     """
+    import tenacity
+
     end, late = time.monotonic() + patience_s, tenacity.stop_before_delay(patience_s)
 
     def pause(state: tenacity.RetryCallState) -> float:

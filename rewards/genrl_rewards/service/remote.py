@@ -6,7 +6,6 @@ seconds. The policy says what happens at the deadline:
 
     stop    the run stops (RewardFailed, in all processes together)
     drop    the samples have no score (NaN) and are left out of training; the next call makes one attempt only
-    pause   a message is logged, and the call waits `pause_s` longer for the server to come back; then the run stops
 
 If the reward raises on the server, or the server refuses the request or the token, the call raises here, too, and
 counts as a failed reward; it is not repeated.
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Policy = Literal["stop", "drop", "pause"]
 MAX_REPLY = 2**26
 RESTS_S = 30.0
 """How long a server that failed is left alone while others answer."""
@@ -54,9 +52,7 @@ class Outage:
     """Of one attempt, from connecting to the last byte of the reply."""
     deadline_s: float = 180.0
     """Of one call, with all its attempts."""
-    policy: Policy = "stop"
-    pause_s: float = 300.0
-    """How much longer `pause` waits after the deadline."""
+    policy: Literal["stop", "drop"] = "stop"
 
 
 class ServerRaised(RuntimeError):
@@ -155,24 +151,16 @@ class Remote:
         return self._by_policy(body, headers, len(images))
 
     def _by_policy(self, body: bytes, headers: Mapping[str, str], count: int) -> Scored:
-        outage = self.outage
-
         def read(reply: bytes) -> Scored:
             return wire.decode_reply(reply, count)
 
         try:
-            patience = 0.0 if self._is_down else outage.deadline_s  # 0: one attempt
-            try:
-                return self._request("POST", "/score", body, headers, patience, read)
-            except Unavailable as error:
-                if outage.policy != "pause" or self._stopped():
-                    raise
-                logger.warning("%s: %s; waiting up to %g s for it", self._who(), error, outage.pause_s)
-                return self._request("POST", "/score", body, headers, outage.pause_s, read)
+            patience = 0.0 if self._is_down else self.outage.deadline_s  # 0: one attempt
+            return self._request("POST", "/score", body, headers, patience, read)
         except Unavailable as error:
             if self._stopped():
                 return [math.nan] * count, {}
-            if outage.policy != "drop":
+            if self.outage.policy != "drop":
                 raise RewardFailed(f"{self._who()} is not available: {error}") from error
             logger.warning("%s: %s; %d samples have no score", self._who(), error, count)
             self._is_down = True

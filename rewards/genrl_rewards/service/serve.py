@@ -60,7 +60,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def run(application: FastAPI, bound: socket.socket) -> None:
     """Serve until the process is asked to end."""
-    from genrl_rewards.service.connections import server
+    from genrl_rewards.service.http_app import server
 
     server(application).run(sockets=[bound])
 

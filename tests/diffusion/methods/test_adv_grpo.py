@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.cli.pipelines import rewards_of_run
 from genrl.config import ConfigError, check_files
 from genrl.data.prompts import PromptError
 from genrl.diffusion.config.schema import Config
@@ -23,6 +22,7 @@ from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainabl
 from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
+from genrl.interface.using import rewards_of_run
 from genrl.runtime.weights.optimization import Optimization
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch

@@ -76,7 +76,6 @@ def test_what_is_no_kernel_is_refused(folder: Path, kernel: Callable[[str], str]
     assert "has no 'dancer'; did you mean dance?" in refusal(folder, f"{name}r")
     assert "is no kernel: define a function (x, velocity, sigma" in refusal(folder, kernel("dance = 3"))
     assert "unknown kernel 'dance_sd'; did you mean dance_sde?" in refusal(folder, "dance_sd")
-    assert "leave it out" in refusal(folder, kernel(DANCE), kernels={"fused": ["step"]})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
-ALL = {"fused": ("qk_norm_rope", "adaln", "step"), "attention": "auto"}
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+ALL = {"fused": True, "attention": "auto"}
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("traced")]  # deprecations within diffusers
 
 Recorded = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -81,15 +79,14 @@ def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=3e-5 * max(1.0, float(other.abs().max())), rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[needs_triton, pytest.mark.slow])])
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "wan_t2v"])
-def test_every_block_is_diffusers_own_within_rounding(name: str, backend: str) -> None:
+def test_every_block_is_diffusers_own_within_rounding(name: str) -> None:
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
     policy.denoiser.requires_grad_(True)
     calls = block_calls(policy, family)
     before = [values_and_gradients(call) for call in calls]
-    install([policy.denoiser], Switches(qk_norm_rope=True, adaln=True, attention="math", backend=backend))
+    install([policy.denoiser], Switches(fused=True, attention="math"))
     for call, own in zip(calls, before, strict=True):
         processor = getattr(call[0], "processor", None)
         assert processor is None or type(processor).__module__ == "genrl.diffusion.policy.attention"
@@ -129,7 +126,7 @@ def test_blocks_that_the_tiny_pipelines_do_not_have(make: Callable[[], Recorded]
     torch.manual_seed(0)
     call = make()
     before = values_and_gradients(call)
-    install([nn.ModuleList([call[0]])], Switches(qk_norm_rope=True, adaln=True, attention="math"))
+    install([nn.ModuleList([call[0]])], Switches(fused=True, attention="math"))
     assert_alike(values_and_gradients(call), before)
 
 
@@ -141,7 +138,7 @@ def test_in_half_precision_blocks_are_as_near_to_float32(make: Callable[[], Reco
         block, args, kwargs = make()
         block.to(dtype)
         if ours:
-            install([nn.ModuleList([block])], Switches(qk_norm_rope=True, adaln=True, attention="math"))
+            install([nn.ModuleList([block])], Switches(fused=True, attention="math"))
         kinds = {torch.float32: dtype}
         args = [t.to(kinds.get(t.dtype, t.dtype)) if isinstance(t, Tensor) else t for t in args]
         found = block(*args, **{name: t.to(kinds.get(t.dtype, t.dtype)) for name, t in kwargs.items()})
@@ -172,21 +169,6 @@ def test_ratio_is_one_with_every_switch_on(name: str) -> None:
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for d in policy.denoisers.values() for p in d.parameters())
 
 
-@needs_triton
-@pytest.mark.slow
-def test_ratio_is_one_through_the_kernels(root: Any) -> None:
-    """The embedded model, its blocks and its steps computed by the interpreted kernels."""
-    pipe = load_pipeline(Model(path=str(root / "assets" / "tiny-t2i")))
-    policy = Policy(pipe)
-    use_kernels(policy, Kernels(**ALL, backend="triton"))
-    policy.denoiser.requires_grad_(True)
-    call = {"num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 2, "height": 16, "width": 16}
-    batch = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], call)
-    recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2)
-    again = policy.replay(recorded.step(1))
-    assert torch.equal(again.log_prob.detach(), recorded.log_probs[1])
-
-
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model
     "chain": ({}, {}),
     "trees": ({"tree": {"ways": 2}, "window": {"size": 1}}, {}),
@@ -199,7 +181,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of
 @pytest.mark.parametrize("name", tiered(RUNS, ("chain", "autocast")))
 def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
     of_trainer, of_model = RUNS[name]
-    kernels = {**ALL, "fused": list(ALL["fused"])}
+    kernels = ALL
     config = runs.config(folder, model, trainer={"algorithm": "flow_grpo", **of_trainer}, kernels=kernels, iterations=1)
     run = runs.train(config.model_copy(update={"model": config.model.model_copy(update=of_model)}))
     row = next(row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row)
@@ -211,9 +193,8 @@ def test_kept_graphs_of_our_blocks_give_the_update_of_a_replay(folder: Path, mod
     found = {}
     for keep in (False, True):
         trainer = {"algorithm": "flow_grpo", "keep_graph": keep}
-        kernels = {**ALL, "fused": list(ALL["fused"])}
         changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}, "output": str(folder / f"run-{keep}")}
-        run = runs.train(runs.config(folder, model, trainer=trainer, kernels=kernels, **changes))
+        run = runs.train(runs.config(folder, model, trainer=trainer, kernels=ALL, **changes))
         (row,) = runs.rows(run)
         assert row["grad_norm"] > 0 and (row["model_calls/train"] == 0) == keep
         found[keep] = runs.last_state(run).tensors["weights"]
@@ -222,7 +203,7 @@ def test_kept_graphs_of_our_blocks_give_the_update_of_a_replay(folder: Path, mod
 
 def test_a_model_of_another_family_is_refused() -> None:
     policy = Policy(FAMILIES["sd15"]().pipe)
-    for settings in ({"fused": ("qk_norm_rope",)}, {"attention": "auto"}, {"fused": ("adaln",)}):
+    for settings in ({"fused": True}, {"attention": "auto"}):
         with pytest.raises(ValueError, match="kernels.*Stable Diffusion 3 and 3.5, FLUX.1, Qwen-Image and Wan"):
             use_kernels(policy, Kernels.model_validate(settings))
 
@@ -261,7 +242,7 @@ def test_the_precision_asked_of_a_back_end_is_that_of_the_layers(folder: Path, m
 
 def test_what_runs_is_said_in_a_line() -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
-    line = use_kernels(policy, Kernels(fused=("adaln", "step"), attention="auto"))
+    line = use_kernels(policy, Kernels(**ALL))
     running, installed = line.split("; ")
-    assert running == "kernels: adaln by torch, step by torch, attention auto"
+    assert running == "kernels: fused by torch.compile, attention auto"
     assert installed == "2 attention processors and 2 block forwards are ours"

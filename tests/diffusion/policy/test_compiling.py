@@ -3,7 +3,6 @@ per graph, so most tests compile by torch's back-end `eager`, which traces and g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
-from genrl.diffusion.policy.compiling import compile_denoisers
+from genrl.diffusion.policy.attention import Switches
+from genrl.diffusion.policy.blocks import install
+from genrl.diffusion.policy.compiling import TooManyGraphs, compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.steps.plans import off_policy
 from genrl.diffusion.train import train
-from genrl.kernels.backend import TooManyGraphs
 from genrl.kernels.machine import compile_problem
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import descend
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
@@ -38,11 +39,6 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 def ratios(run: Path) -> list[float]:
@@ -161,9 +157,11 @@ def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
     with runs.opened(runs.config(folder, model, kernels={"compile": compiled})) as run:
         run.begin(None)
         run.start_training(2)
-        for _ in range(2):
-            loss = torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]
-            run.loop.optimization.backward(run.settings, {"loss": loss}, Recorded(run.probe, {}), divisor=1)
+
+        def loss(*_: Any) -> dict[str, Tensor]:
+            return {"loss": torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]}
+
+        descend(run.loop, run.settings, run.policy, [Recorded(run.probe, {})] * 2, lambda part: part, loss)
     assert len(seen) == marks
 
 
@@ -203,7 +201,7 @@ def test_unequal_noise_levels_need_no_graph_per_group(
 
 
 EVERYWHERE: dict[str, Any] = {
-    "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
+    "kernels": {"fused": True, "attention": "auto", "compile": True},
     "model": {"autocast": "bfloat16", "offload": Offload(text_encoders="between"), "slice_vae": True},
     "sampling": {"guidance_scale": 3.0, "score_in_background": True},
     "optimizer": {"lr": 1e-3},
@@ -237,12 +235,16 @@ def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, 
 
 
 @pytest.mark.slow
-def test_by_inductor_the_ratio_is_one() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_by_inductor_the_ratio_is_one(fused: bool) -> None:
     """In bfloat16, where its graphs with and without gradients differ by 0.06 of the model's output."""
     family = FAMILIES["sd3"]()
     policy = Policy(family.pipe, autocast=torch.bfloat16)
     policy.denoiser.requires_grad_(True)
-    compile_denoisers(policy.denoisers.values())
+    if fused:
+        install(policy.denoisers.values(), Switches(fused=True))
+    else:
+        compile_denoisers(policy.denoisers.values())
     names = set(policy.denoiser.state_dict())
     with torch.no_grad():
         recorded = policy.roll_out(batch_of(family), Kernel("flow_sde", 0.7), (0, 1, 2))

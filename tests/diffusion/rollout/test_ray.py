@@ -294,7 +294,7 @@ def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None
     entry = runs.reward(folder, "redness")
     for changes, says in (
         ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
-        ({"rewards": [entry | {"isolate": True, "outage": {"policy": "pause"}}]}, "a reward worker that is silent is"),
+        ({"rewards": [entry | {"isolate": True, "outage": {"deadline_s": 480}}]}, "a reward worker that is silent is"),
     ):
         with pytest.raises(ConfigError, match=says):
             config(folder, model, NFT, **({"engine": engine(1, 1)} | changes))

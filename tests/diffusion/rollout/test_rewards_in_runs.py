@@ -78,7 +78,7 @@ def test_a_served_reward_trains_the_same_model_also_when_its_server_goes_and_com
         thread = threading.Thread(target=outage)
         thread.start()
         try:
-            entries = remote(name, port, policy="pause", deadline_s=0.5, timeout_s=0.5, pause_s=60.0)
+            entries = remote(name, port, policy="stop", deadline_s=60.0, timeout_s=0.5)
             there = run(folder, model, "there", rewards=entries, iterations=3)
         finally:
             thread.join()

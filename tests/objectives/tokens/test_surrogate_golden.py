@@ -175,12 +175,6 @@ def stable_reinforce(case: Case) -> Expected:
     return result | {"adv_3sigma": token_advantages.sigma_filtered(scores)}
 
 
-def balanced(case: Case) -> Expected:
-    log_prob, mask = case.log_prob, case["mask"]
-    term = token_surrogates.clip_surrogate(log_prob, case["old_logp"], case["adv"], mask, high=0.28)
-    return with_gradient(aggregate(term.loss, mask, "balanced", advantage=case["adv"]), log_prob)
-
-
 def bgpo(case: Case) -> Expected:
     elbo = case["elbo_samples"].requires_grad_()
     arguments = (elbo, case["old_elbo_samples"], case["adv"])
@@ -220,7 +214,6 @@ def vldac(case: Case) -> Expected:
 
 TRL = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "luspo", "sapo", "vespo")
 OTHERS: dict[str, Callable[[Case], Expected]] = {
-    "balanced_agg": balanced,
     "bgpo": bgpo,
     "dcpo_clip": dcpo_clip,
     "gspo_token": gspo_token,

@@ -26,10 +26,6 @@ def test_by_hand() -> None:
     for rule, value in wanted.items():
         assert aggregate(TERM, MASK, rule, length=8).item() == pytest.approx(value), rule
     assert aggregate(TERM, MASK, "token_mean_global", tokens=8).item() == pytest.approx(2.0)
-    # shares 2/3 and 1/3 of the rows; the row of advantage 0 has no say
-    advantage = torch.tensor([1.0, -1.0, 2.0])
-    assert aggregate(TERM, MASK, "balanced", advantage=advantage).item() == pytest.approx(2 / 3 * 3 + 1 / 3 * 4)
-    assert aggregate(TERM, MASK, "balanced", advantage=torch.zeros(3)) == 0.0
 
 
 def test_a_term_per_row_stands_for_each_of_its_tokens() -> None:
@@ -66,7 +62,5 @@ def test_nothing_valid_is_zero_with_a_zero_gradient() -> None:
 def test_what_a_rule_lacks_and_unknown_rules() -> None:
     with pytest.raises(ValueError, match="longest allowed completion: got length None"):
         aggregate(TERM, MASK, "const")
-    with pytest.raises(ValueError, match=r"by their advantage \[B\], got None"):
-        aggregate(TERM, MASK, "balanced")
     with pytest.raises(ValueError, match="unknown aggregation 'mean'; known: seq_mean, token_mean"):
         aggregate(TERM, MASK, "mean")  # type: ignore[arg-type]

@@ -125,14 +125,6 @@ def test_one_huge_ratio_leaves_the_whole_row_with_the_clipped_branch() -> None:
     assert torch.equal(below.loss, plain.loss) and float(plain.loss[0, 0].detach()) == pytest.approx(11)
 
 
-def test_elastic_widths_grow_with_the_advantage_and_the_spread() -> None:
-    advantage, rewards = torch.tensor([0.0, 2.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
-    group = torch.tensor([0, 0, 1, 1])
-    width = ts.elastic_width(advantage, rewards, group, alpha=0.5, gamma=0.5)
-    assert width[0] == 1.0 and bool((width[1:] > 1).all()) and bool((width[2:] > width[:2]).all())
-    assert ts.elastic_width(advantage, rewards, group, alpha=0.0, gamma=0.0).tolist() == [1.0] * 4
-
-
 def test_the_log_clamp_survives_what_overflows() -> None:
     new, old, mask = row(2000.0, -2000.0, 0.1)
     for advantage in (1.0, -1.0):

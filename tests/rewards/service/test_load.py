@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import genrl_rewards
-from genrl_rewards.service import connections, http_app, wire
+from genrl_rewards.service import http_app, wire
 from genrl_rewards.service.remote import Outage, Remote
 from tests import servers
 from tests.ports import free_port
@@ -60,7 +60,7 @@ def test_an_authorised_client_is_served_beside(text: bytes, count: int) -> None:
 
 def test_a_header_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no request that was admitted."""
-    monkeypatch.setattr(connections, "ADMISSION_S", 0.5)
+    monkeypatch.setattr(http_app, "ADMISSION_S", 0.5)
     with servers.live(plain_rewards.Moody(), token="right") as url, ExitStack() as stack:
         (connection,) = opened(stack, url, POST)
         started = time.monotonic()

@@ -26,7 +26,7 @@ from tests.rewards.faults import FAULTS, GOOD
 IMAGES = torch.rand(6, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc", "a", "e", "f"]
 GROUP = [0, 0, 1, 1, 1, 0]
-FAST = Outage(timeout_s=0.5, deadline_s=1.0, policy="stop", pause_s=1.0)
+FAST = Outage(timeout_s=0.5, deadline_s=1.0)
 
 
 def score(reward: genrl_rewards.Reward, prompts: list[str] = PROMPTS, **more: Any) -> genrl_rewards.Scores:
@@ -109,7 +109,7 @@ def test_a_slow_reply_is_waited_for_by_asking_again(tmp_path: Any) -> None:
     assert len(log.read_text().splitlines()) == 1  # scored once, though asked twice
 
 
-POLICIES = [(name, policy) for name in ("refuses", "hang", "status 503") for policy in ("drop", "pause")]
+POLICIES = [(name, "drop") for name in ("refuses", "hang", "status 503")]
 
 
 @pytest.mark.parametrize(("name", "policy"), [*((name, "stop") for name in FAULTS), *POLICIES])
@@ -123,7 +123,7 @@ def test_every_fault_ends_by_the_policy(name: str, policy: str) -> None:
 
     with servers.scripted(fault.reply and reply) as url:
         remote = Remote(url, "mine")
-        remote.outage = outage(policy, timeout_s=0.1, deadline_s=0.5, pause_s=0.5)
+        remote.outage = outage(policy, timeout_s=0.1, deadline_s=0.5)
         random.seed(0)
         torch.manual_seed(0)
         state = random.getstate(), torch.get_rng_state()
@@ -135,7 +135,7 @@ def test_every_fault_ends_by_the_policy(name: str, policy: str) -> None:
     fatal = [failure.fatal for failure in scores.failures]
     if fault.meaning == "outage":
         assert fatal == ([] if policy == "drop" else [True])
-        assert fault.reply is None or len(calls) >= (4 if policy == "pause" else 2)  # tried again all along
+        assert fault.reply is None or len(calls) >= 2  # tried again all along
     else:
         assert fatal == ([False] if fault.meaning == "failure" else []) and len(calls) == 1
         told = {"status 401": "status 401: no", "raised": "status 500: raised KeyError"}
@@ -209,7 +209,7 @@ def test_after_a_drop_one_attempt_is_made_until_the_server_is_back() -> None:
         assert score(remote) == score(plain_rewards.mean)
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("hang", "stop"), ("hang", "pause"), ("status 503", "drop")])
+@pytest.mark.parametrize(("kind", "policy"), [("hang", "stop"), ("status 503", "drop")])
 def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> None:
     stop = threading.Event()
     with servers.scripted(FAULTS[kind].reply) as url:
@@ -222,11 +222,11 @@ def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> Non
     assert not scores.failures
 
 
-def test_a_server_that_comes_back_within_the_pause() -> None:
+def test_a_server_that_comes_back_before_the_deadline() -> None:
     """The call waits, and goes on by itself."""
     port = free_port()
     with servers.live(plain_rewards.mean, port=port) as url:
-        remote = Remote(url, outage=Outage(timeout_s=5, deadline_s=0.2, policy="pause", pause_s=60))
+        remote = Remote(url, outage=Outage(timeout_s=5, deadline_s=60))
     with ExitStack() as stack:
         back = threading.Timer(0.6, lambda: stack.enter_context(servers.live(plain_rewards.mean, port=port)))
         back.start()

@@ -15,7 +15,7 @@ import yaml
 
 from genrl.config import dump, load
 from genrl.runtime.folder import run as runs
-from genrl.runtime.folder.edits import config_edits
+from genrl.runtime.folder.contents import config_edits
 from genrl.runtime.folder.run import Run, json_line, read_metrics, truncate_metrics, write_atomic
 
 WRITTEN = """

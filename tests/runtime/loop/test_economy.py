@@ -29,18 +29,19 @@ def after(settings: Selection, *visits: list[float], number: int = 0) -> economy
 
 class TestPosteriors:
     def test_success_is_the_discounted_beta_update_of_the_paper(self) -> None:
-        alpha, beta, kept = 1.0, 1.0, 0.7
+        alpha, beta, kept = 1.0, 1.0, economy.DISCOUNT
         visits = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]]
         for right in (3, 1, 2):
             alpha = kept * alpha + (1 - kept) * 1.0 + right
             beta = kept * beta + (1 - kept) * 1.0 + 4 - right
-        a, b, times, last = after(Selection(by="success", discount=kept), *visits)["0"]
+        a, b, times, last = after(Selection(by="success"), *visits)["0"]
         assert (1 + a, 1 + b, times, last) == pytest.approx((alpha, beta, 3, 2))
 
-    def test_spread_is_the_conjugate_update(self) -> None:
+    def test_spread_is_the_conjugate_update(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without discount, the evidence of two visits is that of the pooled variance within both."""
+        monkeypatch.setattr(economy, "DISCOUNT", 1.0)
         first, second = [0.1, 0.4, 0.9], [5.0, 5.2]
-        a, b, *_ = after(Selection(by="spread", discount=1.0), first, second)["0"]
+        a, b, *_ = after(Selection(by="spread"), first, second)["0"]
         assert a == pytest.approx((2 + 1) / 2)
         assert b / a == pytest.approx(
             float((torch.tensor(first).var() * 2 + torch.tensor(second).var() * 1) / 3), rel=1e-6
@@ -68,7 +69,7 @@ class TestPosteriors:
         assert economy.values_of(Selection(by="spread"), first, total) is total
 
     def test_metrics_say_what_was_foreseen(self) -> None:
-        known = after(Selection(by="success", discount=1.0), [1.0] * 8)
+        known = after(Selection(by="success"), [1.0] * 8)
         _, row = noted(Selection(by="success"), known, [0, 7], torch.tensor([[1.0, 1.0], [0.0, 1.0]]), iteration=1)
         assert row == {"selection/known": 0.5, "selection/error": pytest.approx(1 - 9 / 10)}
         _, row = noted(Selection(by="success"), {}, [0], torch.tensor([[1.0, 1.0]]), iteration=0)
@@ -84,7 +85,7 @@ class TestChoice:
     @pytest.mark.parametrize("by", ["success", "spread"])
     def test_prompts_that_teach_are_preferred(self, by: str) -> None:
         """0 to 3 are always wrong, 4 to 7 half right, 8 to 11 always right."""
-        settings, known = Selection(by=by, discount=1.0), {}  # type: ignore[arg-type, var-annotated]
+        settings, known = Selection(by=by), {}  # type: ignore[arg-type, var-annotated]
         for iteration in range(4):
             values = torch.tensor([[0.0] * 8] * 4 + [[0.0, 1.0] * 4] * 4 + [[1.0] * 8] * 4)
             known, _ = noted(settings, known, range(12), values, iteration=iteration)
@@ -99,7 +100,7 @@ class TestChoice:
         assert chosen[1] > 300 and chosen[0] > 0
 
     def test_it_depends_on_keys_alone_and_not_on_the_order_of_a_file(self) -> None:
-        settings = Selection(by="success", replay=Replay(cooldown=0))
+        settings = Selection(by="success", replay=Replay())
         known: economy.Known = {}
         for iteration, numbers in enumerate(([8, 30, 2], [11, 5, 4])):
             known, _ = noted(settings, known, numbers, torch.tensor([[0.0, 1.0]] * 3), iteration=iteration)
@@ -111,15 +112,16 @@ class TestChoice:
 
 
 class TestReplay:
-    settings = Selection(by="success", candidates=1, replay=Replay(share=0.5, cooldown=1, times=2))
+    settings = Selection(by="success", candidates=1, replay=Replay(share=0.5))
 
     def test_useful_prompts_come_again_after_the_cooldown_and_not_too_often(self) -> None:
         values = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
         known, _ = noted(self.settings, {}, [0, 1, 2, 3], values, iteration=0)
-        assert set(choose(self.settings, [4, 5, 6, 7], 4, known, iteration=1, seed=0)) == {4, 5, 6, 7}
-        chosen = choose(self.settings, [4, 5, 6, 7], 4, known, iteration=2, seed=0)
+        assert set(choose(self.settings, [4, 5, 6, 7], 4, known, iteration=2, seed=0)) == {4, 5, 6, 7}
+        chosen = choose(self.settings, [4, 5, 6, 7], 4, known, iteration=3, seed=0)
         assert set(chosen[:2]) == {0, 1} and set(chosen[2:]) < {4, 5, 6, 7}
-        known, _ = noted(self.settings, known, [0, 1], values[:2], iteration=2)
+        for iteration in range(3):
+            known, _ = noted(self.settings, known, [0, 1], values[:2], iteration=iteration)
         assert set(choose(self.settings, [8, 9, 10, 11], 4, known, iteration=9, seed=0)) == {8, 9, 10, 11}
 
     def test_a_prompt_is_not_asked_twice_in_an_iteration(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from genrl.config.optimizers import OPTIMIZERS, OWN_KEYS, Optimizer
+from genrl.config.optimizers import OPTIMIZERS, Optimizer
 from genrl.runtime.folder.checkpoint import load, save
 from genrl.runtime.weights.optimizers import check_optimizer, make_optimizer, set_rate
 from genrl.runtime.weights.sharding import load_optimizer_state
@@ -20,7 +18,6 @@ from genrl.runtime.weights.state import copied, pack, unpack
 
 RATES = {"prodigy": 1.0}
 NAMES = sorted(OPTIMIZERS)
-UNUSED = {"maximize", "differentiable", "capturable", "bf16_stochastic_round", "fsdp_in_use", "params"}
 
 
 def settings(name: str, **keys: Any) -> Optimizer:
@@ -102,12 +99,9 @@ def test_steps_smaller_than_the_spacing_of_bfloat16_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_and_memory_are_as_the_table_says(name: str) -> None:
+def test_memory_is_as_the_table_says(name: str) -> None:
     known, how = OPTIMIZERS[name], settings(name)
     check_optimizer(how)
-    module, _, attribute = known.source.partition(":")
-    takes = set(inspect.signature(getattr(import_module(module), attribute).__init__).parameters) - UNUSED - {"self"}
-    assert takes == {*known.args, *OWN_KEYS} - (set() if known.betas else {"betas"})
     given = parameters()
     optimizer = made(given, how)
     go(given, optimizer, range(1))
@@ -198,6 +192,9 @@ class TestCheck:
             (HERE + "Absent", {}, "optimizer.name: .* cannot be imported"),
             (HERE + "bytes_of", {}, "is no torch.optim.Optimizer"),
             ("no_such_package.x:Y", {}, "no_such_package is not installed"),
+            ("lion", {"args": {"use_tritn": True}}, "optimizer.args.use_tritn: .*did you mean use_triton"),
+            ("adamw", {"args": {"lr": 1}}, "write optimizer.lr"),
+            ("adafactor", {"betas": (0.9, 0.99)}, "optimizer.betas: .* has no betas"),
             ("adamw", {"args": {"eps": "small"}}, "optimizer.args: adamw fails with {'eps': 'small'}"),
         ],
     )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.vla.data.lerobot_dataset import Episode, Limits, open_dataset, write_dataset
-from genrl.vla.data.lerobot_dataset.stats import numeric_stats, picture_stats
+from genrl.vla.data.lerobot_dataset.features import numeric_stats, picture_stats
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.runtime.show.mp4 import read_mp4
-from genrl.vla.data.videos import Clip, captioned, contact_sheet, write_clips, write_gif, write_mp4
+from genrl.vla.data.videos import Clip, captioned, contact_sheet, write_clips, write_gif
 
 GREEN, RED, WHITE = [22, 140, 62], [205, 38, 38], [255, 255, 255]
 
@@ -60,18 +59,6 @@ def test_a_gif_shows_every_frame_and_holds_the_last(tmp_path: Path) -> None:
         assert gif.n_frames == 5 and gif.info["duration"] == 20  # 0, 2, 4, 6 and the last, at 40 a second
     with Image.open(write_gif(tmp_path / "one.gif", captioned(clip(1), 96), 10)) as gif:
         assert gif.n_frames == 1
-
-
-def test_an_mp4_has_the_frames(tmp_path: Path) -> None:
-    pytest.importorskip("av", reason="PyAV is not installed")
-    frames = captioned(clip(7), 96)
-    path = write_mp4(tmp_path / "new/a.mp4", frames, 5)
-    found = read_mp4(path, np.arange(7) / 5, 5)
-    assert found.shape == frames.shape and np.abs(found.astype(int) - frames).mean() < 4
-    assert path.read_bytes() == write_mp4(tmp_path / "b.mp4", frames, 5).read_bytes()
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.mp4", "b.mp4", "new"]
-    files = write_clips(tmp_path, [clip(3, success=False)], fps=10)
-    assert [path.name for path in files] == ["failure-00.gif", "failure-00.mp4", "sheet.png"]
 
 
 def test_a_sheet_has_a_row_per_episode_and_its_moments(tmp_path: Path) -> None:

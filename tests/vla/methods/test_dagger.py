@@ -12,10 +12,10 @@ import torch
 from genrl.config import ConfigError
 from genrl.playground.minitable import INSTRUCTIONS, State, expert_chunk
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import frames_of
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger import train as dagger
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch
-from genrl.vla.setup import frames_of
 from tests.vla import vla_runs
 
 

@@ -242,15 +242,6 @@ def test_all_episodes_that_fit_or_first_ones_as_long_as_they_may_be(opened: Open
         assert first.n_executed.sum(0).max() == 10
 
 
-def test_noise_is_annealed_over_the_iterations(opened: Opened) -> None:
-    levels = []
-    with opened(sampler={**vla_runs.SAMPLERS["flow_sde"], "anneal": [0.2, 4]}, iterations=10) as run:
-        for iteration in (0, 1, 2, 4, 9):
-            run.loop.iteration = iteration
-            levels.append(run.collect(run.settings).sampler.noise_level)  # type: ignore[union-attr]
-    assert levels == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
-
-
 def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts: list[ChunkRollout] = []
     with opened(iterations=2) as run:

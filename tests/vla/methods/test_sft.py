@@ -11,11 +11,12 @@ import torch
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
+from genrl.vla.data.demonstrations import frames_of
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.sft import train as sft
 from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.policies.policy import ACTION, rows
-from genrl.vla.setup import frames_of, load_trained
+from genrl.vla.setup import load_trained
 from genrl.vla.train import open_policy, train
 from tests.vla import vla_runs
 from tests.vla.tiny_policies import diffusion, flow, frames
@@ -144,5 +145,5 @@ def test_data_sets_hold_no_points(tmp_path: Path) -> None:
     nowhere = {"expert": None, "dataset": str(tmp_path)}
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "info.json").write_text("{}")
-    with pytest.raises(ValueError, match="data sets hold no points; write 0, or take an expert"):
+    with pytest.raises(ValueError, match="data sets hold no clouds of points"):
         open_policy(config(tmp_path, demonstrations=nowhere, **POINTS))

@@ -15,7 +15,7 @@ from genrl.objectives.surrogates.icvf import icvf_errors
 from genrl.playground.minitable.world import TableWorld
 from genrl.vla.methods.v_ptr import train as v_ptr
 from genrl.vla.methods.v_ptr.icvf import ICVF, draw, order, train_icvf
-from genrl.vla.methods.v_ptr.settings import Pretraining
+from genrl.vla.offline.regression import wayward_data
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS
 from tests.vla.methods.test_vla_offline_trainers import small
@@ -65,11 +65,11 @@ def crossing() -> torch.Tensor:
 
 def test_values_learn_what_is_near_and_move_what_looks() -> None:
     """With these weights the end is worth less in the middle at first. What reads instructions stays."""
-    policy, how = flow(replace(SEES, image=16), seed=2), Pretraining(steps=25, batch_size=32)
+    policy = flow(replace(SEES, image=16), seed=2)
     torch.manual_seed(2)
     icvf = ICVF(copy.deepcopy(policy.encoder))
     assert order(icvf, crossing()) < 0.2
-    losses = list(train_icvf(icvf, crossing(), how, seed=2))
+    losses = list(train_icvf(icvf, crossing(), steps=25, seed=2))
     assert order(icvf, crossing()) > 0.8 and len(losses) == 25 and all(0 < loss < 20 for loss in losses)
     before = policy.encoder.state_dict()
     moved = {name for name, value in icvf.encoder.state_dict().items() if not torch.equal(value, before[name])}
@@ -77,11 +77,11 @@ def test_values_learn_what_is_near_and_move_what_looks() -> None:
 
 
 def test_videos_are_pictures_of_play_alone() -> None:
-    shown = v_ptr.videos(TableWorld(), Pretraining(videos=6, length=8), 32, seed=1)
-    assert shown.shape == (6, 9, 32, 32, 3) and shown.dtype == torch.uint8
+    shown = v_ptr.videos(TableWorld(), 6, 32, seed=1)
+    assert shown.shape == (6, 41, 32, 32, 3) and shown.dtype == torch.uint8
     assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"
-    assert torch.equal(shown, v_ptr.videos(TableWorld(), Pretraining(videos=6, length=8), 32, seed=1))
-    assert not torch.equal(shown, v_ptr.videos(TableWorld(), Pretraining(videos=6, length=8), 32, seed=2))
+    assert torch.equal(shown, v_ptr.videos(TableWorld(), 6, 32, seed=1))
+    assert not torch.equal(shown, v_ptr.videos(TableWorld(), 6, 32, seed=2))
 
 
 @pytest.mark.parametrize("kind", ["video", "imitation", "random"])
@@ -89,7 +89,7 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
     settings = small(root, "v_ptr", tmp_path, f"trainer.encoder={kind}")
     policy: Any = v_ptr.new_policy(settings)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    data = TableWorld().wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    data = wayward_data(settings, 12, 0.5, policy, 4)
     found = v_ptr.pretrained(TableWorld(), policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
     moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert bool(moved) == (kind != "random")
@@ -101,7 +101,7 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
 def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> None:
     settings = small(root, "v_ptr", tmp_path)
     policy: Any = v_ptr.new_policy(settings)
-    data = TableWorld().wayward_data(settings, settings.trainer, policy, 4)  # type: ignore[arg-type]
+    data = wayward_data(settings, 12, 0.5, policy, 4)
     seen = v_ptr.with_features(policy, data)
     assert set(seen.observation) == {STATE, TOKENS, ENVIRONMENT} and seen.observation[ENVIRONMENT].shape[1] == 128
     one = policy.encoder.look(data.next_observation[IMAGE][3:4], torch.zeros(1, 64))

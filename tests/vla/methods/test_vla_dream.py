@@ -11,13 +11,16 @@ from torch.nn import functional
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.contrastive import supervised_contrastive
 from genrl.playground.minitable import INSTRUCTIONS, PUT, task
-from genrl.playground.minitable.play import play, seen, walk
-from genrl.playground.minitable.world import LatentTable, TableWorld
-from genrl.vla.methods.diwa.calibration import calibration
-from genrl.vla.methods.diwa.classifier import RewardClassifier, encode_demonstrations, encode_play, train_classifier
+from genrl.playground.minitable.world import LatentTable, TableWorld, play, seen, walk
+from genrl.vla.methods.diwa.classifier import (
+    RewardClassifier,
+    calibration,
+    encode_demonstrations,
+    encode_play,
+    train_classifier,
+)
 from genrl.vla.methods.diwa.dreams import Dream, Starts
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.methods.diwa.settings import Classifier
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from tests.vla.tiny_policies import WORDS
 
@@ -159,7 +162,7 @@ def test_the_contrastive_loss_by_hand() -> None:
     assert supervised_contrastive(embedding[:2], torch.tensor([0, 1]), t) == 0
 
 
-def test_the_classifier_learns_what_fulfils_an_instruction() -> None:
+def test_the_classifier_learns_what_fulfils_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     model = world()
     keys = task.episode_keys(0, np.arange(60), np.zeros(60))
     shown = encode_demonstrations(model, walk(keys, (0, 4, 8), horizon=1, still=2), WORDS)
@@ -168,8 +171,8 @@ def test_the_classifier_learns_what_fulfils_an_instruction() -> None:
     toys = play(40, 10, seed=3)
     background = encode_play(model, torch.from_numpy(toys.observations), torch.from_numpy(toys.actions))
     assert len(background.h) == 40 * 11
-    how = Classifier(steps=200, lr=3e-3)
-    figures = list(train_classifier(judge, model, shown, background, how, batch_size=96, seed=0))
+    monkeypatch.setattr("genrl.vla.methods.diwa.classifier.LEARNING_RATE", 3e-3)
+    figures = list(train_classifier(judge, model, shown, background, steps=200, batch_size=96, seed=0))
     assert np.mean([row["accuracy"] for row in figures[-20:]]) > 0.9
     found = judge.fulfilled(shown.observation)
     assert found[shown.done].float().mean() > 0.9 and found[shown.first].float().mean() < 0.1

@@ -8,12 +8,12 @@ import torch
 
 from genrl.mdp.noise import generator
 from genrl.playground.minitable import TOUCH, task
-from genrl.playground.minitable.hazard import HAZARD, HazardTable, in_hazard, mixed_quality
+from genrl.playground.minitable.world import HAZARD, HazardTable, in_hazard, mixed_quality
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.transitions import Transitions, Words, frames_of, play, take
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.rollout.sampling import Acting, Diffusion
 from tests.vla.tiny_policies import TOLD, WORDS
 
@@ -99,7 +99,8 @@ def test_the_least_risky_of_several_samples_acts() -> None:
 def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
     data = played(20, 0.5)
     net, before = nets(data), nets(data)
-    settings = FISOR(critics=FISOR().critics.model_copy(update={"batch_size": 16}))
+    settings = FISOR()
+    monkeypatch.setattr(fisor, "BATCH", 16)
     monkeypatch.setattr(fisor, "ACTOR_RATE", 0.5)
     critics = torch.optim.Adam([p for c in (net.reward, net.violation) for p in c.parameters() if p.requires_grad])
     optimiser = torch.optim.Adam(net.actor.parameters())
@@ -150,10 +151,10 @@ def test_the_losses_of_the_critics_by_hand() -> None:
         for part in (*critics.q, *critics.slow, critics.v):
             torch.nn.init.normal_(part.head[-1].weight, std=2.0)
     found = fisor.critic_losses(net, data, settings)
-    now, after, action, gamma = data.observation, data.next_observation, data.action, settings.critics.gamma
+    now, after, action, gamma = data.observation, data.next_observation, data.action, fisor.GAMMA
     better = net.reward.slow_q(now, action).amin(0) - net.reward.v(now)
     worse = net.violation.slow_q(now, action).amax(0) - net.violation.v(now)
-    up = settings.critics.expectile
+    up = fisor.EXPECTILE
     target = data.reward + data.discount * ~data.terminated * net.reward.v(after)
     h = torch.where(data.cost > 0, settings.violation, -1.0)
     ahead = (1 - gamma) * h + gamma * torch.maximum(h, net.violation.v(after))

@@ -28,22 +28,21 @@ from tests.servers import live
 _RL100 = (
     "environment.num_envs=8 demonstrations.expert=6 trainer.imitation_steps=4 trainer.rounds=1 trainer.episodes=8 "
     "trainer.critic_steps=4 trainer.dynamics_steps=4 trainer.updates=4 trainer.batch_size=16 trainer.gate_every=2 "
-    "trainer.union_steps=2 trainer.online_minibatch=32 trainer.distil_steps=0"
+    "trainer.union_steps=2 trainer.distil_steps=0"
 )
 SMALL = {
     "rl100": _RL100,
     "rl100_points": f"{_RL100} policy.new.points=14",
     "diwa": "environment.num_envs=6 environment.max_steps=12 demonstrations.expert=6 sampler.steps=4 "
-    "sampler.ft_denoising_steps=2 trainer.world.tables=8 trainer.world.length=10 trainer.world.window=6 "
+    "sampler.ft_denoising_steps=2 trainer.world.tables=8 trainer.world.window=6 "
     "trainer.world.steps=4 trainer.classifier.steps=3 trainer.imitation_steps=3 trainer.critic_warmup=0 "
     "trainer.epochs=1",
-    "fisor": "trainer.episodes=12 trainer.steps_per_iteration=3 trainer.critics.batch_size=8 trainer.candidates=2",
+    "fisor": "trainer.episodes=12 trainer.steps_per_iteration=3 trainer.candidates=2",
     "rl_vlm_f": "environment.num_envs=6 trainer.episodes=12 trainer.labels.pairs=10 trainer.labels.rounds=2 "
     "trainer.labels.steps=3 trainer.critic_steps=3 trainer.steps_per_iteration=3 trainer.batch_size=8 "
     "optimizer.schedule=constant",
-    "v_ptr": "environment.num_envs=4 trainer.episodes=12 trainer.pretraining.videos=6 trainer.pretraining.length=8 "
-    "trainer.pretraining.steps=2 trainer.pretraining.batch_size=8 trainer.critic_steps=3 trainer.critics.batch_size=8 "
-    "trainer.steps_per_iteration=2 trainer.batch_size=8",
+    "v_ptr": "environment.num_envs=4 trainer.episodes=12 trainer.videos=6 trainer.pretraining_steps=2 "
+    "trainer.critic_steps=3 trainer.steps_per_iteration=2 trainer.batch_size=8",
 }
 PICTURES = "policy.new.image_size=16"
 COMMON = "evaluation.episodes=4 evaluation.every=1 evaluation.videos=0 checkpoint.every=1 iterations=2"

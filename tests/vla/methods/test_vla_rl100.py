@@ -25,7 +25,7 @@ from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise
 from tests.vla.tiny_policies import FEELS, TOLD, WORDS, flow, frames
 
-SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)
+SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all")
 
 
 class Likes:

@@ -10,7 +10,7 @@ from torch.distributions import Normal, kl_divergence
 
 from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import task
-from genrl.playground.minitable.play import play, seen
+from genrl.playground.minitable.world import play, seen
 from genrl.vla.methods.diwa.rssm import WorldModel, balanced_kl, world_loss, world_step
 
 

@@ -13,14 +13,14 @@ from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.runtime.weights import state
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.fisor.train import judged
-from genrl.vla.offline import settings as offline_settings
+from genrl.vla.offline import imitation
 from genrl.vla.offline import transitions as offline
-from genrl.vla.offline.critics import Critics, train_iql
+from genrl.vla.offline.critics import Critics, Learning, train_iql
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from tests.vla import frail
 from tests.vla.frail import FINE, RAISE
 from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames
@@ -93,7 +93,7 @@ class Recording(MiniTable):
 @pytest.mark.parametrize(
     ("policy", "sampler"),
     [
-        (flow(), FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)),
+        (flow(), FlowSteps("flow_cps", 4, 0.7, "all")),
         (diffusion(), Diffusion(steps=5, ft_denoising_steps=5)),
     ],
 )
@@ -130,8 +130,8 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
         weight = torch.ones(len(action))
-        found = offline.cloning_errors(
-            policy, offline.recorded_chunks(policy, observation, action, bars, generator(7), weight)
+        found = imitation.cloning_errors(
+            policy, imitation.recorded_chunks(policy, observation, action, bars, generator(7), weight)
         )
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)
@@ -179,7 +179,7 @@ def test_the_losses_of_iql_by_hand() -> None:
     critics = Critics(TOLD, frame_statistics(offline.frames_of(data)), 12, width=16)
     for net in (*critics.q, *critics.slow, critics.v):
         torch.nn.init.normal_(net.head[-1].weight)
-    how = offline_settings.Critics(batch_size=64, lr=1e-3, expectile=0.8, target_rate=0.25)
+    how = Learning(gamma=0.98, batch_size=64, expectile=0.8, rate=0.25)
     drawn = offline.take(data, torch.randint(len(data.reward), (64,), generator=generator(3, "iql", 0)))
     with torch.no_grad():
         value, following = critics.v(drawn.observation), critics.v(drawn.next_observation)

@@ -11,10 +11,10 @@ import torch
 
 from genrl.config import ConfigError, check_files, load
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.demonstrations import recorded
 from genrl.vla.data.recordings import extremes, read_steps
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.offline.transitions import Words
-from genrl.vla.setup import recorded
 from genrl.vla.train import train
 from tests.run_folders import assert_resumes, rows
 from tests.vla.dangerous_line import Line
@@ -58,9 +58,9 @@ def config(root: Path, name: str, path: Path, output: Path, *more: str) -> VLACo
     return found
 
 
-FISOR = ("trainer.steps_per_iteration=3", "trainer.critics.batch_size=8", "trainer.candidates=2", "iterations=2")
+FISOR = ("trainer.steps_per_iteration=3", "trainer.candidates=2", "iterations=2")
 RL100 = (
-    "environment.chunk=2", "trainer.imitation_steps=4", "trainer.rounds=1", "trainer.episodes=4", "trainer.union=all",
+    "environment.chunk=2", "trainer.imitation_steps=4", "trainer.rounds=1", "trainer.episodes=4",
     "trainer.critic_steps=4", "trainer.dynamics_steps=4", "trainer.updates=2", "trainer.batch_size=8",
     "trainer.gate_every=2", "trainer.union_steps=2", "trainer.distil_steps=0", "iterations=2",
 )  # fmt: skip
@@ -104,8 +104,8 @@ def test_a_file_of_another_environment_is_refused(root: Path, tmp_path: Path) ->
 def test_rewards_are_scaled_to_the_longest_episode(root: Path, tmp_path: Path) -> None:
     given = config(root, "fisor_bullet", write(tmp_path / "line.hdf5"), tmp_path)
     steps = recorded(given)
-    assert steps is not None and isinstance(given.trainer, fisor.FISOR)
-    data = fisor.file_data(given, given.trainer, Words(("go", "on")), steps)
+    assert steps is not None
+    data = fisor.file_data(given, Words(("go", "on")), steps)
     returns = torch.zeros(40).index_add(0, data.episode, data.reward)
     assert float(returns.max() - returns.min()) == pytest.approx(LIMIT, rel=1e-5)
     assert np.allclose(data.cost, steps.cost) and data.action.shape == (len(steps.done), 1, 1)
@@ -119,7 +119,6 @@ def test_rewards_are_scaled_to_the_longest_episode(root: Path, tmp_path: Path) -
         ("fisor_bullet", "policy.new.horizon=2", "costs of a file are those of single actions; write 1"),
         ("fisor_bullet", "environment.name=minitable", "a file of steps is of a gymnasium environment"),
         ("fisor_bullet", "environment.reward=success", "nothing would ever be paid without one"),
-        ("rl100", "trainer.union=successes", "nothing is said of success; write all or none"),
     ],
 )
 def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, name: str, override: str, message: str) -> None:

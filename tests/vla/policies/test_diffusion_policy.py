@@ -13,7 +13,7 @@ from torch import Tensor
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.offline.imitation import noise_matching_loss
+from genrl.vla.offline.imitation import matching_error
 from genrl.vla.policies import diffusion_policy
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt
@@ -131,7 +131,7 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     policy.with_heads(critic=1, noise_head="none", seed=0)
     bars = ddpm.cosine_alpha_bars(100)
     context = policy.encode(seen)
-    noise_matching_loss(policy, context, actions, chunk(), TIMES, bars).backward()
+    matching_error(policy, context, actions, chunk(), TIMES, bars).square().mean().backward()
     assert all(p.grad is None for p in policy.value_head.parameters())
     assert all(p.grad is not None and p.grad.any() for p in policy.diffusion.parameters())
     policy.zero_grad()

@@ -16,10 +16,9 @@ from genrl.mdp.forward import flow_times
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.config.sections import PolicyLoRA
 from genrl.vla.policies import groot
-from genrl.vla.policies.adapters import is_adapter, with_lora
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.groot_folder import PUBLISHED, backbone_config, base_sizes
-from genrl.vla.policies.layers import compute_again
+from genrl.vla.policies.layers import compute_again, is_adapter, with_lora
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import TOKENS
 from tests.vla.groot_folders import CAMERAS, REAL, groot_folder, groot_observation, groot_shapes

@@ -191,7 +191,7 @@ def test_the_continuous_head_is_a_function_of_the_hidden_states(tmp_path: Path) 
     assert torch.equal(Regression().act(policy, context, torch.zeros(3, 4, 3)), policy.regressed(context))
     demonstrated = torch.zeros(3, 4, 3)
     assert torch.equal(policy.demonstration_error(context, demonstrated), policy.regressed(context).abs())
-    with pytest.raises(ValueError, match="no likelihood that could be reinforced: take sft"):
+    with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):
         policy.with_heads(critic=1, noise_head="none", seed=0)
 
 
@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         policy.encode(seen(policy, state=4))
     with pytest.raises(KeyError, match="the policy needs 'observation.image'"):
         policy.encode({TOKENS: policy.tokenise(LINES)})
-    with pytest.raises(ValueError, match="has no noise head; write tokens"):
+    with pytest.raises(ValueError, match="has no noise head: use a sampler"):
         policy.with_heads(critic=0, noise_head="expert", seed=0)
     pi_folder(tmp_path / "pi")
     with pytest.raises(ValueError, match="policy.oft is of an OpenVLA, and this is pi0"):

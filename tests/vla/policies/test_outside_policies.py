@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from genrl.config import plugins
 from genrl.config.plugins import import_file
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.setup import load_trained
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import judge_policy, train
 from tests.vla import vla_runs
 
@@ -119,7 +118,7 @@ def test_an_installed_policy_and_an_installed_simulator(
     package = ModuleType("own_package")
     package.Wide, package.make = kind, simulator.make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_package", package)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [found[group]] if group in found else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [found[group]] if group in found else [])
     config = imitated(tmp_path, "linear")
     assert config.policy.new is not None and policy_class(config.policy.new.type) is kind
     env = open_environment(Simulation("corners", num_envs=2, chunk=2, tasks=("red",), max_steps=9))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.offline.imitation import flow_matching_loss
+from genrl.vla.offline.imitation import matching_error
 from genrl.vla.policies import pi0
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
@@ -157,14 +157,14 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folde
     assert actions.shape == (3, 6, 32) and actions[..., 3:].abs().max() == 0
     context = policy.encode(seen)
     assert not any(value.requires_grad for value in context.values())
-    flow_matching_loss(policy, context, actions, chunk(), SIGMA).backward()
+    matching_error(policy, context, actions, chunk(), SIGMA, None).square().mean().backward()
     policy.value(context).sum().backward()
     for name, parameter in policy.named_parameters():
         frozen = name.startswith("paligemma_with_expert.paligemma.")
         assert parameter.requires_grad != frozen and (parameter.grad is None) == frozen, name
     pi_folder(tmp_path, adaptive=adaptive, train_expert_only=False, freeze_vision_encoder=True)
     policy = load_policy(tmp_path)
-    flow_matching_loss(policy, policy.encode(seen), actions, chunk(), SIGMA).backward()
+    matching_error(policy, policy.encode(seen), actions, chunk(), SIGMA, None).square().mean().backward()
     last = "language_model.layers.3."  # its queries and what follows them reach nothing that the expert reads
     for name, parameter in policy.named_parameters():
         reached = not any(part in name for part in ("vision_tower", last, "language_model.norm"))

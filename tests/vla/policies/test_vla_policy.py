@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from genrl.mdp.noise import keyed_noise
+from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.encoder import CLOUD, PICTURE, Inputs, PointEncoder
 from genrl.vla.policies.policy import ACTION, IMAGE, POINTS, SEEN, STATE, TOKENS, rows, tokenise
-from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from tests.vla.tiny_policies import FEELS, SEES, WORDS, diffusion, flow, frames
 
 

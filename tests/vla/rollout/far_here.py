@@ -11,24 +11,18 @@ import pytest
 
 from genrl.vla.rollout import ray_rollout
 from genrl.vla.simulators import ray_workers
-from genrl.vla.simulators.contract import Description
-from genrl.vla.simulators.workers import WorkerLost, messages
+from genrl.vla.simulators.workers import Worker, WorkerLost, messages
 
 
-class Near:
+class Near(Worker):
     """In the place of `ray_workers.Actor`."""
 
-    inline = False
-
-    def __init__(self, description: Description, slots: int, gpus: float = 0.0) -> None:
-        self.description, self.slots, self.host = description, slots, None
-
     def start(self) -> None:
-        self.host = None
+        self.host: Any = None
 
     def do(self, work: Any) -> Iterator[Any]:
         if self.host is None:
-            self.host = self.description.host(self.slots)
+            self.host = self.description.host(len(self.slots))
         for message in messages(self.host, pickle.loads(pickle.dumps(work))):  # noqa: S301
             if self.host is None:
                 raise WorkerLost("it was killed")

@@ -22,7 +22,7 @@ from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, joined
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.run import check_on_policy
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests import ray_nodes
 from tests.vla import vla_runs

@@ -9,6 +9,7 @@ import torch
 from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
+from genrl.playground.minitable.world import table_of
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
@@ -22,14 +23,13 @@ class Expert:
     horizon, action_dim, critic = 6, 3, 1
     inputs = (STATE, ENVIRONMENT, TOKENS)
 
-    def __init__(self, env: MiniTable) -> None:
-        self.env = env
-
     def tokenise(self, instructions) -> torch.Tensor:
         return torch.tensor([[task.INSTRUCTIONS.index(line)] for line in instructions])
 
     def encode(self, observation: Batch) -> Batch:
-        return {"chunk": torch.from_numpy(expert_chunk(self.env.state, 6)), "state": observation[STATE]}
+        tables = table_of(torch.cat([observation[STATE], observation[ENVIRONMENT]], 1).numpy())
+        tables = tables._replace(task=observation[TOKENS][:, 0].numpy())
+        return {"chunk": torch.from_numpy(expert_chunk(tables, 6)), "state": observation[STATE]}
 
     def velocity(self, context: Batch, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         return (x - context["chunk"]) / sigma[:, None, None]
@@ -117,7 +117,7 @@ def test_its_rows_replay_with_ratio_one(keep: bool) -> None:
 
 def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
     env = told(16)
-    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=12, seed=1, iteration=0))
+    rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=12, seed=1, iteration=0))
     assert rollout.terminated.sum(0).min() >= 1 and not rollout.truncated.any()
     assert torch.equal(rollout.terminated, rollout.success)
     assert torch.equal(rollout.rewards.sum(-1) > 0, rollout.terminated)
@@ -139,7 +139,7 @@ def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
 def test_next_values_are_of_the_true_next_observation() -> None:
     """The expert's value is the sum of the state: after a success it is that of the final state, not the next start."""
     env = told(16)
-    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=8, seed=1, iteration=0))
+    rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=8, seed=1, iteration=0))
     state = rollout.observations[STATE]
     assert torch.equal(rollout.next_values, state[1:].sum(-1))
     end = int(rollout.terminated[:, 0].nonzero()[0, 0])
@@ -173,7 +173,7 @@ def test_one_episode_each_for_groups() -> None:
     assert torch.equal(start[0].expand(4, 3), start[:4]) and not torch.equal(start[0], start[4])
     assert len({tuple(row.flatten().tolist()) for row in rollout.states[0]}) == 8  # but the noise is each one's own
     expert_env = told(8, group_size=4)
-    expert = Expert(expert_env)
+    expert = Expert()
     sure = collect(
         expert_env,
         expert,

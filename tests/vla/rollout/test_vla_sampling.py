@@ -18,8 +18,8 @@ KINDS = {
     "flow_sde": (FlowSteps(), 1, 1),
     "flow_sde per batch": (FlowSteps(selection="random_per_batch", noise_level=0.7), 1, 1),
     "flow_sde all": (FlowSteps(selection="all"), 4, 4),
-    "flow_sde last": (FlowSteps(selection="last", count=2), 2, 2),
-    "flow_cps": (FlowSteps("flow_cps", noise_level=0.5, skip_last=True), 1, 1),
+    "flow_sde last": (FlowSteps(selection="last"), 1, 1),
+    "flow_cps": (FlowSteps("flow_cps", noise_level=0.5), 1, 1),
     "flow_noise": (LearnedNoise(), 4, 1),
     "flow_noise one step": (LearnedNoise(steps=1, low=0.2, high=0.6), 1, 1),
     "reinflow": (REINFLOW, 4, 1),
@@ -167,8 +167,6 @@ def test_stds_are_those_of_the_settings() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="skip_last"):
-        FlowSteps("flow_cps")
     with pytest.raises(ValueError, match="2 steps"):
         FlowSteps(steps=1)
     with pytest.raises(ValueError, match="ft_denoising_steps"):

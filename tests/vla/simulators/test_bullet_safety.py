@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.simulator import find_registered
+from genrl.vla.simulators.tables import open_environment
 
 LINE = f"{Path(__file__).parents[1] / 'dangerous_line.py'}:Line"
 

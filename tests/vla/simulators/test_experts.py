@@ -12,7 +12,7 @@ import pytest
 
 from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.tables import open_environment
 from tests.vla.frail import Frail
 
 ROOT = Path(__file__).parents[3]

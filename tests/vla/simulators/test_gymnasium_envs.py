@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from genrl.config import load
 from genrl.vla.simulators.contract import Environment, Misuse, Reading, Simulation
-from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.simulator import (
-    Simulator,
-    find_registered,
-    headless,
-    is_function,
-    named,
-)
+from genrl.vla.simulators.simulator import Simulator, find_registered, headless, is_function, named
+from genrl.vla.simulators.tables import open_environment
+from genrl.vla.train import train
+from tests.run_folders import rows
 
 headless()
 
@@ -185,4 +183,36 @@ def test_the_example_of_the_documentation(root: Path) -> None:
         assert observation["pixels"].shape == (4, 32, 32, 3) and (observation["pixels"] == 0).all(-1).any((1, 2)).all()
         done |= terminated & info["is_success"]
     assert done.all()
+    env.close()
+
+
+UNLIKE = """
+import gymnasium
+
+def make(task):
+    return gymnasium.make(task)
+"""
+
+
+@pytest.mark.slow
+def test_one_policy_learns_two_simulators(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(root / "docs")
+    monkeypatch.syspath_prepend(root / "docs")
+    monkeypatch.setattr("sys.argv", ["example_two_simulators.py", "both"])
+    runpy.run_path("docs/example_two_simulators.py", run_name="__main__")
+    page = (root / "docs" / "vla_simulators.md").read_text(encoding="utf-8")
+    text = page.split("# both_sft.yaml")[1].split("```")[0]
+    (tmp_path / "both_sft.yaml").write_text("#" + text)
+    last = rows(train(load(tmp_path / "both_sft.yaml", ["trackers=[]"])))[-1]
+    assert last["eval/success/go_to_the_red_corner"] > 0.8 and last["eval/success/drive_up_the_hill"] > 0.8
+
+
+def test_simulators_that_are_not_alike_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    tasks = ("MountainCarContinuous-v0", "Pendulum-v1")
+    how = {"tasks": tasks, "num_envs": 2, "chunk": 1, "max_steps": 9, "success_key": None, "reward": "environment"}
+    env = open_environment(Simulation(f"{tmp_path}/unlike.py:make", **how))
+    with pytest.raises(ValueError, match="all tasks of a run must show the same"):
+        env.reset(seed=0)
     env.close()

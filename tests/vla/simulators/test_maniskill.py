@@ -12,10 +12,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from genrl.vla.simulators.contract import Reading, Render, Run, Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.contract import Reading, Run, Simulation
 from genrl.vla.simulators.maniskill import BatchHost, sentence
 from genrl.vla.simulators.simulator import seed_of
+from genrl.vla.simulators.tables import open_environment
 
 
 class Double:
@@ -74,7 +74,7 @@ def test_a_batch() -> None:
     assert alone.observation["agent_pos"][0, 0] == place[0], "a start is a function of its number alone"
     pixels = third.observation["pixels"]
     assert pixels.shape == (4, 4, 4, 3) and pixels[2, 0, 0, 0] == int(np.clip(place[2], 0, 1) * 255)
-    assert host.render(Render([2], 8)).pictures.shape == (1, 8, 8, 3)
+    assert host.render([2], 8).shape == (1, 8, 8, 3)
 
 
 def test_sentences() -> None:

@@ -11,11 +11,12 @@ import torch
 
 from genrl.vla.data.demonstrations import demonstrated
 from genrl.vla.data.frames import episode_frames
+from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.simulator import headless
+from genrl.vla.simulators.tables import open_environment
 
 THREE = ("reach-v3", "push-v3", "pick-place-v3")
 

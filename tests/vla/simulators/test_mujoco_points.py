@@ -14,10 +14,9 @@ from gymnasium import spaces
 from genrl.vla.data.demonstrations import demonstrated
 from genrl.vla.policies.policy import POINTS
 from genrl.vla.simulators.contract import Misuse, Reading, Simulation
-from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.mujoco_pictures import renderer
-from genrl.vla.simulators.mujoco_points import Box, cloud, farthest, placed
+from genrl.vla.simulators.mujoco_scenes import Box, cloud, farthest, placed, renderer
 from genrl.vla.simulators.simulator import Simulator, headless
+from genrl.vla.simulators.tables import open_environment
 
 headless()
 SCENE = """<mujoco>

@@ -14,9 +14,9 @@ import torch
 
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.simulators.contract import Description, Frames, Render, Simulation
-from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.contract import Ask, Description, Simulation
 from genrl.vla.simulators.ray_workers import Remote
+from genrl.vla.simulators.tables import open_environment
 from tests import ray_nodes
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
@@ -63,8 +63,8 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
 
 def test_messages_are_handed_on_whatever_ray_sends() -> None:
     """It resumes generators by values, of which a list's takes none."""
-    messages = Remote(Description(Pictures), 1).run(Render([0], 8))
-    assert next(messages) == Frames([])
+    messages = Remote(Description(Pictures), 1).run(Ask("render", [0], 8))
+    assert next(messages) == []
     with pytest.raises(StopIteration):
         messages.send(True)
 
@@ -74,8 +74,8 @@ class Pictures:
 
     def __init__(self, slots: int) -> None: ...
 
-    def render(self, work: Render) -> Frames:
-        return Frames([])
+    def render(self, slots: list[int], size: int) -> list[int]:
+        return []
 
 
 @pytest.mark.parametrize("failure", [KILL, HANG])

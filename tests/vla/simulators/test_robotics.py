@@ -14,14 +14,15 @@ import pytest
 
 from genrl.vla.data.demonstrations import demonstrated
 from genrl.vla.data.lerobot_dataset import write_dataset
+from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE
 from genrl.vla.simulators.contract import Misuse, Simulation
-from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.robotics.env import RoboticsEnv
 from genrl.vla.simulators.robotics.fetch import FetchEnv
 from genrl.vla.simulators.robotics.point_maze import PointMazeEnv, steps_to
 from genrl.vla.simulators.robotics.reacher import FORE, UPPER, ReacherEnv, posture
 from genrl.vla.simulators.simulator import find_registered, headless
+from genrl.vla.simulators.tables import open_environment
 
 headless()
 installed = pytest.mark.skipif(
@@ -72,7 +73,7 @@ def test_triton_can_be_imported_after_a_picture_was_drawn() -> None:
     lines = (
         "import torch",
         "from genrl.vla.simulators.contract import Simulation",
-        "from genrl.vla.simulators.environments import open_environment",
+        "from genrl.vla.simulators.tables import open_environment",
         'env = open_environment(Simulation("point_maze", tasks=("umaze",), num_envs=1, chunk=2, image_size=32))',
         "env.reset(seed=0)",
         "from triton import knobs",

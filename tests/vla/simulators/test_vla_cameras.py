@@ -11,6 +11,7 @@ import torch
 
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.config.sections import Demonstrations
+from genrl.vla.data.demonstrations import frames_of
 from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
@@ -18,10 +19,10 @@ from genrl.vla.policies.policy import STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.setup import frames_of, open_tables
+from genrl.vla.setup import open_tables
 from genrl.vla.simulators.contract import Misuse, Reading, Simulation
-from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.simulator import Simulator
+from genrl.vla.simulators.tables import open_environment
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder
 from tests.vla.two_cameras import COLOURS, Draws, Shows, grey

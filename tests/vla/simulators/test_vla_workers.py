@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrl.playground.minitable import MiniTable
+from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import STATE
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Environment, Simulation
-from genrl.vla.simulators.environments import evaluation_episodes, open_environment
+from genrl.vla.simulators.tables import open_environment
 from tests.vla import frail
-from tests.vla.frail import FINE, HANG, KILL, LEAK, NAN, RAISE
+from tests.vla.frail import FINE, HANG, KILL, NAN, RAISE
 from tests.vla.tiny_policies import SEES, flow
 
 FRAIL = f"{Path(frail.__file__)}:make"
@@ -183,17 +184,6 @@ def test_a_process_that_is_killed_between_two_steps() -> None:
         assert info["dropped"].tolist() == [True, True, False, False] and info["n_executed"][2:].tolist() == [0, 0]
 
 
-def test_a_worker_that_holds_too_much_is_started_anew_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    failing = {1: (FINE, LEAK, FINE, FINE)}
-    with opened(workers=2, worker_gb=0.4) as env, opened(workers=2) as other:
-        assert same(walk(env, 3, failing=failing), walk(other, 3, failing=failing)), "not within a rollout"
-        assert "started anew" not in caplog.text
-        assert same(walk(env, 6, seed=4), walk(other, 6, seed=4))
-        walk(env, 1, seed=5)
-        assert env.crew.renewed == 1 and (env.restarts, env.dropped) == (0, 0)  # type: ignore[attr-defined]
-    assert "worker 0 holds" in caplog.text and "environment.worker_gb" in caplog.text
-
-
 def test_a_worker_imports_no_torch() -> None:
     robotics = [f"robotics.{family}" for family in ("fetch", "point_maze", "reacher")]
     names = ("workers", "metaworld.env", *robotics)
@@ -208,7 +198,7 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     script.write_text(
         "import sys, time\n"
         "from genrl.vla.simulators.contract import Simulation\n"
-        "from genrl.vla.simulators.environments import open_environment\n"
+        "from genrl.vla.simulators.tables import open_environment\n"
         "if __name__ == '__main__':\n"
         f"    env = open_environment(Simulation({FRAIL!r}, num_envs=4, chunk=2, workers=2))\n"
         "    env.reset(seed=0)\n"

@@ -39,8 +39,7 @@ from tests.vla import vla_runs
 SAMPLERS: dict[str, dict[str, Any]] = {
     **vla_runs.SAMPLERS,
     "flow_sde all": {"kind": "flow_sde", "steps": 3, "selection": "all"},
-    "flow_sde last": {"kind": "flow_sde", "steps": 4, "selection": "last", "count": 2, "noise_level": 0.5},
-    "flow_noise sum": {"kind": "flow_noise", "steps": 2, "reduction": "sum"},
+    "flow_sde last": {"kind": "flow_sde", "steps": 4, "selection": "last", "noise_level": 0.5},
     "ddpm": {"kind": "diffusion", "steps": 20, "ft_denoising_steps": 2},
 }
 
@@ -146,16 +145,18 @@ def by_hand(policy: Any, rollout: ChunkRollout, chosen: Decisions) -> Tensor:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
-    """To the bit in the batches that were drawn; in others but for the rounding of matrix products."""
+    """To the bit in the batches of all slots; in others but for the rounding of matrix products."""
     with acted(tmp_path, name) as (run, rollout):
         every = taught(rollout)
         ratios = rollout.log_prob.shape[2]
         assert run.keeps_features and set(rollout.contexts) >= {"features"}
         for t in range(len(rollout.valid)):
             for m in range(ratios):
-                batch = Decisions(torch.arange(8) + 8 * t, torch.full((8,), m), *torch.ones(3, 8))
+                slots = rollout.valid[t].nonzero()[:, 0]
+                batch = Decisions(slots + 8 * t, torch.full_like(slots, m), *torch.ones(3, len(slots)))
                 scored = scored_by(run, rollout, batch)
-                assert torch.equal(scored.log_prob.detach(), scored.old_log_prob)
+                off = 0.0 if len(slots) == 8 else 1e-5
+                torch.testing.assert_close(scored.log_prob.detach(), scored.old_log_prob, rtol=off, atol=off)
         rng = torch.Generator().manual_seed(3)
         order = torch.randperm(len(every.row), generator=rng)
         scored = scored_by(run, rollout, every.chosen(order))
@@ -165,7 +166,7 @@ def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
         assert sums["ratio/clipped"] == 0
 
 
-def test_clips_of_elements_and_of_ratios(tmp_path: Path) -> None:
+def test_clips_of_elements(tmp_path: Path) -> None:
     settings = vla_runs.config(tmp_path).trainer
     elements = torch.linspace(-9, 9, 24).view(2, 4, 3)
     executed = torch.tensor([4, 2])
@@ -173,8 +174,6 @@ def test_clips_of_elements_and_of_ratios(tmp_path: Path) -> None:
     wanted = elements.clamp(-5, 2)
     wanted[1, 2:] = 0.0  # after the clip: an action that was not executed adds nothing
     torch.testing.assert_close(at_level(elements, executed, 4, 3, clipped), wanted.flatten(1).sum(1))
-    bounded = settings.model_copy(update={"log_prob_clip": (-1.0, 1.0)})
-    assert at_level(elements, executed, 4, 3, bounded).tolist() == [-1.0, 1.0]
 
 
 def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path)
         other = rollout._replace(step_index=(rollout.step_index + 1).clamp(max=2))
         with pytest.raises(RuntimeError, match="before the first update"):
             check_on_policy(run.policy, other, slots)
-        with pytest.raises(RuntimeError, match="nan off"):
+        with pytest.raises(RuntimeError, match="off by nan"):
             check_on_policy(run.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
 
 
@@ -220,7 +219,7 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "flow_sde all": ("flow_sde all", {}),
     "flow_cps": ("flow_cps", {}),
     "flow_noise": ("flow_noise", {"entropy_weight": 0.3}),
-    "reinflow": ("reinflow", {"log_prob_clip": [-100.0, 100.0], "clip_range": 0.01}),
+    "reinflow": ("reinflow", {"clip_range": 0.01}),
     "dppo": (
         "diffusion",
         {"reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9, "value_weight": 0.5},
@@ -232,7 +231,6 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "microbatches": ("diffusion", {"microbatch": 7}),
     "ratios of actions, means": ("flow_sde", {"level": "action", "reduction": "mean"}),
     "flow_sde last": ("flow_sde last", {}),
-    "flow_noise sum": ("flow_noise sum", {}),
     "ddpm": ("ddpm", {"reduction": "mean"}),
     "values of actions": ("flow_sde", {**BY_ACTION, "value_clip": 0.05, "huber_delta": 0.1}),
     "values of actions, elements": ("flow_sde", {**BY_ACTION, "level": "element"}),
@@ -278,7 +276,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
         assert name != "dual clip" or bool((loss > 1.01 * a.abs()).any())
         if p.dual_clip is not None:
             loss = torch.minimum(loss, p.dual_clip * a.abs())
-        unclipped = ("reinflow", "flow_sde last", "flow_noise sum", "ddpm", "ratios of actions, means")
+        unclipped = ("reinflow", "flow_sde last", "ddpm", "ratios of actions, means")
         assert name in unclipped or 0.02 < clipped < 0.9  # the clip matters
         total = torch.where(there, loss * chosen.weight.float().view(own), 0.0).sum() / loss.numel()
         seen = [training_rows(rollout, row[None]).observation for row in chosen.row]

@@ -121,7 +121,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("vlm: {path: x, output: masked_text, lora: {}}", "vlm.lora", "leave it out"),
     (
         "vlm: {path: x, output: audio, gradient_checkpointing: true}",
-        *("vlm.gradient_checkpointing, vlm.output", "write false"),
+        *("vlm.gradient_checkpointing, vlm.output", "leave it out"),
     ),
     (
         "vlm: {path: x, prefix_attention: sdpa, gradient_checkpointing: true}",
@@ -145,15 +145,17 @@ REFUSED: list[tuple[str, str, str]] = [
     ("rewards: [{name: exact, weight: 0}]", "rewards", "all weights are 0"),
     ("generation: {temperature: 0}", "generation.temperature", "allowed"),
     ("stages: [{iterations: 5}]", "iterations, stages", "write iterations: 5"),
-    ("stages: [{iterations: 200, task: {}}]", "stages.0.task.name, task.train", "write one of them"),
-    ("stages: [{iterations: 200, preset: dapoo}]", "stages.0.preset", "did you mean dapo?"),
-    ("stages: [{iterations: 200, preset: bgpo}]", "stages.0.preset, trainer.preset, vlm.output", "masked_text"),
+    ("stages: [{iterations: 200, task: {name: null}}]", "stages.0.task.name, stages.0.task.train", "write one of them"),
+    ("stages: [{iterations: 200, trainer: {preset: dapoo}}]", "stages.0.trainer.preset", "did you mean dapo?"),
+    ("stages: [{iterations: 200, trainer: {preset: bgpo}}]", "stages.0.trainer.preset, vlm.output", "masked_text"),
+    ("stages: [{iterations: 200, trainer: {epoch: 2}}]", "stages.0.trainer.epoch", "did you mean trainer.epochs?"),
+    ("stages: [{iterations: 200, optimizer: {name: lion}}]", "stages.0.optimizer.name", "lr, schedule, warmup_steps"),
     ("augmentation: {truth: '{question} {anser}'}", "augmentation.truth", "and no others"),
     ("task: {name: shapes, passes: 1}", "task.passes", "allowed"),
-    ("vlm: {path: x, output: audio}, distributed: {fsdp: true}", "distributed.fsdp, vlm.output", "built in"),
+    ("vlm: {path: x, output: audio}, distributed: {fsdp: true}", "distributed.fsdp, vlm.output", "answer with text"),
     (
         "vlm: {path: x, prefix_attention: sdpa}, distributed: {fsdp: true}",
-        *("vlm.prefix_attention, distributed.fsdp", "once for each answer"),
+        *("vlm.prefix_attention, distributed.fsdp", "share no prompts"),
     ),
     (
         "trainer: {fit_batch: true}, distributed: {fsdp: true}",
@@ -161,7 +163,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ),
     (
         "stages: [{iterations: 200, trainer: {algorithm: sft, fit_batch: true}}], distributed: {fsdp: true}",
-        *("trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+        *("stages.0.trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
     ),
     ("trainer: {preset: grpo_care}, distributed: {fsdp: true}", "distributed.fsdp, vlm.lora", "give vlm.lora"),
     (
@@ -217,7 +219,10 @@ class TestFiles:
         [
             ("rewards: [{name: steadiness}]", "here completions are scored"),
             ("rewards: [{name: exakt}]", "Did you mean 'exact'"),
-            ("stages: [{iterations: 200, task: {train: none.jsonl, eval: 'org/name:test'}}]", "stages.0.task.train"),
+            (
+                "stages: [{iterations: 200, task: {name: null, train: none.jsonl, eval: 'org/name:test'}}]",
+                "stages.0.task.train",
+            ),
             ("synthesis: {pipeline: ./none, ask: what, check: exact}", "./none is no folder of a diffusers pipeline"),
             ("synthesis: {pipeline: ./none, ask: what, check: exakt}", "Did you mean 'exact'"),
         ],

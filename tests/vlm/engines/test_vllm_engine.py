@@ -12,15 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from genrl.config import ConfigError, check_files
-from genrl.vlm.engines.contract import Drawn, Reply
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.server import Server
-from genrl.vlm.engines.vllm import InProcess, Sampler
+from genrl.vlm.engines.server import Drawn, Reply, Server
+from genrl.vlm.engines.vllm import InProcess, Sampler, nested
 from genrl.vlm.methods.answers import train as answers
-from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.policies.shards import checkpoint_weights
 from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
@@ -56,7 +55,7 @@ ONCE = ("qwen2_5_vl", "gemma3", "kimi_k25")  # names as they are; tied weights; 
 def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     """Names as saved, and of adapters the sum, as merging makes it; all other values are those on disk."""
     folder = tiny_checkpoints.save(family, tmp_path / family)
-    saved, policy = load_file(folder / "model.safetensors"), Policy(str(folder), lora=Lora(rank=2))
+    saved, policy = load_file(folder / "model.safetensors"), Policy(str(folder), lora=VLMLoRA(rank=2))
     for parameter in policy.parameters:
         parameter.data.fill_(0.1)
     found = checkpoint_weights(policy)
@@ -295,3 +294,53 @@ def test_what_a_server_cannot_know_ahead_is_refused(tmp_path: Path, change: dict
     vlm_runs.config(tmp_path, **older(None, **change))
     with pytest.raises(ConfigError, match="before which the server samples"):
         vlm_runs.config(tmp_path, **older("http://localhost:1", **change))
+
+
+ENGINE = [
+    "vision_tower.vision_model.embeddings.patch.weight",
+    "vision_tower.vision_model.layers.0.attn.qkv_proj.weight",
+    "vision_tower.vision_model.layers.0.attn.out_proj.weight",
+    "language_model.model.layers.0.norm.weight",
+    "language_model.lm_head.weight",
+]
+
+
+def plain(name: str) -> str | None:
+    return name
+
+
+def prefixed(name: str) -> str | None:
+    """As vLLM maps names of transformers since 4.52."""
+    for old, new in {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."}.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return None if name == "ignored.weight" else name
+
+
+def test_a_level_that_the_checkpoint_has_not_is_added() -> None:
+    names = {
+        "vision_tower.post_norm.weight": "vision_tower.vision_model.post_norm.weight",  # the engine has none
+        "vision_tower.embeddings.patch.weight": "vision_tower.vision_model.embeddings.patch.weight",
+        "vision_tower.layers.0.attn.q_proj.weight": "vision_tower.vision_model.layers.0.attn.q_proj.weight",
+    }
+    assert nested(names, ENGINE, plain) == names
+    whole = {f"model.{name}": f"model.{found}" for name, found in names.items()}
+    assert nested(whole, ENGINE, prefixed) == whole
+
+
+def test_names_that_the_engine_has_stay() -> None:
+    assert nested(ENGINE, ENGINE, plain) == {name: name for name in ENGINE}
+    mapped = [
+        "model.language_model.layers.0.norm.weight",
+        "ignored.weight",
+        "vision_tower.vision_model.post_norm.weight",
+    ]
+    assert nested(mapped, ENGINE, prefixed) == {name: name for name in mapped}
+
+
+def test_what_the_engine_may_know_by_another_rule_is_left_to_it() -> None:
+    """The root, a level of two, and weights that it joins."""
+    left = ["lm_head.weight", "model.layers.0.norm.weight", "vision_tower.vision_model.layers.0.attn.v_proj.weight"]
+    assert nested(left, ENGINE, plain) == {name: name for name in left}
+    two = ["a.x.norm.weight", "a.y.norm.weight"]
+    assert nested(["a.norm.weight"], two, plain) == {"a.norm.weight": "a.norm.weight"}

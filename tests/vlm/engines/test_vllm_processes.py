@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.weights import checkpoint_weights, stream_of
+from genrl.vlm.policies.shards import checkpoint_weights, stream_of
 from genrl.vlm.train import check_processes, train
 from tests.run_folders import rows, start_ranks, wait
 from tests.vlm import fake_vllm, vlm_ranks, vlm_runs
@@ -91,7 +91,7 @@ def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_on
 
 def test_weights_come_layer_by_layer() -> None:
     """Names are known before; a merged weight is made when its layer's turn comes, not with all others."""
-    policy = Policy(str(vlm_runs.MODEL), lora=Lora(rank=2))
+    policy = Policy(str(vlm_runs.MODEL), lora=VLMLoRA(rank=2))
     stream = stream_of(policy)
     tensors = iter(stream.tensors)
     turns = [next(tensors)[0]]

@@ -19,11 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genrl.vlm.engines.contract import Engine
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Completions, Sampling, generate
-from genrl.vlm.engines.server import Server
+from genrl.vlm.engines.server import Engine, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler
-from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
@@ -82,7 +81,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_an_engine_in_this_process(engine: InProcess, adapted: bool, tmp_path: Path) -> None:
-    policy = Policy(str(vlm_runs.MODEL), lora=Lora(rank=2) if adapted else None)
+    policy = Policy(str(vlm_runs.MODEL), lora=VLMLoRA(rank=2) if adapted else None)
     draws_as_the_trainer_scores(engine, policy, tmp_path)
 
 

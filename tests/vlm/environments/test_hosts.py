@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genrl.vlm.config.environment import Environment
+from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.hosts import Local, Processes
 from genrl.vlm.episodes.episodes import Table
 

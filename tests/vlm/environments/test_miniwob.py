@@ -13,7 +13,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from genrl.vlm.config.environment import Environment
+from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.hosts import Begin, Processes, Say
 from genrl.vlm.environments.miniwob import MiniWoB, read

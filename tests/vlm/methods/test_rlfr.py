@@ -12,10 +12,10 @@ from genrl.config import ConfigError
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.methods.rlfr.flow import LatentFlow, Latents, latents, layers_of, noise_of
-from genrl.vlm.methods.rlfr.train import opened, shaped
+from genrl.vlm.methods.rlfr.settings import Flow
+from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
+from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import totals
-from genrl.vlm.rollout.targets import tell
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
@@ -57,8 +57,11 @@ def test_a_new_flow_is_still_and_noise_does_not_depend_on_who_draws_it() -> None
     assert torch.equal(flow.error(of, noise, torch.full((5,), 0.8)), found.error)
 
 
-def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(tmp_path: Path) -> None:
-    settings = config(tmp_path, {"coefficient": 0.5, "most": 2}, trainer={"micro_batch": 8})
+def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Flow, "most", 2)
+    settings = config(tmp_path, {"coefficient": 0.5}, trainer={"micro_batch": 8})
     method: Any = settings.trainer
     with vlm_runs.opened(settings) as run:
         flow, _ = opened(run, method)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from genrl.vlm.methods.sft.train import update
 from genrl.vlm.policies.processor import load_processor
-from genrl.vlm.rollout.targets import tell
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.rollout.data import tell
+from genrl.vlm.tasks import Row
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, watched
 

@@ -14,11 +14,12 @@ from PIL import Image
 
 from genrl.diffusion import data_server as drawing
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import Augmentation
 from genrl.vlm.rollout import augment, synthesis
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.data_server import DataServer
 from genrl.vlm.rollout.rollout import Answers
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.rollout.synthesis import DataServer
+from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows
 from tests.vlm import vlm_runs
@@ -65,7 +66,7 @@ def test_questions_that_are_never_or_always_right_are_left_out(tmp_path: Path) -
 
 
 def test_each_stage_has_its_questions_and_method(tmp_path: Path) -> None:
-    stages = [{"iterations": 1, "task": {"name": "colour"}, "preset": "grpo_care"}, {"iterations": 2}]
+    stages = [{"iterations": 1, "task": {"name": "colour"}, "trainer": {"preset": "grpo_care"}}, {"iterations": 2}]
     config = vlm_runs.config(tmp_path, stages=stages, iterations=3, task={"name": "count"})
     assert [part.trainer.preset for part in config.parts] == ["grpo_care", "grpo"]
     with vlm_runs.opened(config) as run:
@@ -109,8 +110,9 @@ class TestAugmentation:
                 changed.rows[k] is found.rows[k] and changed.texts[4 * k : 4 * k + 4] == found.texts[4 * k : 4 * k + 4]
             )
 
-    def test_a_run_compares_with_recent_iterations(self, tmp_path: Path) -> None:
-        settings = {"window": 2, "truth": "{question} list {answer}"}
+    def test_a_run_compares_with_recent_iterations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Augmentation, "window", 2)
+        settings = {"truth": "{question} list {answer}"}
         with vlm_runs.opened(vlm_runs.config(tmp_path, augmentation=settings)) as run:
             means = []
             for iteration in range(3):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.policy import Policy
 from tests.vlm import tiny_checkpoints
 
@@ -25,7 +25,7 @@ def load(folder: Callable[[str], Path]) -> Callable[[str], Policy]:
     """A policy with adapters that are not zero, one per family; tests leave it as it was."""
 
     def make(family: str) -> Policy:
-        policy = Policy(str(folder(family)), lora=Lora(rank=2))
+        policy = Policy(str(folder(family)), lora=VLMLoRA(rank=2))
         torch.manual_seed(1)
         for parameter in policy.parameters:
             parameter.data.normal_(std=0.1)

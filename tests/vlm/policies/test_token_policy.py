@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +19,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from genrl.config import ConfigError, check_files
+from genrl.config.loading import load_located
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
-from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.loading import use_liger
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.processor import Prompt
-from tests.vlm import tiny_checkpoints
+from genrl.vlm.policies.processor import Prompt, without_opened
+from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.tiers import fast_first
 
 ROUNDING = 2e-5
@@ -101,10 +107,10 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
     assert policy.model.generation_config.repetition_penalty == 1.5  # the makers' is put back
 
 
-@pytest.mark.parametrize("lora", [Lora(rank=2), None], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [VLMLoRA(rank=2), None], ids=["lora", "full"])
 @pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
 def test_blocks_that_are_computed_again_change_no_bit(
-    folder: Callable[[str], Path], family: str, lora: Lora | None
+    folder: Callable[[str], Path], family: str, lora: VLMLoRA | None
 ) -> None:
     """Log-probabilities with and without gradients, and the gradient itself; the graph keeps fewer numbers."""
     found: list[tuple[Tensor, list[Tensor], int]] = []
@@ -211,7 +217,7 @@ def test_stop_tokens_end_an_answer_and_stand_in_its_mask(load: Callable[[str], P
 
 def test_placeholders_are_never_sampled_however_likely(folder: Callable[[str], Path]) -> None:
     for family in ("qwen2_5_vl", "smolvlm"):
-        policy = Policy(str(folder(family)), lora=Lora(rank=2))
+        policy = Policy(str(folder(family)), lora=VLMLoRA(rank=2))
         head = policy.model.get_output_embeddings()
         head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)).index_fill(0, policy.forbidden, 50.0))
         prompts = [policy.encode(prompt) for prompt in questions()[:1]]
@@ -300,7 +306,7 @@ def test_the_reference_is_the_model_before_training(
 
 
 def test_bfloat16_weights_give_near_float32_log_probabilities(folder: Callable[[str], Path]) -> None:
-    policy = Policy(str(folder("qwen3_vl")), lora=Lora(rank=2), dtype=torch.bfloat16)
+    policy = Policy(str(folder("qwen3_vl")), lora=VLMLoRA(rank=2), dtype=torch.bfloat16)
     prompts = [policy.encode(prompt) for prompt in questions()]
     written = sample(policy, prompts)
     scored = policy.log_probs(prompts, written.tokens, written.mask, group=written.group)
@@ -360,7 +366,7 @@ def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], t
     with pytest.raises(ValueError, match="'llama' model, which .* take a vision-language model"):
         Policy(str(text))
     with pytest.raises(ValueError, match=r"named \['nothing'\]. There are \['down_proj', 'gate_proj', 'k_proj'"):
-        Policy(str(folder("llava")), lora=Lora(targets=("nothing",)))
+        Policy(str(folder("llava")), lora=VLMLoRA(targets=("nothing",)))
 
 
 @pytest.mark.parametrize(
@@ -377,3 +383,56 @@ def test_families_that_cannot_be_trained_say_why(config: dict[str, object], reas
     (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint was executed')")
     with pytest.raises(ValueError, match=reason):
         Policy(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "left"),
+    [
+        ("<|assistant|>\n<think>\n", "<think>\nso</think> 3", "so</think> 3"),
+        ("<|assistant|>\n<think>\n", "so</think> 3", "so</think> 3"),
+        ("<|assistant|>\n", "<think>so</think> 3", "<think>so</think> 3"),
+        ("<|assistant|>\n<reasoning>", " <reasoning>so", "so"),
+    ],
+)
+def test_an_answer_does_not_repeat_the_tag(asked: str, text: str, left: str) -> None:
+    assert without_opened(asked, text) == left
+
+
+NAMES = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the stand-in was asked for; a GPU seems to be there."""
+    calls: list[dict[str, Any]] = []
+    made: Any = [ModuleType(name) for name in NAMES]
+    made[-1].MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen2_5_vl": None}
+    made[-1]._apply_liger_kernel_to_instance = lambda **given: calls.append(given)
+    for name, module in zip(NAMES, made, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return calls
+
+
+def test_the_model_of_a_run_gets_them_once_and_without_their_loss(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    model = tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model")
+    config = vlm_runs.config(tmp_path, vlm={"path": str(model), "kernels": "liger", "lora": {"rank": 2}})
+    policy = Policy.open(config, "cpu", str(model))
+    assert len(asked) == 1 and asked[0].pop("model") is policy.model
+    assert asked[0] == {"fused_linear_cross_entropy": False}
+    assert policy.model.config.model_type == "qwen2_5_vl"
+
+
+def test_other_types_and_no_gpu_or_package_are_refused(
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="Liger has no kernels for 'idefics3'"):
+        use_liger(SimpleNamespace(config=SimpleNamespace(model_type="idefics3")))
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="need a GPU, and there is none here"):
+        use_liger(SimpleNamespace(config=SimpleNamespace(model_type="qwen2_5_vl")))
+    monkeypatch.setattr("genrl.vlm.config.files.find_spec", lambda name: None)
+    vlm_runs.config(tmp_path, vlm={"kernels": "liger"})
+    with pytest.raises(ConfigError, match=r"vlm.kernels.*pip install liger-kernel"):
+        check_files(*load_located(tmp_path / "tiny.yaml"))

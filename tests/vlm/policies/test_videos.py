@@ -16,7 +16,7 @@ from genrl.vlm.policies.pictures import black, masked, with_pictures
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt, Turn, without_clips
 from genrl.vlm.policies.videos import Clip
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.by_hand import naive_log_probs
 from tests.vlm.policies.test_token_policy import ROUNDING, N, picture, sample

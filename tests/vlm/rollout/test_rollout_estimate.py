@@ -15,8 +15,7 @@ from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.tokens import token_advantages
 from genrl.objectives.tokens.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens.tokens import token_count
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import (
     BatchNormalise,
     ClampAdvantage,
@@ -25,7 +24,6 @@ from genrl.vlm.recipe.advantages import (
     KlInReward,
     LengthReward,
     OverlongPenalty,
-    PositiveOnly,
     RankQuantiles,
     SigmaFilter,
     Uncertainty,
@@ -78,7 +76,6 @@ def test_transforms_in_their_order() -> None:
     plain = advantage(CENTRED, batch)
     wanted = {
         ClampAdvantage(limit=0.2): plain.clamp(-0.2, 0.2),
-        PositiveOnly(): plain.clamp(min=0.0),
         SigmaFilter(limit=0.4): torch.where(plain.abs() > 0.4, 0.0, plain),
         BatchNormalise(): (plain - plain.mean()) / (plain.std() + 1e-8),
         Uncertainty(): plain * torch.exp(-0.2 * token_advantages.score_uncertainty(batch.extra["scores"], batch.group)),

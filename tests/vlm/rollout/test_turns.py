@@ -17,7 +17,7 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Pixels, Prompt, check_pixels, without_clips
 from genrl.vlm.policies.videos import Clip
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.frames import clip_of, spread
+from genrl.vlm.rollout.turns import clip_of, spread
 from tests.vlm import tiny_checkpoints, vlm_runs
 
 

@@ -17,7 +17,7 @@ from genrl.vlm.policies.pictures import black, degraded, masked, with_pictures
 from genrl.vlm.policies.processor import open_image
 from genrl.vlm.rollout import data as reading
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from tests.vlm import vlm_runs
 

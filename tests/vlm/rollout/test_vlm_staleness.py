@@ -17,8 +17,7 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes.run import EpisodesRun
-from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.run import AnswersRun

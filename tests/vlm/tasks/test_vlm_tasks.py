@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import product
+from pathlib import Path
+from string import ascii_uppercase
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,12 +15,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import clips, jigsaw, quality, scenes, series, sums
+from genrl.playground.tasks import clips, emoji, jigsaw, quality, scenes, series, sums
+from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
-from genrl.vlm.tasks.rows import Row
+from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.tasks import Row, Split
+from genrl.vlm.tasks.formats import inversion, negated
 from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
+from tests.vlm import vlm_runs
 
 
 def pictures(row: Row) -> list[np.ndarray]:
@@ -141,3 +149,136 @@ def test_held_out_shares() -> None:
     assert {sums.plus(np.random.default_rng(k), "eval").parts for k in range(50)}.isdisjoint(
         sums.plus(np.random.default_rng(k), "train").parts for k in range(200)
     )
+
+
+def asked(name: str, split: Split, number: int) -> emoji.Asked:
+    return ASKS[name](np.random.default_rng(number), split)
+
+
+@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_held_out_pictures_and_no_others_show_a_held_out_pair(name: str, split: Split) -> None:
+    for number in range(100):
+        things = set(asked(name, split, number)[0].values())
+        pairs = [(a, b) for a in things for b in things if a < b and (a + b) % 5 == 0]
+        assert bool(pairs) == (split == "eval")
+
+
+def test_answers_are_what_the_cells_hold() -> None:
+    for number in range(150):
+        for split in ("train", "eval"):
+            kinds = Counter(KINDS[k // EACH] for k in asked("category", split, number)[0].values())
+            (first, many), (_, fewer) = kinds.most_common()
+            assert asked("category", split, number)[2] == first and many > fewer
+            cells, question, answer, _ = asked("count", split, number)
+            assert sum(KINDS[k // EACH] == question.split()[2] for k in cells.values()) == int(answer)
+            cells, question, answer, _ = asked("place", split, number)
+            (cell,) = [c for c, k in cells.items() if NAMES[k] == question.split()[3]]
+            row, column = answer.split()
+            assert (cell // 3, cell % 3) == (emoji.ROWS.index(row), emoji.COLUMNS.index(column))
+            cells, question, answer, _ = asked("combination", split, number)
+            where = {NAMES[k]: divmod(c, 3) for c, k in cells.items()}
+            off = np.subtract(where[answer], where[question.split()[-2]]).tolist()
+            steps = {"left": [0, -1], "right": [0, 1], "above": [-1, 0], "below": [1, 0]}
+            assert off == steps[question.split()[2]]
+
+
+def test_what_is_held_out_tells_no_answer() -> None:
+    """The thing asked for and the thing that is the answer are no held-out pair in either split."""
+    for number in range(200):
+        _, question, answer, _ = asked("combination", "eval", number)
+        assert (NAMES.index(question.split()[-2]) + NAMES.index(answer)) % 5
+    answers = defaultdict(Counter)
+    for split in ("train", "eval"):
+        for number in range(400):
+            answers[split][asked("place", split, number)[2]] += 1
+        assert len(answers[split]) == 9 and max(answers[split].values()) < 80
+
+
+def test_a_glyph_stands_in_its_cell_and_nothing_elsewhere() -> None:
+    for thing in range(0, len(NAMES), 7):
+        shown = np.array(emoji.picture(np.random.default_rng(thing), {5: thing})).astype(int)
+        off = np.abs(shown - shown[0, 0]).sum(-1) > 0
+        inside = np.zeros_like(off)
+        inside[CELL : 2 * CELL, 2 * CELL :] = True
+        assert off[inside].mean() > 0.1 and not off[~inside].any()
+    assert len({glyph.tobytes() for glyph in emoji.sheet_glyphs()}) == len(NAMES) == len(set(NAMES)) == 96
+
+
+def test_levels_grow_with_the_kind_of_question() -> None:
+    levels = [tasks.row(f"emoji_{name}", "train", 0).columns["level"] for name in ASKS]
+    assert levels == [1, 2, 3, 4]
+    assert {tasks.row("emoji", "train", k).columns["level"] for k in range(40)} == {1, 2, 3, 4}
+
+
+OPTIONS = ["Lied on", "Took", "Put down", "Washed"]
+ROWS = [
+    {"video": f"{k}.mp4", "question": f"What did person {k} do ?", "options": OPTIONS, "answer": "(C)"}
+    for k in range(400)
+]
+
+
+def parts(row: dict[str, str]) -> tuple[str, dict[str, str]]:
+    question, *options = row["prompt"].split("\n")
+    return question, dict(option.split(". ", 1) for option in options)
+
+
+def test_the_right_options_of_an_inverted_question_are_the_wrong_ones() -> None:
+    numbers, places, turned = [], [], 0
+    for row in ROWS:
+        made = inversion(row)
+        question, options = parts(made)
+        said = {options[letter] for letter in made["answer"].split(", ")}
+        assert made["video"] == row["video"] and made["options"] == list(options.values())
+        if "didn't" not in question:
+            assert question == row["question"] and list(options.values()) == OPTIONS and said == {"Put down"}
+            continue
+        turned += 1
+        assert said == set(options.values()) - {"Put down"} and "Put down" in options.values()
+        assert set(options.values()) <= set(OPTIONS) and len(set(options.values())) == len(options)
+        assert list(options) == list(ascii_uppercase[: len(options)])
+        numbers.append(len(said))
+        places.append(list(options.values()).index("Put down"))
+    assert 160 < turned < 240
+    assert set(numbers) == {1, 2, 3} and min(numbers.count(n) for n in (1, 2, 3)) > turned / 5
+    assert set(places) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("question", "wanted"),
+    [
+        ("What did the person do with the clothes?", "What didn't the person do with the clothes?"),
+        ("why are they here", "why aren't they here"),
+        ("Did the ball hit it?", "Didn't the ball hit it?"),
+        ("What will happen next?", "What won't happen next?"),
+        ("What happened after that?", "What didn't happen after that?"),
+        ("Which object moves?", None),
+        ("Why?", None),
+    ],
+)
+def test_a_question_is_negated_by_its_verb(question: str, wanted: str | None) -> None:
+    assert negated(question) == wanted
+
+
+def test_letters_and_tags_of_a_data_set_are_read_and_several_right_ones_stay() -> None:
+    lettered = [f"({letter}) {text}" for letter, text in zip(ascii_uppercase, OPTIONS, strict=False)]
+    row = {"problem": "What did he do ?", "options": lettered, "solution": "<answer>A, D</answer>"}
+    assert inversion(row)["prompt"] == "What did he do ?\nA. Lied on\nB. Took\nC. Put down\nD. Washed"
+    assert inversion(row)["answer"] == "A, D"
+    plain = {"problem": "Which moved ?", "options": ["A. The cup", "B. A. Smith"], "solution": "<answer>B</answer>"}
+    assert inversion(plain)["prompt"] == "Which moved ?\nA. The cup\nB. A. Smith"
+
+
+def test_a_run_reads_such_rows_by_the_name_of_the_format(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list([{k: v for k, v in row.items() if k != "video"} for row in ROWS[:8]])
+    for split in ("train", "test"):
+        table.to_parquet(tmp_path / f"{split}.parquet")
+    task = {"name": None, "train": f"{tmp_path}:train", "eval": f"{tmp_path}:test"}
+    task |= {"format": "inversion", "image": None}
+    rewards = [{"name": "choice", "args": {"partial": True}}]
+    config: VLMConfig = vlm_runs.config(tmp_path, task=task, rewards=rewards)
+    questions = Questions(config, "train")
+    for number, row in enumerate(ROWS[:8]):
+        made = inversion(row)
+        assert questions[number].prompt.parts == (made["prompt"],)
+        assert questions[number].columns["answer"] == made["answer"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from genrl.config.json_schemas import method_of
 from genrl.config.method import MetricDoc, headings
 from genrl.config.yaml_source import plain
-from genrl.runtime.folder.edits import leaves
+from genrl.runtime.folder.contents import leaves
 from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.loop.progress import duration
 from genrl.runtime.show.curves import Point, chart

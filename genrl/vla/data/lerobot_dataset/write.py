@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from genrl.runtime.show import mp4
 from genrl.vla.data.lerobot_dataset import features, layout
+from genrl.vla.data.lerobot_dataset.features import numeric_stats, picture_stats
 from genrl.vla.data.lerobot_dataset.layout import Episode, Limits
 from genrl.vla.data.lerobot_dataset.read import Dataset, open_dataset
-from genrl.vla.data.lerobot_dataset.stats import numeric_stats, picture_stats
 
 _MB = 2**20
 _META_ROWS = 1000  # episodes per row group of meta/episodes

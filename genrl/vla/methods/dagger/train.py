@@ -26,7 +26,7 @@ from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.policy import ACTION, Batch, joined_batches, rows
 from genrl.vla.rollout.collect import observe
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.simulators.contract import Advised
+from genrl.vla.simulators.tables import Simulators
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -54,7 +54,7 @@ def loss(settings: DAgger, acting: Acting, given: Recorded) -> dict[str, Tensor]
 @torch.no_grad()
 def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     """An episode in every slot, labelled at each decision: a function of (seed, iteration, slot) and the weights."""
-    env, policy, acting = cast(Advised, run.env), run.policy, run.acting
+    env, policy, acting = cast(Simulators, run.env), run.policy, run.acting
     seed = derive_seed(run.config.seed, "dagger", iteration)
     rngs = [generator(seed, slot) for slot in range(run.first_slot, run.first_slot + env.num_envs)]
     env.first_slot, dropped = run.first_slot, env.dropped
@@ -94,7 +94,7 @@ def in_order(parts: list[Visit]) -> Batch:
 
 def train(run: VLARun, settings: DAgger) -> None:
     """Rounds of acting, labelling, and imitation of all labels and the demonstrations."""
-    loop, env = run.loop, cast(Advised, run.env)
+    loop, env = run.loop, cast(Simulators, run.env)
     env.reset(seed=0)
     env.expert_chunks(1)  # said now where nobody answers, and not after the first evaluation
     store = Store()

@@ -1,4 +1,9 @@
-"""What DiWA learns from demonstrations as its world model sees them: when an instruction is fulfilled."""
+"""What DiWA learns from demonstrations as its world model sees them: when an instruction is fulfilled; and whether
+dreams pay for the right thing, asked before a policy is trained in them.
+
+For that, play that nobody trained on is dreamed once more: from its first observations, with its own actions, without
+looking. Where the table fulfils an instruction the dream should pay for it, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,9 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.objectives.contrastive import supervised_contrastive
+from genrl.vla.data.demonstrations import World
 from genrl.vla.methods.diwa.dreams import as_observation, latent_inputs
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.methods.diwa.settings import Classifier
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.encoder import ObservationEncoder
 from genrl.vla.policies.normalise import statistics
@@ -21,6 +26,9 @@ from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statist
 
 CONTRAST, TEMPERATURE = 0.5, 0.5
 """Weight of the classifier's contrastive loss, and its temperature."""
+
+LEARNING_RATE = 1e-3
+"""Learning rate of the classifier (DiWA: 1e-6)."""
 
 
 class Encoded(NamedTuple):
@@ -84,8 +92,8 @@ def train_classifier(
     world: WorldModel,
     encoded: Encoded,
     background: Latent,
-    settings: Classifier,
     *,
+    steps: int,
     seed: int,
     batch_size: int = 256,
 ) -> Iterator[dict[str, float]]:
@@ -96,11 +104,11 @@ def train_classifier(
     of which do fulfil it, unknown to anybody. Without play a policy finds latents that no demonstration has shown, and
     that pay. z is drawn anew from the prior in every second frame: dreams show no other.
     """
-    optimiser = torch.optim.Adam(judge.parameters(), lr=settings.lr)
+    optimiser = torch.optim.Adam(judge.parameters(), lr=LEARNING_RATE)
     observation, eighth = encoded.observation, max(1, batch_size // 8)
     tokens = observation[TOKENS]
     yes, no = encoded.done.nonzero()[:, 0], (~encoded.done).nonzero()[:, 0]
-    for step in range(settings.steps):
+    for step in range(steps):
         rng = generator(seed, "classifier", step)
 
         def some(numbers: Tensor, count: int, rng: torch.Generator = rng) -> Tensor:
@@ -134,3 +142,37 @@ def encode_play(world: WorldModel, observations: Tensor, actions: Tensor) -> Lat
         latent = world.look(latent, actions[:, t], observations[:, t + 1])
         found.append(latent)
     return Latent(torch.cat([one.h for one in found]), torch.cat([one.z for one in found]))
+
+
+@torch.no_grad()
+def calibration(
+    model: WorldModel, judge: RewardClassifier, held_out: Any, world: World, steps: int, seed: int
+) -> dict[str, float]:
+    """Precision and recall of the reward over the frames of play (`World.play`) and the world's instructions: of what
+    the model sees (`calibration/seen_...`), and of what it dreams in so many steps (`calibration/dreamed_...`)."""
+    observations, actions = torch.from_numpy(held_out.observations), torch.from_numpy(held_out.actions)
+    seen = dreamed = model.first(observations[:, 0])
+    found: dict[str, list[Tensor]] = {"seen": [], "dreamed": []}
+    truth = []
+    rng = generator(seed, "calibration")
+    for t in range(steps):
+        noise = torch.randn(dreamed.z.shape, generator=rng)
+        seen = model.look(seen, actions[:, t], observations[:, t + 1])
+        dreamed = model.imagine(dreamed, actions[:, t], noise)
+        truth.append(world.fulfilled(held_out.observations[:, t + 1]))
+        found["seen"].append(_paid(judge, seen, world.lines))
+        found["dreamed"].append(_paid(judge, dreamed, world.lines))
+    true, row = torch.stack(truth), {}
+    for name, paid in found.items():
+        said = torch.stack(paid)
+        both = float((said & true).sum())
+        row[f"calibration/{name}_precision"] = both / max(1.0, float(said.sum()))
+        row[f"calibration/{name}_recall"] = both / max(1.0, float(true.sum()))
+    return row
+
+
+def _paid(judge: RewardClassifier, latent: Latent, lines: Sequence[str]) -> Tensor:
+    """bool [B, lines]."""
+    count = len(latent.h)
+    asked = [judge.tokenise([line]).expand(count, -1) for line in lines]
+    return torch.stack([judge.fulfilled(as_observation(latent, tokens)) for tokens in asked], 1)

@@ -1,14 +1,14 @@
 """Imagination as an environment (DiWA, arXiv 2508.03645).
 
-It shows latents, "agent_pos" the deterministic h and "environment_state" the sampled z of `rssm.Latent`, and follows
-the contract of `contract.Tables`, as the real world does that the same model looks at (`demonstrations.World.seen_by`):
-a policy on latents acts in either, and trainers of tables train in dreams.
+It shows latents, "agent_pos" the deterministic h and "environment_state" the sampled z of `rssm.Latent`, and is a
+`contract.Environment`, as the real world is that the same model looks at (`demonstrations.World.seen_by`): a policy on
+latents acts in either, and what trains on tables trains in dreams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,14 +34,6 @@ def as_observation(latent: Latent, tokens: Tensor) -> Batch:
     return {STATE: latent.h, ENVIRONMENT: latent.z, TOKENS: tokens}
 
 
-class Judge(Protocol):
-    """Says of latents and instructions whether they are fulfilled."""
-
-    def tokenise(self, instructions: Sequence[str]) -> Tensor: ...
-
-    def fulfilled(self, observation: Batch) -> Tensor: ...
-
-
 class Starts(NamedTuple):
     """Where dreams begin: latents of real beginnings [S, ..], and instructions of them [S]."""
 
@@ -54,7 +46,7 @@ class Dream:
 
     draw: pictures of the observations that latents stand for. judge: says after every step whether the instruction is
     fulfilled, which is reward 1 and ends the dream; max_steps actions without it truncate. Next-step auto-reset,
-    "rewards", "n_executed" and "is_success" as in `contract.Tables`.
+    "rewards", "n_executed" and "is_success" as in `contract.Environment`.
     Episode k of dream i begins from a start, and draws z with noise, that are functions of (seed, i // group_size, k);
     actions are clipped to [-1, 1].
     """
@@ -62,7 +54,7 @@ class Dream:
     def __init__(
         self,
         world: WorldModel,
-        judge: Judge,
+        judge: Any,
         starts: Starts,
         *,
         draw: Callable[[Floats, int], NDArray[np.uint8]],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Positive, Section
+from genrl.config.section import Count, Section
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.offline.settings import on_the_table
 
@@ -27,15 +27,11 @@ class World(Section):
     """A recurrent world model, trained once on play."""
 
     tables: Count = 1500
-    """Episodes of play."""
-    length: Count = 64
-    """Actions of each."""
+    """Episodes of play, 64 actions each."""
     steps: Count = 2500
     """Updates."""
     window: Count = 16
     """Actions of a training sequence."""
-    lr: Positive = 1e-3
-    """Learning rate, falling linearly to a twentieth."""
 
 
 class Classifier(Section):
@@ -43,8 +39,6 @@ class Classifier(Section):
 
     steps: Count = 1500
     """Updates (DiWA: 100 epochs)."""
-    lr: Positive = 1e-3
-    """Learning rate (DiWA: 1e-6)."""
 
 
 class DiWA(PPO):

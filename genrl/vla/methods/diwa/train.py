@@ -17,10 +17,10 @@ from genrl.runtime.loop.updating import Meter
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data import demonstrations
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.diwa.calibration import calibration
 from genrl.vla.methods.diwa.classifier import (
     Encoded,
     RewardClassifier,
+    calibration,
     encode_demonstrations,
     encode_play,
     train_classifier,
@@ -33,7 +33,7 @@ from genrl.vla.methods.ppo.train import loss as ppo_loss
 from genrl.vla.offline.descent import followed
 from genrl.vla.offline.imitation import imitate
 from genrl.vla.offline.transitions import Store
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
 HELD_OUT = 300
 """Tables of play that ask whether dreams pay for the right thing."""
+LENGTH = 64
+"""Actions of an episode of play."""
+WORLD_RATE = 1e-3
+"""Learning rate of the world model, falling linearly to a twentieth."""
 STILL = 3
 """Steps after the success of a demonstration that count as fulfilled, too."""
 
@@ -69,7 +73,7 @@ def train(run: VLARun, settings: DiWA) -> None:
     config, loop, policy = run.config, run.loop, run.policy
     table = demonstrations.world_of(config)
     with seeded(config.seed, "world"):
-        toys = table.play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)
+        toys = table.play(settings.world.tables, LENGTH, seed=derive_seed(config.seed, "play") % 2**32)
         observations, actions = torch.from_numpy(toys.observations), torch.from_numpy(toys.actions)
         world = WorldModel(observations, actions)
         placeholder = {STATE: torch.zeros(2, world.deterministic), ENVIRONMENT: torch.zeros(2, world.stochastic)}
@@ -124,10 +128,10 @@ def train_world(
 ) -> dict[str, float]:
     """The world model from play; its figures over the last tenth of the updates."""
     figures, seed = Meter(), run.config.seed
-    optimiser = torch.optim.Adam(world.parameters(), lr=how.lr)
+    optimiser = torch.optim.Adam(world.parameters(), lr=WORLD_RATE)
     run.loop.phase("learning the world", how.steps)
     for step in range(how.steps):
-        optimiser.param_groups[0]["lr"] = how.lr * max(0.05, 1.0 - step / how.steps)
+        optimiser.param_groups[0]["lr"] = WORLD_RATE * max(0.05, 1.0 - step / how.steps)
         found = world_step(world, optimiser, observations, actions, length=how.window, seed=seed, step=step)
         if step >= 0.9 * how.steps:
             figures.note({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
@@ -139,9 +143,9 @@ def teach(
     run: VLARun, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
 ) -> dict[str, float]:
     """The classifier and the imitating policy, from demonstrations in latents."""
-    policy, seed, how, count = run.policy, run.config.seed, settings.classifier, settings.imitation_steps
-    learned = train_classifier(judge, world, shown, background, how, seed=seed)
-    found = followed(run, "learning the reward", how.steps, learned, "classifier")
+    policy, seed, steps, count = run.policy, run.config.seed, settings.classifier.steps, settings.imitation_steps
+    learned = train_classifier(judge, world, shown, background, steps=steps, seed=seed)
+    found = followed(run, "learning the reward", steps, learned, "classifier")
     frames, levels = rows(shown.observation | {ACTION: shown.action}, ~shown.done), policy.config.train_steps
     errors = imitate(policy, frames, steps=count, batch_size=128, learning_rate=1e-3, seed=seed, train_steps=levels)
     return found | followed(run, "imitating", count, ({"imitation": error} for error in errors), "loss")

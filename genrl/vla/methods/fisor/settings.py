@@ -10,7 +10,7 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Flag, NonNegative, Positive, Share
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, Critics, for_a_new_policy, on_the_table
+from genrl.vla.offline.settings import FROM_DATA, for_a_new_policy, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -68,11 +68,8 @@ class FISOR(VLAMethod):
     """Which trainer."""
     episodes: Count = 2000
     """Episodes of the behaviour that is learned from, on the table; of a file, all."""
-    careful: Share = 0.4
-    """Share of them in which it avoids the other discs."""
-    critics: Critics = Critics(gamma=0.99, expectile=0.9, target_rate=0.05)
-    """Of rewards and of violations (FISOR, for a million updates: 0.99, expectile 0.9, target 0.005, lr 3e-4); their
-    batch_size is the actor's, too (FISOR: 1024 for it)."""
+    target_rate: Share = 0.05
+    """How fast the slow copies of the critics follow in a step (FISOR, for a million updates: 0.005)."""
     violation: Positive = 3.0
     """h of a transition with cost (FISOR: 25); without, -1. The larger it is, the more states are held infeasible."""
     reward_temperature: Positive = 20.0

@@ -24,12 +24,13 @@ from genrl.runtime.loop.updating import Meter
 from genrl.runtime.show.intervals import wilson
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.demonstrations import world_of
+from genrl.vla.data.demonstrations import frames_of as demonstrated_frames
+from genrl.vla.data.demonstrations import recorded, world_of
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.critics import Critics
 from genrl.vla.offline.descent import Step, step_beside, stepper
-from genrl.vla.offline.imitation import observation_of
+from genrl.vla.offline.imitation import observation_of, recorded_chunks
 from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,
@@ -42,7 +43,7 @@ from genrl.vla.offline.transitions import (
     play,
     take,
 )
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP
+from genrl.vla.policies.embedded import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
 from genrl.vla.simulators.contract import Environment
@@ -54,6 +55,12 @@ SAFE = -1.0
 """h of a transition without cost."""
 COST_EXPECTILE, COST_TEMPERATURE = 0.9, 5.0
 """Reversed expectile of V_h, and how strongly safer actions are preferred in infeasible states (FISOR: the same)."""
+GAMMA, EXPECTILE = 0.99, 0.9
+"""Discount of an action, and the expectile of the reward's V (FISOR: the same)."""
+LEARNING_RATE, BATCH = 1e-3, 256
+"""Of the critics (FISOR: 3e-4), and transitions per step, of the actor too (FISOR: 1024 for it)."""
+CAREFUL = 0.4
+"""Share of the behaviour's episodes, on the table, in which it avoids the other discs."""
 ACTOR_RATE = 0.005
 """How fast the copy that acts follows in a step (FISOR: 0.001)."""
 TASKS = ("touch",)
@@ -83,9 +90,9 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
         following, ahead = nets.reward.v(batch.next_observation), nets.violation.v(batch.next_observation)
     target = iql.q_target(batch.reward, following, batch.terminated, batch.discount)
     h = torch.where(batch.cost > 0, settings.violation, SAFE)
-    reach = feasibility.feasibility_target(h, ahead, ~batch.terminated, settings.critics.gamma)
+    reach = feasibility.feasibility_target(h, ahead, ~batch.terminated, GAMMA)
     return {
-        "v": iql.expectile_loss(better - values, settings.critics.expectile).mean(),
+        "v": iql.expectile_loss(better - values, EXPECTILE).mean(),
         "q": (nets.reward.q_values(observation, action) - target).square().mean(),
         "v_h": feasibility.reversed_expectile_loss(violating - worst, COST_EXPECTILE).mean(),
         "q_h": (nets.violation.q_values(observation, action) - reach).square().mean(),
@@ -110,20 +117,16 @@ def recorded_batch(
     nets: Fisor, batch: Transitions, sampler: Diffusion, settings: FISOR, rng: torch.Generator
 ) -> Recorded:
     """The chunks of a batch with noise, timesteps and cloning weights."""
-    actor, count = nets.actor, len(batch.action)
-    actions = actor.normalised(batch.action)
-    tensors = {f"observation/{name}": value for name, value in batch.observation.items()}
-    tensors |= {"actions": actions, "noise": torch.randn(actions.shape, generator=rng)}
-    tensors |= {"timestep": torch.randint(sampler.train_steps, (count,), generator=rng)}
-    tensors |= {"alpha_bars": sampler.grid.alpha_bar.flip(0)}
-    weighted = settings.weighted
-    weight = weights(nets, batch.observation, batch.action, settings) if weighted else torch.ones(count)
-    return Recorded(None, tensors | {"weight": weight})
+    weight = torch.ones(len(batch.action))
+    if settings.weighted:
+        weight = weights(nets, batch.observation, batch.action, settings)
+    bars = sampler.grid.alpha_bar.flip(0)
+    return recorded_chunks(nets.actor, batch.observation, batch.action, bars, rng, weight)
 
 
 def loss(settings: FISOR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """Weighted noise regression on the chunks of a batch, []."""
-    actor, noise, timestep = acting.policy, given["noise"], given["timestep"]
+    actor, noise, timestep = acting.policy, given["noise"], given["level"]
     x = forward.diffusion_sample(given["actions"], noise, given["alpha_bars"][timestep])
     predicted = actor.noise(actor.encode(observation_of(given)), x, timestep)
     return {"loss": feasibility.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), given["weight"])}
@@ -144,13 +147,13 @@ def train_step(
     rng = generator(seed, "fisor", step)
     found: dict[str, float] = {}
     if settings.weighted:
-        index = torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng)
+        index = torch.randint(len(data.reward), (BATCH,), generator=rng)
         losses = critic_losses(nets, take(data, index), settings)
         step_beside(critics, torch.stack(list(losses.values())).sum())
-        nets.reward.follow(settings.critics.target_rate)
-        nets.violation.follow(settings.critics.target_rate)
+        nets.reward.follow(settings.target_rate)
+        nets.violation.follow(settings.target_rate)
         found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
-    batch = take(data, torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng))
+    batch = take(data, torch.randint(len(data.reward), (BATCH,), generator=rng))
     results = step_actor(recorded_batch(nets, batch, sampler, settings, rng))
     with torch.no_grad():
         for slow, fast in zip(nets.slow_actor.parameters(), nets.actor.parameters(), strict=True):
@@ -208,30 +211,38 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, FISOR) and config.policy.new is not None
     if config.demonstrations is not None and config.demonstrations.dataset is not None:
-        made = setup.new_policy(config, *setup.frames_of(config, None))
+        made = setup.new_policy(config, *demonstrated_frames(config, None))
         assert isinstance(made, DiffusionMLP)
         return made
-    world = world_of(config, TASKS)
-    words = vocabulary(world.lines)
-    data = world.careless_data(config, config.trainer, Words(words), config.policy.new.horizon)
+    words = vocabulary(world_of(config, TASKS).lines)
+    data = table_data(config, config.trainer, Words(words), config.policy.new.horizon)
     made = setup.new_policy(config, frames_of(data), words)
     assert isinstance(made, DiffusionMLP)
     return made
 
 
+def table_data(config: VLAConfig, settings: FISOR, reads: Reader, horizon: int) -> Transitions:
+    """Episodes of a behaviour on the table that is not always careful."""
+    world = world_of(config, TASKS)
+    data: Transitions = world.careless_data(config, settings.episodes, CAREFUL, reads, horizon, GAMMA)
+    return data
+
+
 def table(config: VLAConfig, num_envs: int) -> Environment:
     """The constrained table of the configuration."""
     assert config.policy.new is not None
-    return world_of(config, TASKS).with_hazards(num_envs, config.environment.chunk or config.policy.new.horizon)
+    chunk = config.environment.chunk or config.policy.new.horizon
+    env: Environment = world_of(config, TASKS).with_hazards(num_envs, chunk)
+    return env
 
 
-def file_data(config: VLAConfig, settings: FISOR, reads: Reader, steps: Steps) -> Transitions:
+def file_data(config: VLAConfig, reads: Reader, steps: Steps) -> Transitions:
     """The steps of a file as decisions of one action, with rewards scaled as in FISOR's released code: so that the
     range of returns is the number of actions of the longest episode."""
     low, high = extremes(steps.totals()[0])
     scale = np.bincount(steps.episode).max() / (high - low)
     scaled = steps._replace(reward=(steps.reward * scale).astype(np.float32))
-    return from_steps(scaled, reads, config.environment, horizon=1, executed=1, gamma=settings.critics.gamma)
+    return from_steps(scaled, reads, config.environment, horizon=1, executed=1, gamma=GAMMA)
 
 
 def judged(data: Transitions) -> dict[str, float]:
@@ -298,15 +309,15 @@ def train(run: VLARun, settings: FISOR) -> None:
     with seeded(config.seed, "critics"):
         nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
-    critics = torch.optim.Adam(trained, lr=settings.critics.lr)
+    critics = torch.optim.Adam(trained, lr=LEARNING_RATE)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
-    steps = setup.recorded(config)
+    steps = recorded(config)
     if steps is None:
-        data = world_of(config, TASKS).careless_data(config, settings, actor, actor.horizon)
+        data = table_data(config, settings, actor, actor.horizon)
         found = judged(data)
         shown = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
     else:
-        data = file_data(config, settings, actor, steps)
+        data = file_data(config, actor, steps)
         shown = {"data/return_mean": float(steps.totals()[0].mean()), "data/cost_mean": float(steps.totals()[1].mean())}
     run.judge = judge(
         run,

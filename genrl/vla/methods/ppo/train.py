@@ -17,7 +17,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, summed
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Acting, Diffusion
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import Decisions, Scored, actor_loss, decisions, filtered, score, spread_out
@@ -91,7 +91,7 @@ def loss(settings: PPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     trains_policy = bool(given["trains_policy"])
     with torch.set_grad_enabled(trains_policy):  # the critic alone needs no graph of the chain
         scored = score(settings, acting, given)
-    found = actor_loss(settings, scored, given, **denoising(settings, acting, scored, given))
+    found = actor_loss(settings, scored, given, **denoising(settings, scored, given))
     sums, share = found.sums, found.loss if trains_policy else torch.zeros((), device=found.loss.device)
     if bool(given["trains_critic"]):
         sums["loss/value"] = value_loss(settings, acting, scored, given)
@@ -99,9 +99,9 @@ def loss(settings: PPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     return {"loss": share, **sums}
 
 
-def denoising(settings: PPO, acting: Acting, scored: Scored, given: Recorded) -> dict[str, Tensor]:
+def denoising(settings: PPO, scored: Scored, given: Recorded) -> dict[str, Tensor]:
     """DPPO weighs its denoising steps: advantages and clip ranges of the decisions at each (`actor_loss`)."""
-    if not isinstance(acting.sampler, Diffusion):
+    if settings.denoising_gamma == 1 and settings.clip_base is None:
         return {}
     ratios = int(given["ratios"])
     discount = actor_critic.denoising_discount(given["step"], ratios, settings.denoising_gamma)

@@ -13,9 +13,9 @@ from genrl.vla.evaluate import evaluate
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.imitation import mean_of_last
+from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
-from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler
 from genrl.vla.setup import open_tables, sampler_of, side_by_side
 
@@ -72,7 +72,7 @@ def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, fl
         student.encoder.requires_grad_(False)
     student = student.to(loop.process.accelerator.device)
     loop.phase("distilling")
-    sampler = sampler_of(config, policy, config.iterations)
+    sampler = sampler_of(config, policy)
     how = {"steps": settings.distil_steps, "batch_size": settings.batch_size, "seed": config.seed}
     error = mean_of_last(distil(student, policy, sampler, observations, learning_rate=LEARNING_RATE, **how))
     save_policy(student, loop.process.run.folder / "one_step")

@@ -14,13 +14,13 @@ import torch
 from genrl.mdp.noise import derive_seed
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.demonstrations import world_of
+from genrl.vla.data.demonstrations import recorded, world_of
 from genrl.vla.offline.transitions import Transitions, from_rollout, from_steps, merge
 from genrl.vla.policies.policy import IMAGE, POINTS, SEEN, TOKENS, Batch, rows
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Sampler
-from genrl.vla.setup import longest_episode, recorded
+from genrl.vla.setup import longest_episode
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -74,7 +74,7 @@ def demonstrated(config: VLAConfig, policy: Any, gamma: float) -> Transitions | 
         return from_steps(steps, policy, env, horizon=policy.horizon, executed=executed, gamma=gamma)
     if source is None or source.expert is None or env.name not in WORLDS.built_in:
         return None
-    data = world_of(config).expert_data(config, source.expert, policy, gamma)
+    data: Transitions = world_of(config).expert_data(config, source.expert, policy, gamma)
     now, following = seen(policy, data.observation), seen(policy, data.next_observation)
     return data._replace(observation=now, next_observation=following)
 

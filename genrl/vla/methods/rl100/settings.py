@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Margin, Share, Whole
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, Critics, from_demonstrations
+from genrl.vla.offline.settings import FROM_DATA, from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -75,10 +75,8 @@ class RL100(VLAMethod):
     """Iterations of offline RL; those after them are online."""
     episodes: Count = 3072
     """Episodes that are collected before the first round and after each; a multiple of environment.num_envs."""
-    critics: Critics = Critics()
-    """What judges actions."""
     critic_steps: Count = 1500
-    """Steps of the critics in a round."""
+    """Steps in a round of the critics, which judge actions."""
     dynamics_steps: Count = 800
     """Steps of the model in which policies are judged, new in every round."""
     updates: Count = 200
@@ -91,14 +89,9 @@ class RL100(VLAMethod):
     """Factor on it after each of the first 200 batches of a round (RL-100: 0.96)."""
     gate_every: Count = 50
     """Batches between two judgements of the candidate (RL-100: 50)."""
-    union: Literal["all", "successes", "none"] = "successes"
-    """What is imitated after a round: all data so far, the episodes that succeeded, or nothing."""
-    union_steps: Count = 300
-    """Steps of that."""
-    online_epochs: Count = 2
-    """Passes over the decisions of an online iteration (RL-100: 10)."""
-    online_minibatch: Count = 512
-    """Decisions of a batch online (RL-100: 128)."""
+    union_steps: Whole = 300
+    """Steps of the imitation that ends a round, of the episodes so far that succeeded (of all, where nothing is said of
+    success); 0 = none."""
     lam: Share = 0.95
     """Lambda of generalised advantage estimation online."""
     distil_steps: Whole = 1500
@@ -108,8 +101,6 @@ class RL100(VLAMethod):
         """A sampler that does not score every denoising step, a frozen encoder, or a new policy without
         demonstrations."""
         sampler, policy = config.sampler, config.policy
-        if config.environment.success_key is None and self.union == "successes":
-            yield ("trainer.union", "environment.success_key"), "nothing is said of success; write all or none"
         if policy.new is not None:
             yield from from_demonstrations(config, self.algorithm)
         if sampler.kind in ("flow_noise", "reinflow"):

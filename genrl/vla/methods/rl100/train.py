@@ -28,7 +28,7 @@ from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
-from genrl.vla.offline.critics import Critics, seen_statistics, train_iql
+from genrl.vla.offline.critics import Critics, Learning, seen_statistics, train_iql
 from genrl.vla.offline.descent import Step, followed, step_beside, stepper
 from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.offline.transitions import Store, Transitions, frames_of, merge, successful, take
@@ -47,8 +47,10 @@ UNION_LR = 1e-4
 """Learning rate of the imitation that ends a round."""
 GATE_STEPS, GATE_STARTS = 20, 256
 """Decisions that a candidate is imagined for (RL-100: 20), and states of the data from which it is."""
-ONLINE_CLIP = 0.2
-"""Clip range online (RL-100: 0.2)."""
+ONLINE_CLIP, ONLINE_EPOCHS, ONLINE_BATCH = 0.2, 2, 512
+"""Clip range online, passes over the decisions of an iteration, and decisions of a batch (RL-100: 0.2, 10, 128)."""
+CRITICS = Learning(gamma=0.98)
+"""How the critics are learned, and the discount of all data."""
 
 
 class Drawn(NamedTuple):
@@ -181,7 +183,7 @@ def train(run: VLARun, settings: RL100) -> None:
             mean_of_last(
                 imitate(policy, run.frames, steps=steps, batch_size=size, learning_rate=IMITATION_LR, seed=config.seed)
             )
-        shown = demonstrated(config, policy, settings.critics.gamma)
+        shown = demonstrated(config, policy, CRITICS.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
     if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
@@ -205,9 +207,9 @@ def offline_round(
 ) -> dict[str, float]:
     """Collect with the policy and merge, learn critics and model, improve under the gate, imitate the union."""
     config, loop, policy = run.config, run.loop, run.policy
-    sampler, seed = sampler_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
+    sampler, seed = sampler_of(config, policy), derive_seed(config.seed, "round", iteration)
     with loop.timed("rollout"):
-        new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
+        new = collected(run, sampler, settings.episodes, iteration, CRITICS.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
     if "seen" not in store.data:  # critics learn on in later rounds, so the numbers that they read keep their meaning
@@ -215,20 +217,20 @@ def offline_round(
         critics.normalise_by(store.data["seen"])
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
-        how, count = settings.critics, settings.critic_steps
-        learned = train_iql(critics, data, how, steps=count, seed=seed)
+        count = settings.critic_steps
+        learned = train_iql(critics, data, CRITICS, steps=count, seed=seed)
         found |= followed(run, "learning critics", count, learned, "critic")
         with seeded(config.seed, "round", iteration):
             model = Dynamics(data, policy.stats | store.data["seen"]).to(loop.process.accelerator.device)
-        count, size = settings.dynamics_steps, how.batch_size
+        how: dict[str, Any] = {"batch_size": CRITICS.batch_size, "learning_rate": CRITICS.lr}
         found["dynamics/loss"] = mean_of_last(
-            train_dynamics(model, data, steps=count, batch_size=size, learning_rate=how.lr, seed=seed)
+            train_dynamics(model, data, steps=settings.dynamics_steps, seed=seed, **how)
         )
     with loop.timed("train"):
         found |= improve(run, settings, critics, model, data, step, iteration, seed)
-    if settings.union != "none":
+    if settings.union_steps:
         loop.phase("imitating")
-        chosen = take(data, successful(data)) if settings.union == "successes" else data
+        chosen = data if config.environment.success_key is None else take(data, successful(data))
         frames, steps, size = frames_of(chosen), settings.union_steps, settings.batch_size
         found["loss/imitation"] = mean_of_last(
             imitate(policy, frames, steps=steps, batch_size=size, learning_rate=UNION_LR, seed=seed)
@@ -266,7 +268,7 @@ def improve(
 ) -> dict[str, float]:
     """The gated updates of one round; the policy is the accepted one at the end."""
     loop, policy = run.loop, run.policy
-    sampler, figures = sampler_of(run.config, policy, iteration), Meter()
+    sampler, figures = sampler_of(run.config, policy), Meter()
     chosen = torch.randint(len(data.reward), (GATE_STARTS,), generator=generator(seed, "starts"))
     start = rows(data.observation, chosen)
 
@@ -295,22 +297,21 @@ def improve(
 def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step, iteration: int) -> dict[str, float]:
     """PPO on episodes of the policy, with V of the offline phase, which learns on."""
     config, loop, policy = run.config, run.loop, run.policy
-    sampler, figures, executed = sampler_of(config, policy, iteration), Meter(), run.env.chunk
+    sampler, figures, executed = sampler_of(config, policy), Meter(), run.env.chunk
     with loop.timed("rollout"):
         rollout = acted(run, sampler, iteration, 0)
     loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
-    gamma = settings.critics.gamma
+    gamma = CRITICS.gamma
     batch, returns, observation = online_batch(rollout, critics, gamma=gamma, lam=settings.lam, executed=executed)
-    optimiser = torch.optim.Adam(critics.v.parameters(), lr=settings.critics.lr)
+    optimiser = torch.optim.Adam(critics.v.parameters(), lr=CRITICS.lr)
     count = len(returns)
-    loop.phase("training", settings.online_epochs * count)
+    loop.phase("training", ONLINE_EPOCHS * count)
     with loop.timed("train"):
-        for epoch in range(settings.online_epochs):
-            parts = max(1, round(count / settings.online_minibatch))
+        for epoch in range(ONLINE_EPOCHS):
+            parts = max(1, round(count / ONLINE_BATCH))
             for dealt in deal([count], 0, parts, config.seed, "minibatches", iteration, epoch):
                 chosen = part(batch, dealt.mine)
-                clip = ONLINE_CLIP
-                for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
+                for row in surrogate_steps(policy, sampler, step, chosen, clip=ONLINE_CLIP, executed=executed):
                     figures.note(row)
                 error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
                     loop.process.accelerator.device

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, Statistics, rows
 
-Selection = Literal["uniform", "entropy", "disagreement"]
 UNUSABLE = -2
 """Label of a pair about which the judge gave no answer that can be read."""
 
@@ -228,19 +227,10 @@ def train_rewards(
 
 
 @torch.no_grad()
-def choose(ensemble: RewardEnsemble, frames: Batch, candidates: Pairs, count: int, how: Selection) -> Pairs:
-    """`count` of the candidates to ask about: the first ones ("uniform"), those of which the ensemble's mean is least
-    sure ("entropy" of the mean probability), or on which its members differ most ("disagreement", their std)."""
-    if how == "uniform":
-        return Pairs(candidates.first[:count], candidates.second[:count])
+def choose(ensemble: RewardEnsemble, frames: Batch, candidates: Pairs, count: int) -> Pairs:
+    """`count` of the candidates to ask about: those on which the members of the ensemble differ most (the std)."""
     share = preference_logits(ensemble, frames, candidates).sigmoid()
-    if how == "entropy":
-        score = -(share.mean(0) - 0.5).abs()
-    elif how == "disagreement":
-        score = share.std(0)
-    else:
-        raise ValueError(f"how must be 'uniform', 'entropy' or 'disagreement', got {how!r}")
-    best = score.argsort(descending=True, stable=True)[:count]
+    best = share.std(0).argsort(descending=True, stable=True)[:count]
     return Pairs(candidates.first[best], candidates.second[best])
 
 

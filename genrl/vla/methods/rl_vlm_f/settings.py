@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import genrl_rewards
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, NonNegative, Section, Share, Text
+from genrl.config.section import Count, NonNegative, Section, Text
 from genrl.config.sections import Outage
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, Critics, on_the_table
+from genrl.vla.offline.settings import FROM_DATA, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -38,9 +38,7 @@ class Labels(Section):
     rounds: Count = 4
     """Times that pairs are asked for and the reward networks are trained."""
     pairs: Count = 1000
-    """Pairs of a round."""
-    select: Literal["uniform", "entropy", "disagreement"] = "disagreement"
-    """Which pairs of ten times as many: any, those the networks are unsure of, those they disagree on."""
+    """Pairs of a round: after the first one those of ten times as many that the networks disagree on most."""
     steps: Count = 300
     """Steps of the networks' training in a round."""
     cache: Text | None = None
@@ -90,13 +88,9 @@ class RLVLMF(VLAMethod):
     algorithm: Literal["rl_vlm_f"] = "rl_vlm_f"
     """Which trainer."""
     episodes: Count = 2500
-    """Episodes of the data: a player who often does something else than it is told."""
-    right: Share = 0.35
-    """Share of them in which it does what it is told."""
+    """Episodes of the data: a player who does what it is told in 35 % of them."""
     labels: Labels = Labels()
     """The judge and the reward networks."""
-    critics: Critics = Critics(gamma=0.97)
-    """Of the learned rewards."""
     critic_steps: Count = 1500
     """Steps of the critics before the policy's."""
     temperature: NonNegative = 30.0
@@ -111,7 +105,7 @@ class RLVLMF(VLAMethod):
         yield from on_the_table(config, self.algorithm)
         labels = self.labels
         if labels.outage.policy == "drop":
-            text = "pairs without an answer would be remembered as answers that cannot be read; write stop or pause"
+            text = "pairs without an answer would be remembered as answers that cannot be read; write stop"
             yield ("trainer.labels.outage.policy",), text
         if labels.remote is not None:
             if labels.args:

@@ -32,13 +32,10 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
     train_rewards,
 )
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
-from genrl.vla.offline import regression
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.regression import advantage_of, regress, weighted_cloning
-from genrl.vla.offline.transitions import (
-    Store,
-    Transitions,
-)
+from genrl.vla.offline.regression import advantage_of, regress, wayward_data, weighted_cloning
+from genrl.vla.offline.regression import new_policy as new_regressed
+from genrl.vla.offline.transitions import Store, Transitions
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import Acting
 from genrl_rewards.placing import open_reward
@@ -49,12 +46,14 @@ if TYPE_CHECKING:
 
 CANDIDATES = 10
 """Pairs that are looked at for each that is asked about."""
+RIGHT = 0.35
+"""Share of the data's episodes in which the player does what it is told."""
 
 
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, RLVLMF)
-    return regression.new_policy(config, config.trainer, (STATE, ENVIRONMENT, TOKENS))
+    return new_regressed(config, config.trainer.episodes, RIGHT, (STATE, ENVIRONMENT, TOKENS))
 
 
 def learn_rewards(
@@ -76,10 +75,10 @@ def learn_rewards(
     kept, labels = Pairs(*(torch.zeros(0, dtype=torch.int64) for _ in range(2))), torch.zeros(0, dtype=torch.int64)
     try:
         for number in range(settings.rounds):
-            wanted = settings.pairs if number == 0 or settings.select == "uniform" else CANDIDATES * settings.pairs
-            candidates = draw_pairs(lines, wanted, seed=seed, round_number=number)
-            how = "uniform" if number == 0 else settings.select  # before the first labels there is nothing to go by
-            pairs = choose(ensemble, frames, candidates, settings.pairs, how)
+            wanted = settings.pairs if number == 0 else CANDIDATES * settings.pairs
+            pairs = draw_pairs(lines, wanted, seed=seed, round_number=number)
+            if number:  # before the first labels there is nothing to go by
+                pairs = choose(ensemble, frames, pairs, settings.pairs)
             told = label_pairs(
                 judge,
                 lambda asked: world.pictures(rows(frames, asked), settings.image_size),
@@ -106,7 +105,7 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     """Labels, rewards and critics once; then iterations of advantage-weighted regression."""
     config, loop, policy = run.config, run.loop, run.policy
     device, world = loop.process.accelerator.device, world_of(config)
-    data = world.wayward_data(config, settings, policy, policy.horizon)
+    data = wayward_data(config, settings.episodes, RIGHT, policy, policy.horizon)
     with seeded(config.seed, "critics"):
         inputs, stats = policy.config.inputs, policy.stats
         ensemble = RewardEnsemble(inputs, stats).to(device)
@@ -133,7 +132,8 @@ def train(run: VLARun, settings: RLVLMF) -> None:
         )
         found["labels/asked"] = float(cache.asked)
         # success is told to the figures alone
-        advantage, learned = advantage_of(run, settings, critics, relabel(ensemble, data), "data/advantage_gap")
+        paid = relabel(ensemble, data)
+        advantage, learned = advantage_of(run, settings, critics, paid, "data/advantage_gap", batch_size=256)
         store.data = {"advantage": advantage, "figures": found | learned}
         store.ready = True
     regress(run, settings, loss, data, store.data["advantage"], store.data["figures"])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates.icvf import icvf_errors
-from genrl.vla.methods.v_ptr.settings import Pretraining
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.encoder import LANGUAGE, PICTURE, ObservationEncoder
 
@@ -20,6 +19,13 @@ CURRENT, FUTURE = 0.2, 0.5
 video (as released)."""
 SAME = 0.5
 """Share of goals that are the intent (as released)."""
+BATCH, LEARNING_RATE = 48, 1e-3
+"""Pairs of neighbouring frames per step (frames, of the imitation), and the learning rate."""
+DISCOUNT, EXPECTILE = 0.9, 0.9
+"""Discount of an action (ICVF: 0.99), and the weight of steps towards the intent; that of others is what is missing to
+1 (ICVF: 0.9)."""
+RATE = 0.02
+"""How fast the slow copy follows in a step (ICVF: 0.005, for a hundred times the steps)."""
 
 
 class Multilinear(nn.Module):
@@ -90,17 +96,17 @@ def draw(videos: int, frames: int, count: int, rng: torch.Generator) -> Drawn:
     return Drawn(first + place, first + place + 1, first + place + ahead, goal, intent)
 
 
-def train_icvf(icvf: ICVF, videos: Tensor, settings: Pretraining, *, seed: int) -> Iterator[float]:
+def train_icvf(icvf: ICVF, videos: Tensor, *, steps: int, seed: int) -> Iterator[float]:
     """Train on pictures uint8 [N, T, S, S, 3] alone, yielding the loss of every step: functions of (seed, step)."""
     slow = copy.deepcopy(icvf).requires_grad_(False)
-    optimiser = torch.optim.Adam(icvf.parameters(), lr=settings.lr)
+    optimiser = torch.optim.Adam(icvf.parameters(), lr=LEARNING_RATE)
     pictures = videos.flatten(0, 1)
-    for step in range(settings.steps):
-        drawn = draw(len(videos), videos.shape[1], settings.batch_size, generator(seed, "icvf", step))
+    for step in range(steps):
+        drawn = draw(len(videos), videos.shape[1], BATCH, generator(seed, "icvf", step))
         frames = torch.cat([drawn.now, drawn.later])
         seen = pictures[frames]
         own, fixed = icvf.features(seen), slow.features(seen)
-        following, count = slow.features(pictures[drawn.following]), settings.batch_size
+        following, count = slow.features(pictures[drawn.following]), BATCH
         goal, intent = fixed[drawn.goal], fixed[drawn.intent]
         errors = icvf_errors(
             icvf.values(own[:count], own[drawn.goal], own[drawn.intent]),
@@ -109,13 +115,13 @@ def train_icvf(icvf: ICVF, videos: Tensor, settings: Pretraining, *, seed: int) 
             slow.values(following, intent, intent),
             (frames[drawn.goal] == drawn.now).to(own.device),
             (frames[drawn.intent] == drawn.now).to(own.device),
-            discount=settings.discount,
-            expectile=settings.expectile,
+            discount=DISCOUNT,
+            expectile=EXPECTILE,
         )
         loss = step_beside(optimiser, errors.mean())
         with torch.no_grad():
             for behind, ahead in zip(slow.parameters(), icvf.parameters(), strict=True):
-                behind.lerp_(ahead, settings.target_rate)
+                behind.lerp_(ahead, RATE)
         yield loss
 
 

@@ -7,34 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, NonNegative, Positive, Section, Share, Ways
+from genrl.config.section import Count, NonNegative, Ways
 from genrl.vla.config.names import EMBEDDED, WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, Critics
+from genrl.vla.offline.settings import FROM_DATA
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
-
-
-class Pretraining(Section):
-    """The value function of videos."""
-
-    videos: Ways = 400
-    """Videos of play: no actions, no rewards, no instructions."""
-    length: Ways = 40
-    """Actions between the first and the last frame of a video."""
-    steps: Count = 300
-    """Steps, of the imitation with encoder: imitation, too."""
-    batch_size: Count = 48
-    """Pairs of neighbouring frames per step; frames of the imitation."""
-    lr: Positive = 1e-3
-    """Learning rate."""
-    discount: Share = 0.9
-    """Discount of an action (ICVF: 0.99)."""
-    expectile: Share = 0.9
-    """Weight of steps towards the intent; that of others is what is missing to 1 (ICVF: 0.9)."""
-    target_rate: Share = 0.02
-    """How fast the slow copy follows in a step (ICVF: 0.005, for a hundred times the steps)."""
 
 
 class VPTR(VLAMethod):
@@ -63,16 +42,14 @@ class VPTR(VLAMethod):
     """Which trainer."""
     encoder: Literal["video", "imitation", "random"] = "video"
     """What the picture encoder has learned before: values of videos, to imitate the robot's data, or nothing."""
-    pretraining: Pretraining = Pretraining()
-    """Of the encoder."""
+    videos: Ways = 400
+    """Videos of play, of 41 frames: no actions, no rewards, no instructions."""
+    pretraining_steps: Count = 300
+    """Steps that the encoder learns for, by videos or by imitation."""
     episodes: Count = 400
-    """Episodes of the robot's data: a player who often does something else than it is told."""
-    right: Share = 0.5
-    """Share of them in which it does what it is told."""
-    critics: Critics = Critics(gamma=0.97, batch_size=128)
-    """On the features of the encoder, which they do not train."""
+    """Episodes of the robot's data: a player who does what it is told in half of them."""
     critic_steps: Count = 600
-    """Steps of the critics before the policy's."""
+    """Steps of the critics, on the features of the encoder, which they do not train, before the policy's."""
     temperature: NonNegative = 10.0
     """Weight of a data action in the policy's regression: exp of so many times its advantage; 0 = plain cloning."""
     steps_per_iteration: Count = 150

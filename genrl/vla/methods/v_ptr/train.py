@@ -20,12 +20,12 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import World, world_of
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.v_ptr.icvf import ICVF, order, train_icvf
-from genrl.vla.methods.v_ptr.settings import VPTR, Pretraining
-from genrl.vla.offline import regression
+from genrl.vla.methods.v_ptr.icvf import BATCH, ICVF, LEARNING_RATE, order, train_icvf
+from genrl.vla.methods.v_ptr.settings import VPTR
 from genrl.vla.offline.critics import Critics
 from genrl.vla.offline.imitation import imitate, mean_of_last
-from genrl.vla.offline.regression import advantage_of, regress, weighted_cloning
+from genrl.vla.offline.regression import advantage_of, regress, wayward_data, weighted_cloning
+from genrl.vla.offline.regression import new_policy as new_regressed
 from genrl.vla.offline.transitions import Store, Transitions, frames_of
 from genrl.vla.policies.encoder import LOOKS, Inputs
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
@@ -34,36 +34,39 @@ from genrl.vla.rollout.sampling import Acting
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
 
+RIGHT = 0.5
+"""Share of the data's episodes in which the player does what it is told."""
+LENGTH = 40
+"""Actions between the first and the last frame of a video."""
+
 
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, VPTR)
-    return regression.new_policy(config, config.trainer, (IMAGE, STATE, TOKENS))
+    return new_regressed(config, config.trainer.episodes, RIGHT, (IMAGE, STATE, TOKENS))
 
 
-def videos(world: World, settings: Pretraining, size: int, *, seed: int) -> Tensor:
-    """Somebody who plays, seen from above: uint8 [N, T, size, size, 3], and nothing else."""
-    numbers = world.play(settings.videos, settings.length, seed=seed).observations
+def videos(world: World, count: int, size: int, *, seed: int) -> Tensor:
+    """Somebody who plays, seen from above: uint8 [count, T, size, size, 3], and nothing else."""
+    numbers = world.play(count, LENGTH, seed=seed).observations
     pictures = torch.from_numpy(world.draw(numbers.reshape(-1, numbers.shape[2]), size))
     return pictures.view(*numbers.shape[:2], *pictures.shape[1:])
 
 
 def pretrained(world: World, policy: Any, data: Transitions, settings: VPTR, *, seed: int) -> dict[str, float]:
     """Teach the policy's encoder to look, as `settings.encoder` says; the rest of the policy stays as it is."""
-    how = settings.pretraining
+    count = settings.pretraining_steps
     if settings.encoder == "random":
         return {}
     other = copy.deepcopy(policy)
     if settings.encoder == "imitation":
-        steps = imitate(
-            other, frames_of(data), steps=how.steps, batch_size=how.batch_size, learning_rate=how.lr, seed=seed
-        )
+        steps = imitate(other, frames_of(data), steps=count, batch_size=BATCH, learning_rate=LEARNING_RATE, seed=seed)
         found = {"pretraining/loss": mean_of_last(steps)}
     else:
-        shown = videos(world, how, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
+        shown = videos(world, settings.videos, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
         with seeded(seed, "icvf"):
             icvf = ICVF(other.encoder).to(next(policy.parameters()).device)
-        found = {"pretraining/loss": mean_of_last(train_icvf(icvf, shown, how, seed=seed))}
+        found = {"pretraining/loss": mean_of_last(train_icvf(icvf, shown, steps=count, seed=seed))}
         found["pretraining/order"] = order(icvf, shown)
     learned = {name: value for name, value in other.encoder.state_dict().items() if name.startswith(LOOKS)}
     policy.encoder.load_state_dict(policy.encoder.state_dict() | learned)
@@ -94,13 +97,13 @@ def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
     with seeded(config.seed, "critics"):
         critics = Critics(inputs, stats, policy.horizon * policy.action_dim)
     critics = critics.to(loop.process.accelerator.device)
-    advantage, learned = advantage_of(run, settings, critics, seen, "critic/advantage_gap")
+    advantage, learned = advantage_of(run, settings, critics, seen, "critic/advantage_gap", batch_size=128)
     return {"advantage": advantage, "figures": found | learned}
 
 
 def train(run: VLARun, settings: VPTR) -> None:
     """Encoder and critics once; then iterations of advantage-weighted regression."""
-    loop, data = run.loop, world_of(run.config).wayward_data(run.config, settings, run.policy, run.policy.horizon)
+    loop, data = run.loop, wayward_data(run.config, settings.episodes, RIGHT, run.policy, run.policy.horizon)
     store = Store()
     loop.keep("v_ptr", store, changes=False)
     if not store.ready:

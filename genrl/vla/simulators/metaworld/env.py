@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Misuse, Reading
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
-from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
-from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
+from genrl.vla.simulators.mujoco_scenes import DEPTH_SIZE, Box, cloud, import_mujoco, renderer
 from genrl.vla.simulators.simulator import SlotHost
 from genrl_rewards.extras import install
+
+if TYPE_CHECKING:
+    from genrl.vla.data.frames import Rest, Shown
 
 CAMERA = "corner2"
 CAMERA_PLACE = (0.75, 0.075, 0.7)
@@ -47,6 +49,26 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
 def host(slots: int, *, tasks: Sequence[str], reading: Reading) -> SlotHost:
     """Slots of these tasks."""
     return SlotHost(lambda task: MetaWorldEnv(tasks[task]), len(tasks), reading)
+
+
+def demonstrate(tasks: Sequence[str], count: int, *, max_steps: int | None, **how: int) -> Shown:
+    """`count` episodes of every task by Meta-World's scripted policies, of all fifty where there are none.
+
+    how: seed, image_size and points, of `demonstrations.expert_episodes`.
+    """
+    from genrl.vla.data.demonstrations import expert_episodes
+    from genrl.vla.data.frames import Shown
+
+    names, limit = checked(tasks), MAX_STEPS if max_steps is None else max_steps
+    episodes = expert_episodes(names, MetaWorldEnv, scripted, count, max_steps=limit, **how)
+    # after its success the hand rests, with the gripper as it was
+    rest: Rest = lambda actions: (0.0, 0.0, 0.0, float(actions[-1, 3]))  # noqa: E731
+    return Shown([INSTRUCTIONS[name] for name in names], episodes, rest)
+
+
+def scripted(env: MetaWorldEnv) -> Callable[[Mapping[str, NDArray[np.float64]]], NDArray[np.float32]]:
+    """Meta-World's policy for the task."""
+    return lambda seen: env.expert_action(seen["environment_state"])
 
 
 class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32]]):

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -20,9 +20,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Reading
-from genrl.vla.simulators.mujoco_pictures import import_mujoco, renderer
-from genrl.vla.simulators.mujoco_points import DEPTH_SIZE, Box, cloud
+from genrl.vla.simulators.mujoco_scenes import DEPTH_SIZE, Box, cloud, import_mujoco, renderer
 from genrl.vla.simulators.simulator import SlotHost, find_registered
+
+if TYPE_CHECKING:
+    from genrl.vla.data.frames import Shown
 
 Seen = dict[str, NDArray[np.float64]]
 
@@ -54,6 +56,8 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
     in pictures the target is a red ball. Success is info["success"]; the reward is the simulator's own.
     """
 
+    name: ClassVar[str]
+    """What the family is called in a configuration."""
     tasks: ClassVar[Mapping[str, Task]]
     """Of the family, by name."""
     sizes: ClassVar[tuple[int, int]]
@@ -175,12 +179,12 @@ def twin(made: Any, **own: Any) -> Any:
 
 
 def describe(
-    family: type[RoboticsEnv], name: str, tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
+    family: type[RoboticsEnv], tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
 ) -> Description:
     """Describes these tasks of a family, all where there are none."""
     if settings:
-        raise ValueError(f"{name} has no settings, got {sorted(settings)}")
-    names = checked(family, name, tasks)
+        raise ValueError(f"{family.name} has no settings, got {sorted(settings)}")
+    names = checked(family, tasks)
     limits = [family.tasks[task].max_steps for task in names]
     limit = max(limits) if reading.max_steps is None else reading.max_steps
     told = {"family": family, "tasks": names, "reading": replace(reading, success_key="success", max_steps=limit)}
@@ -192,11 +196,30 @@ def host(slots: int, *, family: type[RoboticsEnv], tasks: Sequence[str], reading
     return SlotHost(lambda task: family(tasks[task]), len(tasks), reading)
 
 
-def checked(family: type[RoboticsEnv], name: str, tasks: Sequence[str]) -> tuple[str, ...]:
+def demonstrate(
+    family: type[RoboticsEnv], tasks: Sequence[str], count: int, *, max_steps: int | None, **how: int
+) -> Shown:
+    """`count` episodes of every task by the family's scripted expert, of all tasks where there are none.
+
+    how: seed, image_size and points, of `demonstrations.expert_episodes`.
+    """
+    from genrl.vla.data.demonstrations import expert_episodes
+    from genrl.vla.data.frames import Shown
+
+    names = checked(family, tasks)
+    limit = max(family.tasks[name].max_steps for name in names) if max_steps is None else max_steps
+    episodes = expert_episodes(names, family, lambda env: env.expert, count, max_steps=limit, **how)
+    # after its success a robot is pushed no further
+    return Shown([family.tasks[name].instruction for name in names], episodes, lambda actions: [0.0] * actions.shape[1])
+
+
+def checked(family: type[RoboticsEnv], tasks: Sequence[str]) -> tuple[str, ...]:
     """Names of tasks, all where there are none. Raises ValueError for one that is none."""
     for task in tasks:
         if task not in family.tasks:
             near = difflib.get_close_matches(task.lower(), family.tasks, n=1, cutoff=0.0)[0]
             known = ", ".join(family.tasks)
-            raise ValueError(f"environment.tasks: {name} has no task {task!r}; the nearest is {near!r}, of {known}")
+            raise ValueError(
+                f"environment.tasks: {family.name} has no task {task!r}; the nearest is {near!r}, of {known}"
+            )
     return tuple(tasks) or tuple(family.tasks)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Description, Reading
-from genrl.vla.simulators.mujoco_points import Box
+from genrl.vla.simulators.mujoco_scenes import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import RoboticsEnv, Seen, Task, View, twin
 
@@ -26,6 +26,7 @@ class FetchEnv(RoboticsEnv):
     both; "environment_state" [6]: the block (the hand, where there is none) and the target. Actions [4] in [-1, 1]: a
     move of up to 5 cm along each axis, and the fingers, which stay closed. Success within 5 cm."""
 
+    name = "fetch"
     tasks = {
         "reach": Task("FetchReach-v4", 50, "move the hand to the red point"),
         "push": Task("FetchPush-v4", 50, "push the block to the red point"),
@@ -79,6 +80,4 @@ class FetchEnv(RoboticsEnv):
         return np.array([*move, 0.0])
 
 
-def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """Describes these tasks, both where there are none."""
-    return env.describe(FetchEnv, "fetch", tasks, reading, settings)
+describe, demonstrate = partial(env.describe, FetchEnv), partial(env.demonstrate, FetchEnv)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Description, Reading
-from genrl.vla.simulators.mujoco_points import Box
+from genrl.vla.simulators.mujoco_scenes import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import FIELD_OF_VIEW, RoboticsEnv, Seen, Task, View, twin
 
@@ -26,6 +25,7 @@ class PointMazeEnv(RoboticsEnv):
     """A green ball in a maze, seen from above. "agent_pos" [4]: its place and velocity; "environment_state" [2]: the
     target. Actions [2] in [-1, 1]: forces; success within 0.45 of the target, whose cell is 1 wide."""
 
+    name = "point_maze"
     tasks = {
         kind.lower(): Task(f"PointMaze_{kind}-v3", limit, f"roll the green ball to the red one in the {which} maze")
         for kind, limit, which in (
@@ -90,6 +90,4 @@ def steps_to(walls: tuple[tuple[bool, ...], ...], goal: Cell) -> dict[Cell, Cell
     return found
 
 
-def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """Describes these mazes, all where there are none."""
-    return env.describe(PointMazeEnv, "point_maze", tasks, reading, settings)
+describe, demonstrate = partial(env.describe, PointMazeEnv), partial(env.demonstrate, PointMazeEnv)

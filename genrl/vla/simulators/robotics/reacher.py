@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Description, Reading
-from genrl.vla.simulators.mujoco_points import Box
+from genrl.vla.simulators.mujoco_scenes import Box
 from genrl.vla.simulators.robotics import env
 from genrl.vla.simulators.robotics.env import FIELD_OF_VIEW, RoboticsEnv, Seen, Task, View, twin
 
@@ -26,6 +26,7 @@ class ReacherEnv(RoboticsEnv):
     """An arm seen from above, and a red target, as wide as success is. "agent_pos" [6]: cosines of both joints, sines,
     velocities; "environment_state" [2]: the target. Actions [2] in [-1, 1]: torques; success within 3 cm."""
 
+    name = "reacher"
     tasks = {"reach": Task("Reacher-v5", 50, "touch the red ball with the tip of the arm")}
     sizes = (6, 2)
     workspace = Box((-0.27, -0.27, 0.002), (0.27, 0.27, 0.1))
@@ -69,6 +70,4 @@ def posture(target: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([np.arctan2(target[1], target[0]) - turned, bend])
 
 
-def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """Describes the one task."""
-    return env.describe(ReacherEnv, "reacher", tasks, reading, settings)
+describe, demonstrate = partial(env.describe, ReacherEnv), partial(env.demonstrate, ReacherEnv)

@@ -24,7 +24,11 @@ class Answers(RecipeMethod):
     takes_older_samples: ClassVar[bool] = True
     takes_part_of_groups: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
-        "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
+        "sampler/gap_max": MetricDoc(
+            "its largest value; where the log-probabilities before the update have a pass of their own",
+            "As `sampler/gap_mean`.",
+            "nats",
+        ),
         "sampler/gap_k3": MetricDoc(
             "mean over tokens of exp(d) - d - 1, d = log-prob of the trainer - log-prob of the sampler: estimates the "
             "KL from the sampler's distribution to the trainer's",

@@ -15,9 +15,8 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
-from genrl.vlm.methods.estimate import sampler_figures
 from genrl.vlm.methods.extras import degraded_prompts
-from genrl.vlm.methods.policy_loss import recipe_loss
+from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import update
 from genrl.vlm.policies.contract import Estimating

@@ -10,8 +10,8 @@ from pydantic import Field
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Share, Whole
+from genrl.vlm.config.metrics import ACTED
 from genrl.vlm.config.schema import Row, VLMMethod
-from genrl.vlm.episodes.metrics import ACTED
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 class UtteranceCritic(Section):
     """Its two pairs of Q and V: networks on the language model's last states, which they do not train."""
+
+    follow: ClassVar[float] = 0.1
+    """Share by which their slow copies come nearer in each step."""
 
     hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (768, 768)
     """Widths of their hidden layers (its code: 768 and 768)."""
@@ -28,8 +31,6 @@ class UtteranceCritic(Section):
     """Steps of an iteration."""
     warmup: Whole = 2
     """Iterations at the start that train nothing else."""
-    follow: Share = 0.1
-    """Share by which their slow copies come nearer in each step."""
 
 
 class ArCHer(VLMMethod):
@@ -37,7 +38,7 @@ class ArCHer(VLMMethod):
 
     acts: ClassVar[bool] = True
     title: ClassVar[str] = "ArCHer"
-    critic_class: ClassVar[str] = "genrl.vlm.episodes.utterance_critic:UtteranceCritic"
+    critic_class: ClassVar[str] = "genrl.vlm.methods.archer.train:UtteranceCritic"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         **ACTED,
         "loss/q": MetricDoc(

@@ -11,7 +11,7 @@ from pydantic import Field
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Whole
-from genrl.vlm.episodes.metrics import ACTED
+from genrl.vlm.config.metrics import ACTED
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset

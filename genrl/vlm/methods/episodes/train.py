@@ -15,8 +15,7 @@ from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.episodes.rows import laid
 from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
-from genrl.vlm.methods.estimate import sampler_figures
-from genrl.vlm.methods.policy_loss import recipe_loss
+from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import update
 from genrl.vlm.policies.policy import dtype_of

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class MusicPreference(VLMMethod):
     """MusicRL-U's reward model: Bradley-Terry on pairs of pieces to a text, of which one was preferred."""
 
+    samples: ClassVar[bool] = False
     title: ClassVar[str] = "MusicRL's reward model"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "pairs/accuracy": MetricDoc(
@@ -36,10 +37,6 @@ class MusicPreference(VLMMethod):
     """Pairs per optimiser step, over all processes (MusicRL: 32)."""
     micro_batch: Count | None = None
     """Pairs per pass of the model, to save memory; null = all of a process."""
-
-    @property
-    def samples(self) -> bool:
-        return False
 
     @property
     def rows_per_pass(self) -> int:

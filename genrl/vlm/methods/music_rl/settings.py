@@ -34,8 +34,8 @@ class MusicRL(VLMMethod):
     """Answers per pass of the model, to save memory; null = all of the update."""
 
     @property
-    def reference(self) -> bool:
-        return True
+    def reads(self) -> frozenset[str]:
+        return frozenset({"ref"})
 
     @property
     def rows_per_pass(self) -> int | None:

@@ -44,7 +44,7 @@ class Baseline(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Of states [..., H] of its own body, [...] in float32."""
+        """Values of states [..., H] of its own body, [...] in float32."""
         values: Tensor = self.head(states.to(self.head.weight.dtype))[..., 0]
         return values
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Fraction, Margin, NonNegative, Positive, Section, Share, Text
+from genrl.config.section import Count, Fraction, NonNegative, Positive, Section, Text
 from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
 from genrl.vlm.recipe.preset import Preset
@@ -21,16 +19,17 @@ if TYPE_CHECKING:
 class Flow(Section):
     """The flow over hidden states, which is fitted to good answers, and what tokens are paid by it."""
 
+    most: ClassVar[int] = 15
+    """Tokens of an answer that are charged at most, those of largest error (its script)."""
+    times: ClassVar[tuple[float, ...]] = (0.8,)
+    """Where between noise (0) and hidden state (1) errors are measured (its script)."""
+    layers: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75)
+    """Which layers' hidden states, as shares of the language model's depth; errors are averaged over them."""
+
     coefficient: NonNegative = 0.01
     """Weight of the flow's reward (its script: .01)."""
     threshold: Fraction = 0.6
     """Tokens are charged whose velocity error, from 0 to 1 within their answer, is above this (its script: .6)."""
-    most: Count | None = 15
-    """Tokens of an answer that are charged at most, those of largest error (its script: 15); null = all above."""
-    times: Annotated[tuple[Margin, ...], Field(min_length=1)] = (0.8,)
-    """Where between noise (0) and hidden state (1) errors are measured (its script: .8)."""
-    layers: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.25, 0.5, 0.75)
-    """Which layers' hidden states, as shares of the language model's depth; errors are averaged over them."""
     depth: Count = 4
     """Residual blocks of the network (its code: 4 for 3B, 6 for 7B); it is as wide as the language model."""
     lr: Positive = 1e-4
@@ -61,7 +60,7 @@ class RLFR(Answers):
             "Above `flow/error_right`: the flow tells right answers from others. Equal: its reward is noise.",
         ),
         "flow/charged": MetricDoc(
-            "tokens that the flow charges for / tokens", "By `trainer.flow.threshold` and `most`.", "share 0..1"
+            "tokens that the flow charges for / tokens", "By `trainer.flow.threshold`.", "share 0..1"
         ),
         "flow/advantage": MetricDoc(
             "mean over tokens of the absolute value that the flow adds to the advantage",
@@ -95,7 +94,7 @@ class RLFR(Answers):
         if preset.of_rows:
             field = "surrogate" if preset.group_loss is None else "group_loss"
             text = f"the flow pays tokens, and {preset.of_rows} takes one advantage per answer; nearest: preset: grpo"
-            yield (self.key("aggregation" if preset.of_rows == "balanced" else field),), text
+            yield (self.key(field),), text
         if config.vlm.makes:
             text = f"the flow is over hidden states of a language model that answers; this one makes {config.vlm.makes}"
             yield ("trainer.algorithm", "vlm.output"), f"{text}; nearest: algorithm: answers"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class VLMSFT(VLMMethod):
     """Supervised fine-tuning: the mean negative log-probability of the tokens of the given answers."""
 
+    samples: ClassVar[bool] = False
     title: ClassVar[str] = "Supervised fine-tuning of vision-language models"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "eval/loss": MetricDoc(
@@ -54,8 +55,8 @@ class VLMSFT(VLMMethod):
     """Questions per pass of the model, to save memory; null = all of a process."""
 
     @property
-    def taught(self) -> str:
-        return self.target
+    def demonstrations(self) -> tuple[str, str]:
+        return "trainer.target", self.target
 
     @property
     def rows_per_pass(self) -> int:

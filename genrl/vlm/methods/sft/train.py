@@ -22,8 +22,8 @@ from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.methods.sft.settings import VLMSFT
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass
+from genrl.vlm.rollout.data import Told, tell
 from genrl.vlm.rollout.recorded import Asked
-from genrl.vlm.rollout.targets import Told, tell
 from genrl.vlm.run import AnswersRun
 
 

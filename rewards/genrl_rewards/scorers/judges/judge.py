@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from PIL.Image import Image
 
@@ -66,7 +67,26 @@ def judged(vlm: VLM, questions: Sequence[Question], mode: str = "yes_no", max_to
     return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
 
 
-class Judge:
+@dataclass(kw_only=True, eq=False)
+class AsksVLM:
+    """What rewards share that ask a vision-language model, local or on a server; `Judge` explains the fields."""
+
+    reward: ClassVar[str]
+    """Its name, in messages."""
+
+    model: str = MODEL
+    server: Endpoint = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Open the model: last, since it takes longest."""
+        self.vlm = open_vlm(self.model, self.server, self.dtype, self.device, self.reward)
+        self.to = self.vlm.to
+
+
+@dataclass(kw_only=True, eq=False)
+class Judge(AsksVLM):
     """A vision-language model's yes to picture and prompt, or the score that it writes; local or on a server.
 
     `model`    hub id or folder of a transformers image-text-to-text model, or the model's name on the server
@@ -81,27 +101,24 @@ class Judge:
     a small one means that the question was not understood as one of yes and no. A video is shown as all its frames.
     """
 
-    def __init__(
-        self,
-        model: str = MODEL,
-        mode: str = "yes_no",
-        question: str | None = None,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        max_tokens: int = 256,
-        device: str = "cpu",
-    ):
-        check_choice("judge: unknown mode", mode, MODES)
-        self.mode, self.max_tokens = mode, max_tokens
-        self.question = templates.read(question or (YES_NO if mode == "yes_no" else SCORE), "judge")
-        self.vlm = open_vlm(model, server, dtype, device, "judge")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "judge"
+
+    mode: str = "yes_no"
+    question: str | None = None
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        check_choice("judge: unknown mode", self.mode, MODES)
+        self.asked = templates.read(self.question or (YES_NO if self.mode == "yes_no" else SCORE), "judge")
+        super().__post_init__()
 
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
-        return judged(self.vlm, about(self.question, pil_images, prompts), self.mode, self.max_tokens)
+        return judged(self.vlm, about(self.asked, pil_images, prompts), self.mode, self.max_tokens)
 
 
-class EditJudge:
+@dataclass(kw_only=True, eq=False)
+class EditJudge(AsksVLM):
     """A vision-language model's four scores of an edit, of which the worst count, in [0, 1] (`edit_score`).
 
     `following`, `quality` what is asked with both pictures and with the result alone, as `question` of `judge`; answers
@@ -109,21 +126,17 @@ class EditJudge:
     The source picture is the file in the column `source_image`; the prompt is the instruction.
     """
 
-    def __init__(
-        self,
-        model: str = MODEL,
-        following: str = EDIT_FOLLOWING,
-        quality: str = EDIT_QUALITY,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        max_tokens: int = 256,
-        device: str = "cpu",
-    ):
-        self.following = templates.read(following, "edit_judge", holding="{prompt}")
-        self.quality = templates.read(quality, "edit_judge")
-        self.max_tokens = max_tokens
-        self.vlm = open_vlm(model, server, dtype, device, "edit_judge")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "edit_judge"
+
+    following: str = EDIT_FOLLOWING
+    quality: str = EDIT_QUALITY
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        self.following = templates.read(self.following, "edit_judge", holding="{prompt}")
+        self.quality = templates.read(self.quality, "edit_judge")
+        super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         rows = zip(source_images, pil_images, prompts, strict=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 from PIL.Image import Image
 
 from genrl_rewards.scorers.judges import templates
-from genrl_rewards.scorers.judges.judge import MODEL, shown
-from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from genrl_rewards.scorers.judges.judge import AsksVLM, shown
+from genrl_rewards.scorers.judges.vlm import Question
 
 ANALYSIS = "{analysis}"
 
@@ -36,7 +37,8 @@ if there is no difference or it cannot be told."""
 ANSWERS = {"0": 1.0, "1": 0.0, "-1": 0.5}
 
 
-class PreferenceJudge:
+@dataclass(kw_only=True, eq=False)
+class PreferenceJudge(AsksVLM):
     """Is a goal nearer in one picture than in the other? A vision-language model's answer in two stages: 1, 0 or .5.
 
     Pairwise: every ordered pair of a group is asked about. .5 is no preference (the model's -1); there is no score for
@@ -45,20 +47,17 @@ class PreferenceJudge:
     `server`, `dtype`, `max_tokens` (of the comparison) as in `judge`.
     """
 
-    def __init__(
-        self,
-        model: str = MODEL,
-        compare: str = COMPARE,
-        answer: str = ANSWER,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        max_tokens: int = 256,
-        device: str = "cpu",
-    ):
-        self.compare = templates.read(compare, "preference_judge", holding="{prompt}")
-        self.answer, self.max_tokens = templates.read(answer, "preference_judge", holding=ANALYSIS), max_tokens
-        self.vlm = open_vlm(model, server, dtype, device, "preference_judge")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "preference_judge"
+
+    compare: str = COMPARE
+    answer: str = ANSWER
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        self.compare = templates.read(self.compare, "preference_judge", holding="{prompt}")
+        self.answer = templates.read(self.answer, "preference_judge", holding=ANALYSIS)
+        super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
         both = [[*shown(pil_images[i]), *shown(pil_images[j])] for i, j in pairs]

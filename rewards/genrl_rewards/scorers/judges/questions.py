@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from genrl_rewards.contract import Scored, check_choice, declare
 from genrl_rewards.scorers.judges import templates
 from genrl_rewards.scorers.judges.expected import COLUMN, pairs
-from genrl_rewards.scorers.judges.judge import MODEL, shown
-from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from genrl_rewards.scorers.judges.judge import AsksVLM, shown
+from genrl_rewards.scorers.judges.vlm import Question
 
 ASKED = "{question} Answer with one word."
 
@@ -31,7 +32,8 @@ def combined(chances: Sequence[float], combine: str) -> float:
     return product if combine == "product" else product ** (1 / len(chances))
 
 
-class Questions:
+@dataclass(kw_only=True, eq=False)
+class Questions(AsksVLM):
     """Are the things that a prompt asks for there? A vision-language model's answers to a question for each, in [0, 1].
 
     `questions` the column with the list of them (default `vqa_list`, as in GenEval 2's file): each a pair of question
@@ -44,21 +46,18 @@ class Questions:
     for a prompt without questions. A video is shown as all its frames.
     """
 
-    def __init__(
-        self,
-        questions: str = COLUMN,
-        combine: str = "geometric",
-        asked: str = ASKED,
-        model: str = MODEL,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-    ):
-        check_choice("questions: unknown combine", combine, ("geometric", "mean", "product"))
-        self.combine, self.asked = combine, templates.read(asked, "questions", holding="{question}")
-        self.vlm = open_vlm(model, server, dtype, device, "questions")
-        self.to = self.vlm.to
-        self.__signature__ = declare(["pil_images", questions])
+    differentiable = False
+    reward = "questions"
+
+    questions: str = COLUMN
+    combine: str = "geometric"
+    asked: str = ASKED
+
+    def __post_init__(self) -> None:
+        check_choice("questions: unknown combine", self.combine, ("geometric", "mean", "product"))
+        self.asked = templates.read(self.asked, "questions", holding="{question}")
+        super().__post_init__()
+        self.__signature__ = declare(["pil_images", self.questions])
 
     def check_row(self, **column: Any) -> None:
         """Raise ValueError for expected answers that the model cannot say as its first word."""

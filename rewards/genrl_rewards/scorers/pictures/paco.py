@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 from PIL.Image import Image
 
 from genrl_rewards.contract import Scored, declare, mean
 from genrl_rewards.scorers.judges import templates
-from genrl_rewards.scorers.judges.judge import judged
-from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from genrl_rewards.scorers.judges.judge import AsksVLM, judged
+from genrl_rewards.scorers.judges.vlm import Question
 from genrl_rewards.scorers.pictures.grids import CONSISTENT, GridShape, cells, theme_of
 
 MODEL = "X-GenGroup/PaCo-Reward-7B"
@@ -30,7 +31,15 @@ def edit_consistency(kept: float, followed: float) -> float:
     return math.sqrt(kept * followed)
 
 
-class PacoGrid:
+@dataclass(kw_only=True, eq=False)
+class AsksPaco(AsksVLM):
+    """What these three share: PaCo-Reward's own model."""
+
+    model: str = MODEL
+
+
+@dataclass(kw_only=True, eq=False)
+class PacoGrid(AsksPaco):
     """Do the cells of one picture belong together? The mean of a judge's yes over all pairs of cells, in [0, 1].
 
     `grid`        `2x2` (rows x columns, the default), or the column of the prompt file that holds such a value
@@ -40,21 +49,18 @@ class PacoGrid:
     `model`, `server`, `dtype` as in `judge`
     """
 
-    def __init__(
-        self,
-        grid: str = "2x2",
-        both_orders: bool = False,
-        question: str = CONSISTENT,
-        model: str = MODEL,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-    ):
-        self.shapes = GridShape(grid, "paco_grid")
-        self.pairs = itertools.permutations if both_orders else itertools.combinations
-        self.question = templates.read(question, "paco_grid")
-        self.vlm = open_vlm(model, server, dtype, device, "paco_grid")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "paco_grid"
+
+    grid: str = "2x2"
+    both_orders: bool = False
+    question: str = CONSISTENT
+
+    def __post_init__(self) -> None:
+        self.shapes = GridShape(self.grid, "paco_grid")
+        self.pairs = itertools.permutations if self.both_orders else itertools.combinations
+        self.question = templates.read(self.question, "paco_grid")
+        super().__post_init__()
         self.__signature__ = declare(["pil_images", "prompts", *self.shapes.columns])
 
     def __call__(self, pil_images: list[Image], prompts: list[str], **grids: list[str]) -> Scored:
@@ -68,7 +74,8 @@ class PacoGrid:
         return [mean(a.yes for a in row) for row in rows], {"mass": [mean(a.mass for a in row) for row in rows]}
 
 
-class PacoEdit:
+@dataclass(kw_only=True, eq=False)
+class PacoEdit(AsksPaco):
     """Was a picture edited as asked, and nothing else changed? sqrt(kept followed) of a judge's yes to both, in [0, 1].
 
     `kept`, `followed` the questions about source and result, in that order, with a placeholder `{prompt}` for the
@@ -78,18 +85,16 @@ class PacoEdit:
     The source picture is the file in the column `source_image`. Both answers are reported as parts.
     """
 
-    def __init__(
-        self,
-        kept: str = KEPT,
-        followed: str = FOLLOWED,
-        model: str = MODEL,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-    ):
-        self.questions = [templates.read(text, "paco_edit", holding="{prompt}") for text in (kept, followed)]
-        self.vlm = open_vlm(model, server, dtype, device, "paco_edit")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "paco_edit"
+
+    kept: str = KEPT
+    followed: str = FOLLOWED
+
+    def __post_init__(self) -> None:
+        texts = self.kept, self.followed
+        self.questions = [templates.read(text, "paco_edit", holding="{prompt}") for text in texts]
+        super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         asked: list[Question] = [
@@ -102,23 +107,21 @@ class PacoEdit:
         return list(map(edit_consistency, kept, followed)), {"kept": kept, "followed": followed}
 
 
-class PacoGroup:
+@dataclass(kw_only=True, eq=False)
+class PacoGroup(AsksPaco):
     """Does a picture belong with the others of its group? A judge's yes, mean over its pairs, in [0, 1].
 
     Pairwise: every ordered pair is asked about. `question`, `model`, `server`, `dtype` as in `paco_grid`.
     """
 
-    def __init__(
-        self,
-        question: str = CONSISTENT,
-        model: str = MODEL,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-    ):
-        self.question = templates.read(question, "paco_group")
-        self.vlm = open_vlm(model, server, dtype, device, "paco_group")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "paco_group"
+
+    question: str = CONSISTENT
+
+    def __post_init__(self) -> None:
+        self.question = templates.read(self.question, "paco_group")
+        super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> Scored:
         asked: list[Question] = [

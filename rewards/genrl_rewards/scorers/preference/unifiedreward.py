@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from genrl_rewards.contract import Scored, check_choice
 from genrl_rewards.scorers.judges import templates
-from genrl_rewards.scorers.judges.judge import about, parse_score
-from genrl_rewards.scorers.judges.vlm import Endpoint, open_vlm
+from genrl_rewards.scorers.judges.judge import AsksVLM, about, parse_score
 
 MODEL = "CodeGoat24/UnifiedReward-qwen-7b"
 TOKENS = {"final": 512, "acs": 4096}
@@ -27,7 +27,8 @@ def axis_scores(answer: str) -> list[float]:
     return [parse_score(plain, axis, 1, 5) for axis in AXES]
 
 
-class UnifiedReward:
+@dataclass(kw_only=True, eq=False)
+class UnifiedReward(AsksVLM):
     """Quality and fit to the prompt as UnifiedReward writes them, (score - 1) / 4, in [0, 1].
 
     `question` the text that the checkpoint was trained with, which belongs to its authors: a `file.txt` of it, with its
@@ -40,20 +41,17 @@ class UnifiedReward:
     No score if the answer has none, or one outside 1 to 5.
     """
 
-    def __init__(
-        self,
-        question: str,
-        scores: str = "final",
-        model: str = MODEL,
-        server: Endpoint = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-    ):
-        check_choice("unifiedreward: unknown scores", scores, TOKENS)
-        self.scores = scores
-        self.question = templates.read(question, "unifiedreward", holding="{prompt}")
-        self.vlm = open_vlm(model, server, dtype, device, "unifiedreward")
-        self.to = self.vlm.to
+    differentiable = False
+    reward = "unifiedreward"
+
+    question: str
+    scores: str = "final"
+    model: str = MODEL
+
+    def __post_init__(self) -> None:
+        check_choice("unifiedreward: unknown scores", self.scores, TOKENS)
+        self.question = templates.read(self.question, "unifiedreward", holding="{prompt}")
+        super().__post_init__()
 
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
         questions = about(self.question, pil_images, prompts)

@@ -42,7 +42,7 @@ class Bright:
 
 def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Bright()
-    monkeypatch.setattr(preference_judge, "open_vlm", lambda *_: model)
+    monkeypatch.setattr("genrl_rewards.scorers.judges.judge.open_vlm", lambda *_: model)
     judge = genrl_rewards.load("preference_judge")
     assert genrl_rewards.needs(judge).kind == "pairwise"
     images = torch.tensor([0.2, 0.8, 0.5, 0.5])[:, None, None, None].expand(4, 3, 8, 8)

@@ -10,8 +10,16 @@ import torch
 
 from genrl.config import ConfigError
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.episodes.utterance_critic import Turns, UtteranceCritic, turns_of_walk
-from genrl.vlm.methods.archer.train import learn, loss, recorded, states_of, utterance_critic
+from genrl.vlm.methods.archer.train import (
+    Turns,
+    UtteranceCritic,
+    learn,
+    loss,
+    recorded,
+    states_of,
+    turns_of_walk,
+    utterance_critic,
+)
 from genrl.vlm.train import check_processes
 from tests.vlm.methods.episodes import agent_runs
 

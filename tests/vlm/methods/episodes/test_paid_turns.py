@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.recipe.advantages import SemiOnline
 from tests.vlm import vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
@@ -70,9 +71,12 @@ def test_each_token_has_the_advantage_of_its_turn(trainer: dict[str, Any], wante
         assert (advantage[row, place:] == 0).all()
 
 
-def test_groups_that_hardly_differ_are_played_again_from_other_starts(tmp_path: Path) -> None:
-    trainer = {"preset": "ui_s1", "advantage": {"spread": 100.0, "rounds": 3}}
-    with agent_runs.opened(config(tmp_path, trainer)) as run:
+def test_groups_that_hardly_differ_are_played_again_from_other_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SemiOnline, "spread", 100.0)
+    monkeypatch.setattr(SemiOnline, "rounds", 3)
+    with agent_runs.opened(config(tmp_path, {"preset": "ui_s1"})) as run:
         seeds: list[dict[int, int]] = []
         begin = run.table.begin
         run.table.begin = lambda given, split: (seeds.append(dict(given)), begin(given, split))[1]  # type: ignore[method-assign, func-returns-value]

@@ -1,0 +1,40 @@
+"""Networks of published pipelines that are not on this machine yet: their shapes travel with the package."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from genrl.diffusion.config.estimate import Component
+
+Shape = tuple[int, ...]
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    """`networks` by a name, and `pipelines`: hub id -> component -> name. benchmarks/published_shapes.py makes it."""
+    table: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return table
+
+
+def published(source: str) -> tuple[Component, ...]:
+    """The networks of a hub id; none where the table does not know it. Their bytes on disk are not known (0)."""
+    names = _table()["pipelines"].get(source, {})
+    return tuple(_component(part, _table()["networks"][name]) for part, name in names.items())
+
+
+def _component(part: str, network: Mapping[str, Any]) -> Component:
+    shapes = dict(_shapes(network["shapes"]))
+    return Component(part, network["class"], sum(map(math.prod, shapes.values())), 0, shapes, network["settings"])
+
+
+def _shapes(packed: Sequence[Any]) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of every tensor. `#` in a name stands for the numbers of each run, [first, last]."""
+    for name, shape, *runs in packed:
+        numbers = [number for first, last in runs[0] for number in range(first, last + 1)] if runs else [None]
+        for number in numbers:
+            yield name if number is None else name.replace("#", str(number)), tuple(shape)
