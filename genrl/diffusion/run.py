@@ -353,11 +353,12 @@ class DiffusionRun(Run[Config]):
 
 def loss_scale(config: Config, rollouts: Rollouts) -> float:
     """Power of two by which losses are multiplied before their backward pass where activations are float16, and
-    gradients divided after it. A loss is a mean over samples, steps and the elements of a sample: undone, the gradient
-    of an activation is of order 1 instead of below float16's least.
+    gradients divided after it. A loss is a mean over samples and steps, and over the elements of a sample where
+    log-probabilities are: undone, the gradient of an activation is of order 1 instead of below float16's least.
     """
     if "float16" not in (config.model.dtype, config.model.autocast):
         return 1.0
     terms = rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
-    terms *= rollouts.sample_elements
+    if config.trainer.reduction == "mean":
+        terms *= rollouts.sample_elements
     return 2.0 ** round(math.log2(terms))

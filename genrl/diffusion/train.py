@@ -210,6 +210,7 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
     policy = Policy(
         pipe,
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
+        reduction=config.trainer.reduction,
         text_encoders=config.model.offload.text_encoders,
         encodings=open_store(config, home),
         trains_encoders=config.model.lora is not None and config.model.lora.text_encoders,

@@ -109,6 +109,11 @@ class DiffusionMethod(Method):
         return None
 
     @property
+    def reduction(self) -> Literal["mean", "sum"]:
+        """Log-probabilities over the numbers of a latent."""
+        return "mean"
+
+    @property
     def keeps_graphs(self) -> bool:
         """Whether the graphs of sampling are kept for training."""
         return False

@@ -194,6 +194,7 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
     [
         ({**DDPO, "guard": True}, {}, "unknown key"),
         ({**GUARD, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
+        ({**GUARD, "log_prob_reduction": "sum"}, {}, "unknown key"),
         ({"kl": "x_prediction", "kl_weight": 0.1, "kernel": "ddim", "noise_level": 1.0}, {}, "of a velocity"),
         ({**DDPO, "history": {"size": 4}}, {}, "never reached"),
         ({"history": {"size": 32}}, {}, "belongs to another trainer.algorithm"),

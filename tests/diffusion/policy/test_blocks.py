@@ -172,13 +172,13 @@ def test_ratio_is_one_with_every_switch_on(name: str) -> None:
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model
     "chain": ({}, {}),
     "trees": ({"tree": {"ways": 2}, "window": {"size": 1}}, {}),
-    "autocast": ({}, {"autocast": "bfloat16"}),
+    "autocast, sum": ({"log_prob_reduction": "sum"}, {"autocast": "bfloat16"}),
     "checkpointing": ({}, {"gradient_checkpointing": True}),
     "another kernel": ({"kernel": "flow_cps", "noise_level": 0.8}, {}),
 }
 
 
-@pytest.mark.parametrize("name", tiered(RUNS, ("chain", "autocast")))
+@pytest.mark.parametrize("name", tiered(RUNS, ("chain", "autocast, sum")))
 def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
     of_trainer, of_model = RUNS[name]
     kernels = ALL

@@ -105,6 +105,15 @@ def test_deterministic_steps_are_not_recorded(policy: Policy) -> None:
     assert torch.equal(window.states[1], policy.roll_out(batch([0, 1]), stop=1).final)  # it starts where the ODE is
 
 
+def test_sum_is_the_joint_density_of_all_elements() -> None:
+    mean, joint = (Policy(FAMILIES["sd3"]().pipe, reduction=reduction) for reduction in ("mean", "sum"))
+    by_mean = mean.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (0,))
+    by_sum = joint.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (0,))
+    elements = by_mean.final[0].numel()
+    torch.testing.assert_close(by_sum.log_probs[0], by_mean.log_probs[0] * elements)
+    assert torch.equal(joint.replay(by_sum.step(0)).log_prob, by_sum.log_probs[0])
+
+
 # -- random numbers --------------------------------------------------------------------------------------------------
 
 

@@ -39,10 +39,16 @@ class DDPO(PolicyGradient):
     """Noise of the kernel (DDPO: ddim eta 1; flow_sde 0.7, dance_sde 0.3, flow_cps 0.8); wan_sde: null."""
     history: PromptHistory = PromptHistory()
     """The rewards of a prompt that an advantage is measured against, in groups of any size."""
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
+    """Log-probability over the latent's numbers: mean (DDPO's code; clip_range assumes it) or sum."""
 
     @property
     def stands_alone(self) -> bool:
         return True
+
+    @property
+    def reduction(self) -> Literal["mean", "sum"]:
+        return self.log_prob_reduction
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

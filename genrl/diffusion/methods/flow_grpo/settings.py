@@ -36,6 +36,8 @@ class FlowGRPO(Windowed):
     """Take the steps after the window by DPM-Solver++ in this share of them (MixGRPO-Flash: 0.4); null = all."""
     aggregate: Literal["sum", "gdpo"] = "sum"
     """Several rewards to one advantage: of their weighted sum; of each by itself, then summed and whitened (GDPO)."""
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
+    """Log-probability over the latent's numbers: mean (all peers; clip_range assumes it) or sum."""
 
     @property
     def layout(self) -> Layout:
@@ -46,6 +48,10 @@ class FlowGRPO(Windowed):
             noise_outside_window=self.noise_outside_window,
             tail_ratio=self.tail_ratio,
         )
+
+    @property
+    def reduction(self) -> Literal["mean", "sum"]:
+        return self.log_prob_reduction
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
