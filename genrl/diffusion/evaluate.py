@@ -14,7 +14,6 @@ from torch import Tensor
 
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.config.sections import EVALUATION_SEED
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes
@@ -145,7 +144,7 @@ def evaluate_held_out(
         scorers,
         call_arguments(config.sampling) | evaluation_arguments(config),
         batch_size=settings.batch_size or config.sampling.batch_size,
-        seed=EVALUATION_SEED,
+        seed=settings.seed,
         inputs=config.sampling.inputs,
         texts=texts,
         worker=worker,

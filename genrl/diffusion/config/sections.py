@@ -216,10 +216,6 @@ class Sampling(Section):
         return -(-self.images_per_iteration // self.batch_size)
 
 
-EVALUATION_SEED = 1234
-"""Seed of the noise that held-out prompts are drawn from."""
-
-
 class Evaluation(EvaluationBase):
     """Held-out prompts, fixed noise, deterministic sampling."""
 
@@ -237,6 +233,8 @@ class Evaluation(EvaluationBase):
     """Pixels; null = sampling.width."""
     batch_size: Count | None = None
     """Samples per call of the denoiser; null = sampling.batch_size."""
+    seed: Whole = 1234
+    """Seed of the fixed noise."""
 
 
 class Engine(Section):

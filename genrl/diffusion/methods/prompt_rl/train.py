@@ -27,7 +27,6 @@ from PIL.Image import Image
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion.config.sections import EVALUATION_SEED
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, Written
@@ -171,7 +170,7 @@ def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Se
     """A new prompt for each of the prompts, the same in all processes."""
     mine = {}
     for row, prompt in own(run, prompts):
-        key = (EVALUATION_SEED, row)
+        key = (run.config.evaluation.seed, row)
         mine[row] = rewriter.rewrite(prompt.text, key, fits, pictures(run, prompt))
         run.loop.alive()
     return of_all(mine)
