@@ -30,10 +30,12 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.encoding_store import open_store
+from genrl.diffusion.policy.export import probe_of
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
@@ -101,6 +103,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if far is not None and config.sampling.staleness:
         ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(ahead.close)
+    detach_where_asked(config, policy, prompts[0])
     _keep_apart(config, policy, prompts)
     run = DiffusionRun(config, process, policy, weights, prompts, eval_prompts, scorers, far, ahead)
     if far is not None:
@@ -250,7 +253,14 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
     policy = open_policy(config, device)
     use_kernels(policy, config.kernels)
     weights = trainable_weights(config, policy)
+    detach_where_asked(config, policy, _read(config, config.prompts.train, 1)[0])
     return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
+
+
+def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prompt) -> None:
+    """No gradient through guidance's unconditional prediction, where the method asks for that."""
+    if config.trainer.detaches_unconditional:
+        Unconditional(policy, probe_of(config, prompt))
 
 
 def _keep_apart(config: Config, policy: Policy, prompts: Sequence[prompt_files.Prompt]) -> None:

@@ -107,6 +107,9 @@ def _kernels(config: Config) -> Iterator[Finding]:
     if kernels.compile and config.shards:
         text = "weights come to the device by hooks, which break the graph at every block; write false"
         yield ("kernels.compile", config.sharded_by), text
+    if kernels.compile == "cuda_graphs" and trainer.detaches_unconditional:
+        text = "an unconditional call without gradients would write over the graph of the one before; write true"
+        yield ("kernels.compile", "trainer.guidance_in_training"), text
     if kernels.compile == "cuda_graphs" and not trainer.one_call_at_a_time:
         text = f"{trainer.algorithm} makes further model calls before a backward pass, and a recorded call's memory is "
         yield ("kernels.compile", "trainer.algorithm"), f"{text}that of the one before; write true"

@@ -16,7 +16,7 @@ from genrl.config.errors import Finding
 from genrl.config.kinds import Kind
 from genrl.config.method import CALLED, ByName, Method
 from genrl.config.run_config import FileFinding, RunConfig
-from genrl.config.section import Count
+from genrl.config.section import Count, Flag
 from genrl.config.sections import EMA, labels_of
 from genrl.diffusion.config.sections import Engine, Evaluation, Kernels, Model, Prompts, Reward, Sampling
 from genrl.mdp.plan import describe, make_plan
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows
 
 AdvantageScale = Literal["group", "global", "none"]
+GuidanceInTraining = Flag | Literal["detached"]
 
 Guided = Callable[[float | None], int]
 """Model calls of a step under a guidance scale, 1 or 2; None is the pipeline's default."""
@@ -132,6 +133,11 @@ class DiffusionMethod(Method):
     def branches(self) -> bool:
         """Whether a state goes on in several ways."""
         return self.grows_trees
+
+    @property
+    def detaches_unconditional(self) -> bool:
+        """Whether training has no gradient through guidance's unconditional prediction."""
+        return getattr(self, "guidance_in_training", None) == "detached"
 
     @property
     def other_guidance(self) -> tuple[float, ...]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Flag, Positive
-from genrl.diffusion.config.schema import AdvantageScale, Calls, DiffusionMethod, Guided, Updating
+from genrl.config.section import Count, Positive
+from genrl.diffusion.config.schema import AdvantageScale, Calls, DiffusionMethod, GuidanceInTraining, Guided, Updating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -118,9 +118,9 @@ class DiffusionDPO(Preference):
     (Diffusion-DPO)."""
     timesteps_per_pair: Count = 1
     """Noise levels trained per pair, each sampled separately (Diffusion-DPO: 1)."""
-    guidance_in_training: Flag = False
-    """Train with the guidance of sampling (other trainers: false). If it is an input of the model (FLUX.1-dev), it
-    stays."""
+    guidance_in_training: GuidanceInTraining = False
+    """Train with the guidance of sampling (other trainers: false); detached = without a gradient through its
+    unconditional prediction. If it is an input of the model (FLUX.1-dev), it stays."""
 
     @property
     def uses_reference(self) -> bool:

@@ -18,6 +18,7 @@ from genrl.diffusion.config.schema import (
     AdvantageScale,
     Calls,
     DiffusionMethod,
+    GuidanceInTraining,
     Guided,
     Updating,
     in_pieces,
@@ -143,8 +144,9 @@ class PolicyGradient(Stochastic, Updating):
     kl: ReferenceKL = "gaussian"
     """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's, of SDE kernels), mean_square, velocity,
     x_prediction (of the predicted data), k2 (half the squared log-ratio)."""
-    guidance_in_training: Flag = True
-    """Use classifier-free guidance in training as in sampling. An input of the model (FLUX.1-dev) always stays."""
+    guidance_in_training: GuidanceInTraining = True
+    """Use classifier-free guidance in training as in sampling; detached = without a gradient through its unconditional
+    prediction (an early script of Flow-GRPO). An input of the model (FLUX.1-dev) always stays."""
     keep_graph: Flag = False
     """Keep the activations of the trained steps from sampling and backpropagate through them, instead of running these
     steps again: the same gradient, for one update per iteration and if they fit into memory together."""

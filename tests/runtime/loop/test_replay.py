@@ -62,6 +62,13 @@ def test_a_planted_nan_is_replayed_exactly(name: str, tmp_path: Path, monkeypatc
     replay_of(name, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_guidance_is_detached_in_the_replay_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"sampling.guidance_scale": 3, "trainer.guidance_in_training": "detached"}
+    replay_of("flow_grpo.yaml", tmp_path, monkeypatch, changes)
+
+
 def replay_of(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: brief_runs.Overrides | None = None
 ) -> None:

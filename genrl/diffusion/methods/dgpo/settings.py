@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Flag, Margin, NonNegative, Positive
-from genrl.diffusion.config.schema import Calls, Guided
+from genrl.config.section import Count, Margin, NonNegative, Positive
+from genrl.diffusion.config.schema import Calls, GuidanceInTraining, Guided
 from genrl.diffusion.forward.settings import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ class DGPO(Matching):
     """Sharpness of the group's preference (DGPO: 100, PickScore 10)."""
     kl_weight: NonNegative = 0.02
     """Weight of the squared velocity difference from the starting model (DGPO: 0.02, PickScore 1e-3)."""
-    guidance_in_training: Flag = False
-    """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5). An input of the model stays."""
+    guidance_in_training: GuidanceInTraining = False
+    """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5); detached = without a gradient
+    through its unconditional prediction. An input of the model stays."""
     first_steps: Count = 7
     """Noise levels are those of the first steps of the sampling grid, so many (DGPO: 7 of 10, GenEval 5)."""
     timesteps_per_sample: Count = 4
