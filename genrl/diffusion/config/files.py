@@ -188,7 +188,7 @@ def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
 def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Iterator[FileFinding]:
     """What the classes of a pipeline and its networks' configurations tell. read: of a file of settings."""
     index = read("model_index.json")
-    networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
+    networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list | tuple)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield tuple(key.split(".")), text
     if problem := experts_problem(config, len(networks)):
