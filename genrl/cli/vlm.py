@@ -12,7 +12,7 @@ from rich.table import Table
 
 from genrl.cli.arguments import default_device
 from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
-from genrl.diffusion.config.fitting import CARDS, SHARE
+from genrl.diffusion.config.memory_estimate import CARDS, SHARE
 from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
 

@@ -31,15 +31,14 @@ from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.ahead import Ahead
-from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
+from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
     Finishing,
     Rollouts,
     Sheet,
     Worker,
+    downsampled,
     drawn_here,
     gathered,
     handed_on,
@@ -280,8 +279,7 @@ class DiffusionRun(Run[Config]):
         if not self.eval_prompts:
             return {}
         self.loop.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
-        attention = self.policy.switches.attending(self.config.kernels.evaluation_attention)
-        with self.policy.uncounted(), attention:
+        with self.policy.uncounted():
             held_out = partial(
                 evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
             )

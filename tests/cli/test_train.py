@@ -72,9 +72,7 @@ def test_a_whole_run(folder: Path) -> None:
     assert "has done all" not in run("resume", "runs/small", "iterations=3")
     assert load(first / "config.yaml").iterations == 3
 
-    assert "2 pictures" in run(
-        "sample", "runs/small", "--prompt", "a star", "--prompt", "a blue star", "--out", "drawn"
-    )
+    assert "2 pictures" in run("sample", "runs/small", "--prompt", "a star", "--prompt", "a ring", "--out", "drawn")
     assert {path.name for path in (folder / "drawn").iterdir()} >= {"00000.png", "00001.png", "grid.png"}
 
     # The newest checkpoint's adapter, not that of an earlier end of the run; nor of a save that was cut short.
