@@ -83,7 +83,7 @@ def measure(url: str, folder: Path, staleness: int, iterations: int, *, meanwhil
     changes = [f"rewards=[{{name: shapes, remote: '{url}'}}]", "evaluation.every=0", "trackers=[]"]
     changes += [f"iterations={iterations + 2 * staleness}", f"output={folder}", f"sampling.staleness={staleness}"]
     changes += [f"sampling.score_in_background={str(meanwhile).lower()}"]
-    changes += ["engine.kind=ray", "engine.rollout_workers=1"]
+    changes += ["engine.rollout_workers=1"]
     command = [sys.executable, "-m", "genrl", "train", FILE, *changes]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
     rows = [row for row in read_metrics(Run(folder).metrics) if WARM_UP < row["step"] - staleness <= iterations]

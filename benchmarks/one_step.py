@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from benchmarks.common import parser
 from genrl.mdp.forward import flow_sample
 from genrl.objectives.forward.diff_instruct import (
-    diff_instruct_loss,
     diff_instruct_star_loss,
     guided_score,
     huber_constant,
@@ -46,7 +45,6 @@ class Case(NamedTuple):
     momentum: float = 0.9
     huber: float = 1.0
     """Times the constant of the pseudo-Huber distance."""
-    kl: bool = False
 
 
 CASES = {
@@ -60,7 +58,6 @@ CASES = {
     "weight 1, c 100 times": Case(1.0, huber=100.0),
     "weight .1, 5 assistant steps": Case(0.1, assistant_steps=5),
     "weight .1, guidance 3": Case(0.1, guidance=3.0),
-    "weight .1, kl": Case(0.1, kl=True),
 }
 
 
@@ -118,13 +115,10 @@ def run(case: Case, seed: int, updates: int) -> dict[str, float]:
         x, noise, sigma = noised(leaf)
         plain = teacher(x, sigma, torch.zeros(8))
         reference, weight = guided_score(plain, teacher(x, sigma, CAPTION), case.guidance), sigma.flatten() ** 2
-        if case.kl:
-            loss = diff_instruct_loss(x, score(x, sigma), reference, weight=weight)
-        else:
-            conditional = score_from_noise(noise, sigma.flatten())
-            loss = diff_instruct_star_loss(
-                score(x, sigma), reference, conditional, weight=weight, huber_c=case.huber * huber_constant(2)
-            )
+        conditional = score_from_noise(noise, sigma.flatten())
+        loss = diff_instruct_star_loss(
+            score(x, sigma), reference, conditional, weight=weight, huber_c=case.huber * huber_constant(2)
+        )
         pull = torch.autograd.grad(loss.sum(), leaf)[0]
         rewarded = torch.autograd.grad(-case.weight * reward(leaf).sum(), leaf)[0]
         pulls.append((float(pull.norm(dim=1).mean()), float(rewarded.norm(dim=1).mean())))

@@ -88,7 +88,7 @@ def instrument(run: DiffusionRun, parts: Parts, calls: list[tuple[str, Call]]) -
     for method in ("roll_out", "replay", "velocity", "decode"):
         parts.wrap(policy, method, "pipeline")
     parts.wrap(policy.head, "step", "transition")
-    parts.wrap(run.loop, "backward", "backward")
+    parts.wrap(run.loop.optimization, "backward", "backward")
     parts.wrap(run.loop.optimization, "step", "gradient")
     parts.wrap(run.loop.optimizer, "step", "optimizer")
 

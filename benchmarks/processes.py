@@ -65,7 +65,7 @@ def kinds(place: Path) -> dict[str, Kind]:
             FLOW_GRPO,
             [],
             ["model.lora=null", "optimizer.lr=1e-5"],
-            ["engine.kind=ray", "engine.rollout_workers=2"],
+            ["engine.rollout_workers=2"],
         ),
         "vlm": Kind("configs/vlm/grpo.yaml", GRPO, ["vlm.lora.rank=4"], ["vlm.lora=null"]),
         "vla": Kind(str(place / "tiny.yaml"), PPO, ["policy.lora.rank=4"], [], ["environment.workers=ray"]),

@@ -69,7 +69,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "window_tree": ("trainer.tree={ways: 2, at: window}",),  # four leaves below each of three roots
     "b2": (  # 3 to 4 of 5 steps, as 14 to 20 of 20 in the paper
         "trainer.window={size: 4, schedule: backward, shortest: 3}",
-        "trainer.tree={ways: 4, at: window_start, contrast: {}}",
+        "trainer.tree={ways: 4, at: window_start, contrast: true}",
         "trainer.noise_outside_window=true",
     ),
 }

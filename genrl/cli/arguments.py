@@ -21,6 +21,7 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Pipeline folder, hub id (org/name), or the folder of a run.")
 ]
 Lora = Annotated[str | None, typer.Option(help="LoRA folder or hub id; the default for a run is its newest adapter.")]
+Best = Annotated[bool, typer.Option("--best", help="Of a run: the checkpoint of its best evaluation, not the newest.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps; default: the run's, or the pipeline's.")]
 Guidance = Annotated[float | None, typer.Option(min=0, help="Default: the run's, or the pipeline's.")]
 Height = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
@@ -96,6 +97,19 @@ def run_config(run: Path) -> Path:
 
     around = run if run.is_dir() else run.parent
     raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
+
+
+def best_of(run: Path | str) -> int:
+    """The step of a run's best evaluation, which is said. Raises BadParameter where it has none, or is no run."""
+    from genrl.runtime.folder import checkpoint
+
+    run_config(Path(run))
+    try:
+        step = checkpoint.best_step(Path(run) / "checkpoints")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--best") from None
+    typer.echo(f"{run}: the best evaluation's checkpoint, after {step} iterations")
+    return step
 
 
 def is_policy(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Guidance, Height, Precision, Steps, Width, call_arguments, refuse
+from genrl.cli.arguments import Guidance, Height, Precision, Steps, Width, best_of, call_arguments, refuse
 
 if TYPE_CHECKING:
     from genrl.data.prompts import Prompt
@@ -63,6 +63,7 @@ def compare(
     model: Annotated[str | None, typer.Option(help="What a LoRA is put onto; default: the other model's base.")] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: a run's held-out one.")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread; default: all.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Of runs: the checkpoint of the best evaluation.")] = False,
     per_prompt: Annotated[int, typer.Option(min=1, help="Pairs of every prompt, each from another noise.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Pair k starts from the noise of seed + k, for both models.")] = 0,
     out: Annotated[Path, typer.Option(dir_okay=False, help="The page; its key goes beside it.")] = Path("compare.html"),
@@ -104,15 +105,16 @@ def compare(
     asked = Asked(
         prompts, num_prompts, per_prompt, seed, out, reward or (), no_rewards, category, question, beside, fps
     )
+    steps = {name: best_of(name) for name in (a, b) if best and (Path(name) / "config.yaml").is_file()}
     if is_answering(a) or is_answering(b):
         others = {"--prompts": prompts, "--per-prompt": per_prompt > 1, "--seed": seed, "--reward": reward}
         refuse(
             others | {"--model": model, "--dtype": dtype, "pipeline arguments": given}, "models that answer questions"
         )
-        return _make_of_answers(a, b, asked)
+        return _make_of_answers(a, b, asked, steps)
     from genrl.diffusion.compare import sides
 
-    _make(*sides(a, b, model, dtype, given), asked)
+    _make(*sides(a, b, model, dtype, given, steps), asked)
 
 
 def is_answering(name: str) -> bool:
@@ -124,7 +126,7 @@ def is_answering(name: str) -> bool:
     return file.is_file() and isinstance(load(file), VLMConfig)
 
 
-def _make_of_answers(a: str, b: str, asked: Asked) -> None:
+def _make_of_answers(a: str, b: str, asked: Asked, steps: Mapping[str, int]) -> None:
     """Write the page of models whose pictures or sounds answer held-out questions, and its key."""
     from genrl.runtime.loop.progress import Progress
     from genrl.runtime.show.compare.page import Page
@@ -133,7 +135,7 @@ def _make_of_answers(a: str, b: str, asked: Asked) -> None:
     page = Page(asked.out, question=asked.question, beside=asked.beside)
     with Progress(1, unit="samples") as progress:
         fill(
-            a, b, page, number=asked.num_prompts, column=asked.category, scores=not asked.no_rewards,
+            a, b, page, number=asked.num_prompts, column=asked.category, scores=not asked.no_rewards, steps=steps,
             begin=lambda total: progress.phase("sampling", total), advance=progress.advance,
         )  # fmt: skip
     _finish(page, {"a": {"name": a}, "b": {"name": b}})

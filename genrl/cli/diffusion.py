@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.diffusion.config.estimate import Component, Plan
-    from genrl.diffusion.config.fitting import Step
+    from genrl.diffusion.config.memory_estimate import Step
     from genrl.diffusion.config.schema import Config
 
 SHOWN = 8
@@ -69,7 +69,7 @@ def summary(config: Config) -> list[RenderableType]:
 
 def cards(file: Path, overrides: Sequence[str], config: Config, card: float | None) -> list[RenderableType]:
     """Which cards the run fits on, with which changes; with `card`, in bytes, the changes one by one."""
-    from genrl.diffusion.config.fitting import CARDS, fitting, steps
+    from genrl.diffusion.config.memory_estimate import CARDS, fitting, steps
 
     components = components_of(config)
     if not components:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genrl.cli.arguments import (
+    Best,
     Dtype,
     Guidance,
     Height,
@@ -18,6 +19,7 @@ from genrl.cli.arguments import (
     Precision,
     Steps,
     Width,
+    best_of,
     call_arguments,
     is_policy,
     is_vision_language,
@@ -72,14 +74,20 @@ class Options:
     dtype: Dtype | None
     episodes: int | None
     videos: Path | None
+    best: bool
 
     def call_arguments(self) -> dict[str, Any]:
         """Arguments of the pipeline call."""
         return call_arguments(self.num_inference_steps, self.guidance_scale, self.height, self.width, self.further)
 
+    def step(self, model: Path) -> int | None:
+        """The checkpoint to take of a run, None = the newest."""
+        return best_of(model) if self.best else None
+
     def refuse_all_but(self, what: str, *takes: str) -> None:
         """Raise BadParameter for options that were given and mean nothing for `what`, which takes these."""
-        takes += ("further", "out", "batch_size", "dtype")  # changes to the configuration, and options with defaults
+        # changes to the configuration, options with defaults, and what all take
+        takes += ("further", "out", "batch_size", "dtype", "best")
         refuse({f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in takes}, what)
 
 
@@ -96,6 +104,7 @@ def evaluate(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first ones; default: all.")] = None,
     out: Out = None,
     lora: Lora = None,
+    best: Best = False,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
     height: Height = None,
@@ -120,7 +129,7 @@ def evaluate(
     options = Options(
         further=pipeline_args or [], prompts=prompts, reward=reward or [], num_prompts=num_prompts, out=out, lora=lora,
         num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, height=height, width=width,
-        batch_size=batch_size, seed=seed, dtype=dtype, episodes=episodes, videos=videos,
+        batch_size=batch_size, seed=seed, dtype=dtype, episodes=episodes, videos=videos, best=best,
     )  # fmt: skip
     settings = _settings_of(model, config_file, options.further)
     if settings is None:
@@ -131,12 +140,13 @@ def evaluate(
 
 def _evaluate_pipeline(name: str, options: Options) -> None:
     """Print the scores of a pipeline, or of a run's, over a prompt file, and write them to `options.out`."""
+    from genrl.diffusion.chosen import adapter_of
     from genrl.interface.using import judge_pipeline
 
     found = judge_pipeline(
         name, options.prompts, [{"name": reward} for reward in options.reward], options.call_arguments(),
-        lora=options.lora, dtype=options.dtype, num_prompts=options.num_prompts, batch_size=options.batch_size,
-        seed=options.seed,
+        lora=adapter_of(Path(name), best_of(name)) if options.best else options.lora, dtype=options.dtype,
+        num_prompts=options.num_prompts, batch_size=options.batch_size, seed=options.seed,
     )  # fmt: skip
 
     from genrl.cli.tables import console, safe, scores_table, write_scores

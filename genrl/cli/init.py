@@ -87,8 +87,7 @@ def _card(recipe: Recipe) -> str:
     """The smallest card on which it fits as it is, by the estimate of `genrl check`; empty where there is none."""
     from genrl.cli.diffusion import components_of
     from genrl.config import load
-    from genrl.diffusion.config.fitting import CARDS, SHARE
-    from genrl.diffusion.config.memory_estimate import memory
+    from genrl.diffusion.config.memory_estimate import CARDS, SHARE, memory
     from genrl.diffusion.config.schema import Config
 
     config = load(recipe.file) if "model" in recipe.values else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genrl.cli.arguments import RunFolder, run_config
+from genrl.cli.arguments import Best, RunFolder, best_of, refuse, run_config
 
 if TYPE_CHECKING:
     from genrl.runtime.loop.replay import Replay
@@ -31,6 +31,7 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Checkpoint after this many iterations; default: the newest.")
     ] = None,
+    best: Best = False,
     full: Annotated[bool, typer.Option("--full", help="Write the whole pipeline, with a LoRA merged into it.")] = False,
     form: Annotated[
         Literal["diffusers", "kohya", "comfyui"], typer.Option("--format", help="Form of a LoRA's file.")
@@ -53,6 +54,9 @@ def export(
     from genrl.interface.using import export as write
 
     run_config(run)
+    if best:
+        refuse({"--step": step}, "--best, which is a step")
+        step = best_of(run)
     if out is None:
         if push is None:
             raise typer.BadParameter("give the folder to write, or --push ORG/NAME", param_hint="--out")

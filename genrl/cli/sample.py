@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from genrl.cli.arguments import Guidance, Height, Lora, ModelName, Precision, Steps, Width, call_arguments
+from genrl.cli.arguments import (
+    Best,
+    Guidance,
+    Height,
+    Lora,
+    ModelName,
+    Precision,
+    Steps,
+    Width,
+    best_of,
+    call_arguments,
+)  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,6 +36,7 @@ def sample(
     prompts: Annotated[str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the pictures and the grid.")] = Path("samples"),
     lora: Lora = None,
+    best: Best = False,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
     height: Height = None,
@@ -43,9 +55,11 @@ def sample(
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter('give --prompt "text" (also several times) or --prompts FILE')
 
+    from genrl.diffusion.chosen import adapter_of
     from genrl.interface.using import sample as generate
 
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+    lora = adapter_of(Path(model), best_of(model)) if best else lora
     pictures = generate(
         model, prompts or prompt, lora=lora, out=out, seed=seed, arguments=given, dtype=dtype, rewriter=rewriter
     )

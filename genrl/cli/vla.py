@@ -52,7 +52,7 @@ def evaluate(model: Path, config: VLAConfig, options: Options) -> None:
     changes["videos"] = config.evaluation.videos if options.videos else 0
     settings = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     with Progress(1, unit="episodes") as progress:
-        judged = judge_policy(settings, model, progress)
+        judged = judge_policy(settings, model, progress, options.step(model))
     episodes = len(judged.success)
     console.print(_by_instruction(judged, f"{model}, {episodes} episodes of {config.environment.name}"))
     if options.videos:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from genrl.cli.arguments import default_device
 from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
-from genrl.diffusion.config.fitting import CARDS, SHARE
+from genrl.diffusion.config.memory_estimate import CARDS, SHARE
 from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
 
@@ -109,7 +109,9 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
         config = config.model_copy(update={"evaluation": evaluation})
     device = default_device()
     is_run = (model / "config.yaml").is_file()
-    policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
+    policy = (
+        load_trained(config, model, options.step(model), device) if is_run else open_policy(config, device, str(model))
+    )
     with Progress(1, unit="answers") as progress:
         scores, number = held_out(policy, config, lambda total: progress.phase("evaluating", total), progress.advance)
     table = _table_of("right answers", "eval/accuracy", scores, f"{model}, {number} questions")
@@ -137,7 +139,7 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     settings, number, films = settings_of(config), options.episodes or config.evaluation.questions, options.videos
     device = default_device()
     is_run = (model / "config.yaml").is_file()
-    policy = load_trained(config, model, device=device) if is_run else Policy(str(model), device=device)
+    policy = load_trained(config, model, options.step(model), device) if is_run else Policy(str(model), device=device)
     with closing(open_host(settings)) as host, Progress(1, unit="episodes") as progress:
         progress.phase("acting", number)
         shown = FILMED if films else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from genrl.config.errors import Finding
-from genrl.config.section import Fraction, NonNegative, Positive, Section, Text, Whole
+from genrl.config.section import Count, Fraction, NonNegative, Positive, Section, Text, Whole
 
 
 class Known(NamedTuple):
@@ -53,8 +53,15 @@ class Optimizer(Section):
     """Gradients are scaled down to this norm (all peers: 1)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
+    schedule_iterations: Count | None = None
+    """Iterations over which it falls, to a tenth that stays, whatever the run's number; null = those of the run."""
     warmup_steps: Whole = 0
     """Optimiser steps in which the learning rate rises from 0."""
+
+    @property
+    def lowest(self) -> float:
+        """Share of lr that it does not fall below: a run that goes on after the fall is to learn something."""
+        return 0.1 if self.schedule_iterations is not None else 0.0
 
     @property
     def state_bytes(self) -> float:
@@ -73,6 +80,9 @@ class Optimizer(Section):
         if sharded_by is not None and (known is None or not known.shards):
             can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
+        if self.schedule == "constant" and self.schedule_iterations is not None:
+            text = "a constant rate does not fall; write schedule: linear or cosine, or leave it out"
+            yield ("optimizer.schedule_iterations", "optimizer.schedule"), text
         # Prodigy finds its own step size: at a usual rate it would run, and learn nothing, without a word.
         if name == "prodigy" and self.lr < LEAST_PRODIGY:
             text = f"prodigy finds its own step size, and lr is a factor on it: write 1, not {self.lr:g}"

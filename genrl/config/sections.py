@@ -84,7 +84,7 @@ class EMA(Section):
 
 
 class Monitor(Section):
-    """When a held-out figure says that training has gone too far (reward hacking)."""
+    """A second held-out figure that says when training has gone too far (reward hacking); `on_collapse` then acts."""
 
     reward: Text
     """The name of the log's `eval/<name>_mean`. Pictures: a reward of weight 0, never trained on; answers: a reward, or
@@ -92,9 +92,7 @@ class Monitor(Section):
     tolerance: NonNegative
     """How far it may fall below its best evaluation, in its own units."""
     patience: Count = 2
-    """Training ends after so many lower evaluations in a row."""
-    action: Literal["stop", "roll_back"] = "roll_back"
-    """End with the weights as they are, or with those of the best evaluation."""
+    """Noticed after so many lower evaluations in a row."""
 
 
 class EvaluationBase(Section):
@@ -102,8 +100,11 @@ class EvaluationBase(Section):
 
     every: Whole = 20
     """Evaluate every so many iterations, and at the start and the end; 0 = never."""
+    on_collapse: Literal["warn", "stop", "back"] = "warn"
+    """When the held-out reward falls, or loss, gradient norm or KL leave their own history (docs/watch.md): say so, end
+    the run, or go on from the best evaluation's weights with half the learning rate."""
     monitor: Monitor | None = None
-    """End training when a held-out figure falls; null = never."""
+    """Also watch a second figure, by which the best evaluation is then chosen; null = the run's own alone."""
 
 
 class Outage(Section):

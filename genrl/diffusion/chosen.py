@@ -56,7 +56,7 @@ def choose(name: str, lora: str | None, dtype: str | None, given: Mapping[str, A
     arguments = call_arguments(settings.scheduled(steps), scale, height, width)
     if settings.num_frames is not None:
         arguments["num_frames"] = settings.num_frames
-    adapter = lora or _newest_adapter(Path(name))
+    adapter = lora or adapter_of(Path(name))
     model = config.model.model_copy(update={"dtype": dtype or config.model.dtype})
     return Chosen(model, adapter, arguments | settings.pipeline_args | dict(given), settings.inputs)
 
@@ -74,9 +74,12 @@ def call_arguments(
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _newest_adapter(run: Path) -> str:
-    saved = checkpoint.latest(run / "checkpoints")  # RUN/lora is of the end of a run, which may have gone on since
-    for folder in [*([saved / "lora"] if saved else []), run / "lora"]:
+def adapter_of(run: Path, step: int | None = None) -> str:
+    """The adapter of a run's checkpoint, None = the newest. Raises ValueError where there is none."""
+    folders = run / "checkpoints"
+    saved = checkpoint.latest(folders) if step is None else checkpoint.of_step(folders, step)
+    # RUN/lora is of the end of a run, which may have gone on since
+    for folder in [*([saved / "lora"] if saved else []), *([run / "lora"] if step is None else [])]:
         if folder.is_dir():
             return str(folder)
     if saved is None:

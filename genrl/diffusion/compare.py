@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from genrl.config.folders import read_json
 from genrl.data.prompts import Prompt
-from genrl.diffusion.chosen import Chosen, choose, config_of
+from genrl.diffusion.chosen import Chosen, adapter_of, choose, config_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.interfaces import Pipeline
@@ -30,6 +31,7 @@ from genrl.runtime.show.compare.page import Page, Pair, check_size
 from genrl.runtime.weights.devices import default_device, empty_cache
 
 INDEX = "model_index.json"
+NEWEST: Mapping[str, int] = MappingProxyType({})
 TOGETHER = 64
 """Pairs that are scored together, for rewards that look at groups: the two samples of a pair are one."""
 
@@ -50,13 +52,16 @@ class Side:
         return {"name": self.name, "model": model.path, "lora": adapter, "arguments": arguments}
 
 
-def sides(a: str, b: str, base: str | None, dtype: str | None, given: Mapping[str, Any]) -> tuple[Side, Side]:
+def sides(
+    a: str, b: str, base: str | None, dtype: str | None, given: Mapping[str, Any], steps: Mapping[str, int] = NEWEST
+) -> tuple[Side, Side]:
     """The two models: run folders, LoRA folders or files, pipelines. A LoRA is put onto `base`, or else the other
-    model or its run's; what is no run is called as the other one's evaluations are. given: arguments of both calls.
+    model or its run's; what is no run is called as the other one's evaluations are.
+    given: arguments of both calls. steps: of a run by its name, the checkpoint; without, the newest.
 
     Raises ValueError for models that are not there or cannot be compared: of other pipelines, or one and the same.
     """
-    first, second = _side(a, b, base, dtype, given), _side(b, a, base, dtype, given)
+    first, second = _side(a, b, base, dtype, given, steps), _side(b, a, base, dtype, given, steps)
     kinds = [_index(side.chosen.model).get("_class_name") for side in (first, second)]
     if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
         raise ValueError(
@@ -74,9 +79,12 @@ def sides(a: str, b: str, base: str | None, dtype: str | None, given: Mapping[st
     return first, second
 
 
-def _side(name: str, other: str, base: str | None, dtype: str | None, given: Mapping[str, Any]) -> Side:
+def _side(
+    name: str, other: str, base: str | None, dtype: str | None, given: Mapping[str, Any], steps: Mapping[str, int]
+) -> Side:
     if not is_lora(name) and (run := config_of(name)) is not None:
-        return Side(name, choose(name, None, dtype, given), run)
+        adapter = adapter_of(Path(name), steps[name]) if name in steps else None
+        return Side(name, choose(name, adapter, dtype, given), run)
     under = base or (None if is_lora(other) else other)
     if is_lora(name):
         if under is None:

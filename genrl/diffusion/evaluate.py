@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
+from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -41,16 +43,22 @@ class Evaluated:
     """The rows that have a picture in `images`, ascending."""
     images: list[Tensor]
     """Of the rows `shown`: float32 in [0, 1], [3, H, W] (video [F, 3, H, W]); on every process."""
+    thumbnails: Tensor
+    """Of every row (`looks`)."""
+    looks: dict[str, float]
+    """Metrics of the pictures that no reward has."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {"eval/total_mean": float(self.total.nanmean())}
+        scored = self.total[~self.total.isnan()]
+        found: dict[str, float] = {"eval/total_mean": float(scored.mean())}
+        found["eval/total_se"] = float(scored.std(correction=0)) / max(1, len(scored)) ** 0.5
         for label, values in self.scored.values.items():
             kept = values[~values.isnan()]
             found[f"eval/{label}_mean"] = float(kept.mean())
             found[f"eval/{label}_std"] = float(kept.std(correction=0))
             found[f"eval/{label}_failed"] = float(len(values) - len(kept))
-        return found | {f"eval/{name}_mean": float(v.nanmean()) for name, v in self.scored.parts.items()}
+        return found | self.looks | {f"eval/{name}_mean": float(v.nanmean()) for name, v in self.scored.parts.items()}
 
 
 @torch.no_grad()
@@ -74,6 +82,7 @@ def evaluate(
     The pictures of `num_pictures` prompts are kept (see `spread`). All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
+    seen: list[tuple[int, Tensor, float]] = []
     batches = turns(_batches(prompts, batch_size), worker.process, worker.num_processes)
     for number, (rows, counts) in enumerate(batches):
         batch = Batch(
@@ -85,14 +94,19 @@ def evaluate(
         images = policy.decode(batch, policy.generate(batch)).cpu()
         if counts and worker.scores(number):
             pieces.append((rows, images))
+            seen += zip(rows, looks.thumbnails(images), looks.high_frequencies(images).tolist(), strict=True)
         worker.advance(len(rows) * worker.num_processes)
-    scored = score(scorers, pieces, prompts, same_prompt(prompts), worker.beat)
+    groups = same_prompt(prompts)
+    scored = score(scorers, pieces, prompts, groups, worker.beat)
     total = compose.evaluate(scored.values, scorers.components)
     shown = spread(num_pictures, len(prompts))
     drawn = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in shown]
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in drawn]))
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
-    return Evaluated(scored, total, drawn_texts, shown, [gathered[r].float() / 255 for r in shown])
+    _, small, frequencies = zip(*sorted(gather_object(seen), key=itemgetter(0)), strict=True)
+    thumbnails = torch.stack(small)
+    figures = looks.figures(thumbnails, torch.tensor(frequencies), groups)
+    return Evaluated(scored, total, drawn_texts, shown, [gathered[r].float() / 255 for r in shown], thumbnails, figures)
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:

@@ -21,24 +21,24 @@ from torch import Tensor
 
 from genrl.config.economy import Selection
 from genrl.data.prompts import Prompt
+from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
-from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_card
+from genrl.diffusion.policy.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.ahead import Ahead
-from genrl.diffusion.rollout.downsampling import downsampled
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
+from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
     Finishing,
     Rollouts,
     Sheet,
     Worker,
+    downsampled,
     drawn_here,
     gathered,
     handed_on,
@@ -51,7 +51,6 @@ from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
-from genrl.runtime.loop.monitor import ended_at
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import Run
 from genrl.runtime.show.pictures import before_after, save_png
@@ -87,6 +86,8 @@ class DiffusionRun(Run[Config]):
         )  # fmt: skip
         self.prompts, self.eval_prompts, self.scorers = prompts, eval_prompts, scorers
         self.far, self.ahead = far, ahead
+        self.before = looks.Before()
+        """What evaluation showed before training."""
         self.rollouts: Rollouts | None = None
         """Samples of the running iteration."""
         self.replays = False
@@ -113,6 +114,8 @@ class DiffusionRun(Run[Config]):
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
         super().begin(found)
+        if self.eval_prompts and self.config.evaluation.every:
+            self.loop.keep("before", self.before, changes=False)
         settle(self, self.prompts)
         if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
@@ -276,16 +279,20 @@ class DiffusionRun(Run[Config]):
         if not self.eval_prompts:
             return {}
         self.loop.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
-        attention = self.policy.switches.attending(self.config.kernels.evaluation_attention)
-        with self.policy.uncounted(), attention:
+        with self.policy.uncounted():
             held_out = partial(
                 evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
             )
             found = held_out()
             again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
         metrics = found.metrics
+        if iteration == 0:
+            self.before.thumbnails = found.thumbnails
+        if len(self.before.thumbnails):  # a run that was begun without has none to compare with
+            metrics["eval/moved"] = looks.moved(found.thumbnails, self.before.thumbnails)
         if again is not None:
-            metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in again.metrics.items()}
+            figures = {key.removeprefix("eval/"): one for key, one in again.metrics.items() if key not in again.looks}
+            metrics |= {f"eval_rewritten/{key}": value for key, value in figures.items()}
         if self.is_main:
             samples, log = self.process.run.samples, self.process.log
             show(found, samples, log, iteration)
@@ -333,10 +340,6 @@ class DiffusionRun(Run[Config]):
         """The end of a run, complete or not: LoRA, before/after picture, report, and where they are."""
         run, config, loop = self.process.run, self.config, self.loop
         rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
-        best = ended_at(loop)
-        monitor = config.evaluation.monitor
-        if best is not None and monitor is not None and monitor.action == "roll_back":  # the weights are those of then
-            rows = [row for row in rows if row["step"] <= best]
         saved = checkpoint.latest(run.checkpoints)
         if self.weights.is_lora and loop.is_complete and saved is not None:
             with whole_folder(run.lora) as place:
@@ -350,7 +353,11 @@ class DiffusionRun(Run[Config]):
             denoiser = denoiser_that_loads(run.lora)
             loader = "pipe.load_lora_weights" if denoiser is None else f"pipe.{denoiser}.load_lora_adapter"
             result = f"LoRA, for {loader}: {run.lora}"
-        say_result(loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result)
+        say_result(
+            loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result,
+            best=run.folder / "lora-best" if self.weights.is_lora else None,
+            write=partial(export, run.folder),
+        )  # fmt: skip
 
 
 def loss_scale(config: Config, rollouts: Rollouts) -> float:

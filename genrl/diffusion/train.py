@@ -16,7 +16,7 @@ import genrl_rewards
 from genrl.config.method import code_of
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
-from genrl.diffusion.config.memory_rules import experts_problem
+from genrl.diffusion.config.model_rules import experts_problem
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
@@ -25,7 +25,7 @@ from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
-from genrl.diffusion.policy.context import divide
+from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
@@ -33,14 +33,12 @@ from genrl.diffusion.policy.encoding_store import open_store
 from genrl.diffusion.policy.export import probe_of
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.unconditional import Unconditional
-from genrl.diffusion.policy.untouched import Untouched
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.rollout.ahead import Ahead
 from genrl.diffusion.rollout.ray_rewards import RewardPool
-from genrl.diffusion.rollout.ray_rollouts import RayRollouts
+from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, open_scorers
 from genrl.diffusion.run import DiffusionRun
@@ -188,11 +186,11 @@ def open_policy(
     policy = _unplaced(config, home)
     pipe = policy.pipe
     model = config.model
-    spare_vae(pipe, offload=offload.vae is not None, sliced=model.slice_vae, tiled=model.tile_vae)
+    spare_vae(pipe, sliced=model.slice_vae, tiled=model.tile_vae)
     if offload.text_encoders == "encode_then_free":
         encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
     if not _all_placed(config):  # nothing is placed that is to leave again
-        idle = [*(text_encoders(pipe) if offload.text_encoders else ()), *(["vae"] if offload.vae else ())]
+        idle = text_encoders(pipe) if offload.text_encoders else []
         idle += policy.denoisers if config.shards else ()
         place(pipe, home, stay=idle)
     return policy
@@ -322,22 +320,19 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
 
     Raises ValueError where the model does not fit, or what is named cannot run on its device in its precision.
     """
-    if not (kernels.fused or kernels.attention or kernels.evaluation_attention):
+    if not (kernels.fused or kernels.attention):
         return ""
     computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
     like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
     running = ["fused by torch.compile"] if kernels.fused else []
     if kernels.fused and (problem := compile_problem(like.device)):
         raise ValueError(f"kernels.fused: {problem}; write kernels.fused: false")
-    for key, name in (("attention", kernels.attention), ("evaluation_attention", kernels.evaluation_attention)):
-        problem = None if name is None else attention_problem(name, like.device, like.dtype, masked=False)
-        if problem is not None:
-            raise ValueError(f"kernels.{key}: {name}: {problem}; that can run here: {', '.join(usable(like))}")
-        running += [] if name is None else [f"{key} {name}"]
+    if (name := kernels.attention) is not None:
+        if problem := attention_problem(name, like.device, like.dtype, masked=False):
+            raise ValueError(f"kernels.attention: {name}: {problem}; that can run here: {', '.join(usable(like))}")
+        running.append(f"attention {name}")
     switches = policy.switches
     switches.fused, switches.attention = kernels.fused, kernels.attention
-    if kernels.attention is None and kernels.evaluation_attention is not None:
-        switches.attention = "auto"  # diffusers' processors cannot be told to use another one
     return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 

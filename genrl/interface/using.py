@@ -258,16 +258,14 @@ def scorers_of(rewards: Sequence[Mapping[str, Any]] | None) -> Scorers:
 
 
 def rewards_of_run(config: Config, run: Path) -> Scorers:
-    """The rewards of a run; one that is trained beside the model as the newest checkpoint has it, or as a method that
-    has a `load_trained` of its own finds it."""
+    """The rewards of a run; one that is trained beside the model as its method finds it in the run (`load_trained`)."""
     from genrl.config.method import module_of
-    from genrl.diffusion.rollout.adversary import load_trained
     from genrl.diffusion.rollout.scoring import open_scorers
     from genrl.runtime.weights.devices import default_device
 
     scorers = open_scorers(config, default_device())
     if config.trainer.trains_reward:
-        getattr(module_of(config.trainer), "load_trained", load_trained)(scorers, run)
+        module_of(config.trainer).load_trained(scorers, run)
     return scorers
 
 

@@ -29,12 +29,6 @@ def logit_normal_draws(
     return shift(normal.sigmoid(), factor).clamp(0.01, 1.0 - 1e-6)
 
 
-def uniform_draws(count: int, generator: torch.Generator) -> Tensor:
-    """Stratified uniform draws in random order, [count] in [0, 1)."""
-    even = _stratified(count, generator)
-    return even[torch.randperm(count, generator=generator)]
-
-
 def stratified_steps(count: int, first: int, last: int, generator: torch.Generator) -> Tensor:
     """Stratified step indices, int64 [count], ascending, in first .. last - 1 (first, where the range is too short).
 

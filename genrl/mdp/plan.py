@@ -229,25 +229,6 @@ def sliding_depths(base: Sequence[int], *, iteration: int, interval: int, stop: 
     return range(first - shift, last - shift + 1)
 
 
-def pruning_is_on(iteration: int, iterations: int, ratio: float) -> bool:
-    """Prune up to and including iteration floor(iterations x ratio) (BranchGRPO's code)."""
-    return iteration <= int(iterations * ratio)
-
-
-def extreme_count(leaves: int, rate: float) -> int:
-    """b of BranchGRPO's Extreme-b where a share `rate` of the leaves is kept: floor(rate leaves / 2).
-
-    Raises ValueError where that is 0: nothing would be trained beyond the last split.
-    """
-    count = math.floor(round(rate * leaves / 2, 9)) if 0 < rate <= 1 else 0
-    if count < 1:
-        raise ValueError(
-            f"rate: keeping a share of {rate:g} of {leaves} leaves, half best and half worst, leaves none; use "
-            f"{2 / leaves:g} to 1"
-        )
-    return count
-
-
 def describe(
     plan: SamplingPlan,
     trained: Collection[int],

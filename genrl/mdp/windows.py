@@ -7,7 +7,7 @@ are sampled (`schedules.window_steps`, `schedules.geometric_window`) need torch'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 def moving_window(
@@ -16,45 +16,18 @@ def moving_window(
     high: int,
     *,
     iteration: int,
-    hold: Callable[[int], int],
+    every: int,
     stride: int = 1,
-    wrap: bool = False,
 ) -> range:
     """`size` steps inside [low, high) that move down the schedule: MixGRPO's windows (arXiv 2507.21802, section 3).
 
-    Starts are low, low + stride, ... and, last, high - size, so that every window is full and every step is reached.
-    A window that starts at step l stays for hold(l) iterations (`constant_hold`, `exponential_hold`);
-    after the last one it stays there (the paper), or starts again with `wrap`. stride 0 never moves.
+    Starts are low, low + stride, ... and, last, high - size, where it stays for good; each is in force for `every`
+    iterations (tau).
     A pure function of its arguments, for any iteration >= 0. Raises ValueError where the window does not fit.
     """
     check_window(size, low, high)
-    if stride < 0 or iteration < 0:
-        raise ValueError(f"the stride and the iteration cannot be negative, got {stride} and {iteration}")
-    last = high - size
-    starts = [low] if stride == 0 else [*range(low, last, stride), last]
-    return range(start := start_at(starts, hold, iteration, wrap=wrap), start + size)
-
-
-def start_at(starts: Sequence[int], hold: Callable[[int], int], iteration: int, *, wrap: bool) -> int:
-    """The start that is in force at `iteration`, where start l stays for max(hold(l), 1) iterations."""
-    lengths = [max(hold(start), 1) for start in starts]
-    if wrap:
-        iteration %= sum(lengths)
-    for start, length in zip(starts, lengths, strict=True):
-        if iteration < length:
-            return start
-        iteration -= length
-    return starts[-1]
-
-
-def constant_hold(start: int, *, every: int) -> int:
-    """`every` iterations (tau) at each start: MixGRPO's default."""
-    return every
-
-
-def exponential_hold(start: int, *, every: int, rate: float = 0.1, threshold: int = 13) -> int:
-    """`ceil(tau exp(-k max(0, start - threshold)))`: MixGRPO's exponential decay (arXiv 2507.21802, and code)."""
-    return math.ceil(every * math.exp(-rate * max(0, start - threshold)))
+    start = min(low + stride * (iteration // every), high - size)
+    return range(start, start + size)
 
 
 def geometric_start_probabilities(starts: int, ratio: float) -> list[float]:
@@ -87,8 +60,8 @@ def backward_interval(steps: int, *, shortest: int, longest: int, stages: int, s
     """
     if not 1 <= shortest <= longest <= steps or stages < 1 or stage < 0:
         raise ValueError(
-            f"an interval that grows from {shortest} to {longest} of {steps} steps over {stages} stages is impossible "
-            f"(stage {stage}): it needs 1 <= shortest <= longest <= steps"
+            f"window: an interval that grows from {shortest} to {longest} of {steps} steps over {stages} stages is "
+            f"impossible (stage {stage}): it needs 1 <= shortest <= longest <= steps"
         )
     length = min(longest, shortest + stage * (longest - shortest + 1) // stages)
     return range(steps - length, steps)
@@ -105,4 +78,4 @@ def growing_noise(base: float, growth: float, depths: int) -> tuple[float, ...]:
 
 def check_window(size: int, low: int, high: int) -> None:
     if low < 0 or size < 1 or size > high - low:
-        raise ValueError(f"a window of {size} steps does not fit into steps {low} .. {high - 1}")
+        raise ValueError(f"window: {size} steps do not fit between {low} and {high}; use fewer, or another low or high")

@@ -36,7 +36,7 @@ from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen
-from genrl.vla.setup import load_trained, longest_episode, open_tables, sampler_of, side_by_side
+from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.decoupled import importance_figures, weighed
 from genrl.vla.update.scores import context_of
@@ -280,7 +280,11 @@ class VLARun(Run[VLAConfig]):
                 folder = self.save_policy()
         rows = read_metrics(self.process.run.metrics)
         result = f"the policy's folder: {folder}"
-        say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
+        run = self.process.run.folder
+        say_result(
+            self.loop, rows, "success", label="success", pictures="curves and films", result=result,
+            best=run / "policy-best", write=partial(export, run),
+        )  # fmt: skip
 
 
 def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | None, *_: object) -> None:

@@ -156,8 +156,8 @@ def reopen(config: VLAConfig, device: str, iteration: int) -> Reopened:
     return Reopened(acting, weights, {"policy": policy}, lambda info, tensors: None)
 
 
-def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
-    """The evaluation of the configuration, of another policy than the one it trains.
+def judge_policy(config: VLAConfig, model: Path, progress: Progress, step: int | None = None) -> Judged:
+    """The evaluation of the configuration, of another policy than the one it trains; of a run after `step` iterations.
 
     Raises ValueError for methods whose policy does not act by itself.
     """
@@ -166,7 +166,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
             f"{model}: what {config.trainer.algorithm} trains acts through {config.trainer.acts_through}, "
             "which a policy's folder does not hold: see the evaluations of its run, metrics.jsonl"
         )
-    policy, settings = _on_device(config, model), config.evaluation
+    policy, settings = _on_device(config, model, step), config.evaluation
     with ExitStack() as stack:
         env = open_tables(config, policy, num_envs=side_by_side(config, settings.episodes))
         stack.callback(env.close)
@@ -181,9 +181,9 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         ).of(config.environment.success_key)
 
 
-def _on_device(config: VLAConfig, model: Path) -> Any:
+def _on_device(config: VLAConfig, model: Path, step: int | None = None) -> Any:
     adapt = adapted(config) if policy_folder(model) == model else None  # a run's policy says itself how it is
-    return load_trained(model, adapt=adapt).to(default_device())
+    return load_trained(model, step=step, adapt=adapt).to(default_device())
 
 
 def _first_steps(config: VLAConfig, model: Path) -> Any:

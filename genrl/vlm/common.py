@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 from accelerate.utils import gather_object
@@ -223,4 +224,9 @@ class VLMRun(Run[VLMConfig]):
                     save_model(self.policy, loop.config.vlm.path, place)
         rows = read_metrics(loop.process.run.metrics)
         result = f"the model, as transformers saves it: {folder}"
-        say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
+
+        def write(place: Path, step: int) -> None:
+            save_model(load_trained(loop.config, loop.process.run.folder, step), loop.config.vlm.path, place)
+
+        best = loop.process.run.folder / "model-best"
+        say_result(loop, rows, metric, label=metric, pictures=pictures, result=result, best=best, write=write)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         row[f"eval/{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
         row[f"eval/{label}_failed"] = float(len(values) - len(scored))
         total += reward.weight * np.nan_to_num(values)
-    row["eval/total_mean"] = float(total.mean())
+    row["eval/total_mean"], row["eval/total_se"] = float(total.mean()), float(total.std()) / len(total) ** 0.5
     return row
 
 
@@ -199,14 +200,16 @@ def compare(
     number: int | None = None,
     column: str | None = None,
     scores: bool = True,
+    steps: Mapping[str, int] = MappingProxyType({}),
     begin: Callable[[int], None] = lambda samples: None,
     advance: Callable[[int], None] = lambda samples: None,
 ) -> None:
     """Put a pair for every held-out question of the run into the page, `number` at most.
 
     a, b: run folders, one of them may be a model's folder. column: of the category of a question. scores: by the run's
-    rewards. begin: told the number of samples; advance: how many more there are. Raises ValueError for models whose
-    answers are text, for runs of different tasks, and where the page would be too large.
+    rewards. steps: of a run by its name, the checkpoint; without, the newest. begin: told the number of samples;
+    advance: how many more there are. Raises ValueError for models whose answers are text, for runs of different tasks,
+    and where the page would be too large.
     """
     first, second = run_of(a), run_of(b)
     config = second or first
@@ -224,9 +227,9 @@ def compare(
     questions = Questions(config, "eval")
     check_pairs(len(questions))
     begin(2 * len(questions))
-    before = _made(a, first, config, questions, advance)
+    before = _made(a, first, config, questions, advance, steps.get(a))
     check_size(before[0][0], len(questions), beside=page.beside)
-    after = _made(b, second, config, questions, advance)
+    after = _made(b, second, config, questions, advance, steps.get(b))
     for k in range(len(questions)):
         row = questions[k]
         category = None if column is None else row.columns.get(column)
@@ -242,10 +245,11 @@ def _made(
     config: VLMConfig,
     questions: Questions,
     advance: Callable[[int], None],
+    step: int | None,
 ) -> Made:
     """A sample for every question, from a noise that depends on the question alone, and its scores by reward."""
     device = default_device()
-    policy = open_policy(config, device, name) if run is None else load_trained(run, Path(name), device=device)
+    policy = open_policy(config, device, name) if run is None else load_trained(run, Path(name), step, device)
     shown, opened = Shown(len(questions)), open_rewards(config)
     found = judge(policy, config, opened, questions, range(len(questions)), shown=shown, advance=advance)
     media = [Media("audio", sound) for sound in shown.sounds.values()] or [encode(image) for image in shown.images]

@@ -272,7 +272,9 @@ class AnswersRun(VLMRun):
         with gathered(self.policy):
             own = held_out_loss(self.policy, questions, mine, target, self.loop.advance_or_leave)
         every = gather_object([own])
-        return {"eval/loss": sum(total for total, _ in every) / sum(tokens for _, tokens in every)}
+        total, squares, tokens = (sum(part) for part in zip(*every, strict=True))
+        mean = total / tokens
+        return {"eval/loss": mean, "eval/loss_se": (max(0.0, squares / tokens - mean**2) / tokens) ** 0.5}
 
     def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
         found = self._asked(whole, blind=False)

@@ -12,7 +12,7 @@ from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from tests.cli.commands import ROOT, run, words
 
-TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8, "noise_growth": 0}}
+TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 
 
@@ -79,9 +79,12 @@ def test_branch_grpo_of_the_paper() -> None:
         ({"window": {"size": 4, "schedule": "backward", "shortest": 1}}, "steps 8 trained, in "),
         ({"window": {"size": 2}, "tail_ratio": 0.4}, "the last 4 steps in place of 8 of the schedule's"),
         ({**TREE_RPO, "window": {"size": 2}}, "layer_tuning evaluates the best path"),
-        ({"window": {"size": 2}, "tree": {"ways": 8, "contrast": {}}}, "training calls are at most these"),
+        ({"window": {"size": 2}, "tree": {"ways": 8, "contrast": True}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"width": "best_sibling"}}}, "training calls are at most these"),
-        ({"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "until": 0.5}}}, "steps 0, 1, 2, 4, 5, 6, 7, 8 tr"),
+        (
+            {"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "slide_every": 2}}},
+            "steps 0, 1, 2, 4, 5, 6, 7, 8 tr",
+        ),
         ({"kl_weight": 0.1}, "model calls in training: 576, 18.00 per image; 288 of them with gradient"),
     ],
 )
@@ -109,6 +112,6 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert "per prompt: 1 root, 12 leaves" in run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}")
     wrong = run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 5}", code=2)
-    assert "12 samples are not whole trees of 5^1 = 5 leaves; use 10 or 15" in wrong
+    assert "12 samples are not whole trees of 5 leaves; use 10 or 15" in wrong
     for kind, what in (("vla/flow_sde", "a policy"), ("vlm/grpo", "a vision-language model")):
         assert f"trains {what}" in words(run("plan", f"configs/{kind}.yaml", code=2))

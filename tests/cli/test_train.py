@@ -59,7 +59,6 @@ def test_a_whole_run(folder: Path) -> None:
 
     run("train", "small.yaml", "iterations=2")
     first = folder / "runs" / "small"
-    (folder / "one.txt").write_text("a blue star")
     rows = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
     expected = plan(load("small.yaml"), read_components(MODEL))
     # The second iteration: in the first the pipeline is probed, and the old policy still is the present one.
@@ -73,7 +72,7 @@ def test_a_whole_run(folder: Path) -> None:
     assert "has done all" not in run("resume", "runs/small", "iterations=3")
     assert load(first / "config.yaml").iterations == 3
 
-    assert "2 pictures" in run("sample", "runs/small", "--prompt", "a star", "--prompts", "one.txt", "--out", "drawn")
+    assert "2 pictures" in run("sample", "runs/small", "--prompt", "a star", "--prompt", "a ring", "--out", "drawn")
     assert {path.name for path in (folder / "drawn").iterdir()} >= {"00000.png", "00001.png", "grid.png"}
 
     # The newest checkpoint's adapter, not that of an earlier end of the run; nor of a save that was cut short.

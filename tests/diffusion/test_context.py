@@ -11,7 +11,7 @@ import torch
 from diffusers.models import transformers as networks
 from torch import Tensor
 
-from genrl.diffusion.config.context_rules import DIVIDED
+from genrl.diffusion.config.model_rules import DIVIDED
 from genrl.diffusion.train import check_processes
 from genrl.runtime.folder.run import Run, read_metrics
 from tests.diffusion import runs

@@ -12,8 +12,7 @@ from genrl.config import ConfigError, load
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.fit import sizes
-from genrl.diffusion.rollout.downsampling import downsampled
-from genrl.diffusion.rollout.rollout import iteration_rows
+from genrl.diffusion.rollout.rollout import downsampled, iteration_rows
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import collect
 from genrl.diffusion.train import train

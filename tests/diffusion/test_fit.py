@@ -108,8 +108,6 @@ def test_room_for_snapshots_that_the_trainer_takes(
 def test_where_a_trial_would_say_nothing(folder: Path, model: Path) -> None:
     for changes in (
         {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
-        {"trainer": {"algorithm": "prompt_rl", "rewriter": {"path": "org/model"}}},
-        {"trainer": {"algorithm": "adv_grpo", "adversary": {"references": "references.jsonl"}}},
         {"distributed": {"fsdp": True}},
     ):
         with pytest.raises(ValueError, match="sampling.fit_batch"):

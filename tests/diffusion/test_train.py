@@ -89,13 +89,13 @@ SAME: list[Any] = [
     pytest.param("flow_grpo", {"model": {"gradient_checkpointing": True}}, id="checkpointing"),
     pytest.param(
         "flow_grpo",
-        {"model": {"gradient_checkpointing": True, "offload": {"text_encoders": "between", "vae": "between"}}},
+        {"model": {"gradient_checkpointing": True, "offload": {"text_encoders": "between"}}},
         id="between",
     ),
     pytest.param("flow_grpo", {"model": {"offload": {"text_encoders": "encode_then_free"}}}, id="encode_then_free"),
     pytest.param(
         "full",
-        {"model": {"gradient_checkpointing": True, "offload": {"text_encoders": "encode_then_free", "vae": "between"}}},
+        {"model": {"gradient_checkpointing": True, "offload": {"text_encoders": "encode_then_free"}}},
         id="all weights",
     ),
 ]

@@ -294,7 +294,7 @@ def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any
         ({"model": {"quantize": "int8"}}, "model.quantize: the pipeline is loaded already"),
         ({"model": {"offload": {"text_encoders": "encode_then_free"}}}, "its text encoders too; write between"),
         ({"model": {"encodings": "kept"}}, "may not be what the folder's encodings were made by"),
-        ({"engine": {"kind": "ray", "rollout_workers": 1}}, "Ray's workers load the pipeline themselves"),
+        ({"engine": {"rollout_workers": 1}}, "Ray's workers load the pipeline themselves"),
     ]
     for config, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -94,7 +94,7 @@ def test_windows_tails_and_advantages(golden) -> None:
             int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
         )
         starts = [
-            moving_window(size, 0, steps, iteration=iteration, hold=lambda _, e=every: e, stride=stride).start
+            moving_window(size, 0, steps, iteration=iteration, every=every, stride=stride).start
             for iteration in range(len(a.given(tag)))
         ]
         a.check(tag, starts)

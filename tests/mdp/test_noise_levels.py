@@ -28,8 +28,6 @@ def test_golden_times(golden) -> None:
         count = len(a.given(f"out_ff_logit_normal_{kind}"))
         draws = noise_levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
         check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
-    way = 0.9 * noise_levels.uniform_draws(len(a.given("out_ff_uniform")), source())
-    check("out_ff_uniform", 1000 * (1 - 3 * way / (1 + 2 * way)))
     for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
         lowest = 1000 * (1 - float(found[2].replace("p", ".")))
         last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
@@ -39,13 +37,11 @@ def test_golden_times(golden) -> None:
         else:
             first = int(found[1] == "_wo_init")
             check(found[0], grid[noise_levels.stratified_steps(count, first, last, source())])
-    a.all_used("out_ff_(discrete|logit_normal|uniform).*")
+    a.all_used("out_ff_(discrete|logit_normal).*")
 
 
 @given(st.integers(1, 20), st.integers(0, 999))
 def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
-    draws = noise_levels.uniform_draws(count, torch.Generator().manual_seed(seed))
-    assert draws.sort().values.mul(count).long().tolist() == list(range(count))
     normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
     assert normal.min() >= 0.01 and normal.max() < 1.0
     quantiles = torch.special.ndtr(normal.logit())
@@ -75,6 +71,6 @@ def test_every_step_of_the_range_is_drawn() -> None:
 def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
-        noise_levels.uniform_draws(0, source)
+        noise_levels.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
         noise_levels.stratified_steps(2, 3, 1, source)

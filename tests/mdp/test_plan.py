@@ -15,9 +15,7 @@ from genrl.mdp.plan import (
     caterpillar,
     compress_tail,
     describe,
-    extreme_count,
     make_plan,
-    pruning_is_on,
     sliding_depths,
     unpruned_steps,
 )
@@ -83,10 +81,6 @@ def test_pruning_that_leaves_nothing_is_refused_before_anything_is_run() -> None
     assert unpruned_steps(range(20), range(15, 20)) == (*range(14), 19)
     with pytest.raises(ValueError, match="depths: pruning the edges into depths"):
         unpruned_steps((3, 4), (4, 5))
-    assert extreme_count(16, 0.5) == 4 and extreme_count(16, 1.0) == 8 and extreme_count(10, 0.6) == 3
-    for rate in (0.0, 0.1, -1.0, 1.5):
-        with pytest.raises(ValueError, match="rate: keeping a share of"):
-            extreme_count(16, rate)
 
 
 def test_the_text_has_the_numbers_of_the_plan() -> None:
@@ -120,11 +114,6 @@ def test_sliding_depths_keep_their_number_and_stop(iteration: int, interval: int
     window = sliding_depths(range(15, 20), iteration=iteration, interval=interval, stop=stop)
     assert len(window) == 5 and stop <= window.start <= 15
     assert window.start == max(stop, 15 - iteration // interval)
-
-
-def test_pruning_ends_after_its_share_of_the_run() -> None:
-    on = [pruning_is_on(iteration, 300, 0.2) for iteration in range(300)]
-    assert on == [iteration <= 60 for iteration in range(300)]
 
 
 @pytest.mark.parametrize("base", [(), (3, 5)])

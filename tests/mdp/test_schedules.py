@@ -95,7 +95,7 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
     for schedule in (
         partial(schedules.window_steps, seed=0),
         partial(schedules.geometric_window, ratio=0.5, seed=0),
-        partial(windows.moving_window, hold=lambda start: 3),
+        partial(windows.moving_window, every=3),
     ):
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="do not fit"):
             schedule(size, low, high, iteration=0)

@@ -2,59 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.mdp import windows
-from tests.reference.released_windows import linear_hold
-
-HOLDS = {
-    "constant": partial(windows.constant_hold, every=3),
-    "linear": partial(linear_hold, longest=6, shortest=1, steps=20),
-    "exponential": partial(windows.exponential_hold, every=5, rate=0.3, threshold=2),
-    "zero": lambda start: 0,
-}
 
 
-@given(
-    st.integers(1, 6),
-    st.integers(0, 5),
-    st.integers(0, 12),
-    st.integers(0, 3),
-    st.sampled_from(sorted(HOLDS)),
-    st.booleans(),
-    st.integers(0, 200),
-)
-def test_a_moving_window_is_always_full(
-    size: int, low: int, extra: int, stride: int, hold: str, wrap: bool, iteration: int
-) -> None:
+@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
+def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
     high = low + size + extra
-    arguments = {"hold": HOLDS[hold], "stride": stride, "wrap": wrap}
-    window = windows.moving_window(size, low, high, iteration=iteration, **arguments)
+    window = windows.moving_window(size, low, high, iteration=iteration, every=every)
     assert len(window) == size and low <= window[0] and window[-1] < high
     if iteration:
-        before = windows.moving_window(size, low, high, iteration=iteration - 1, **arguments).start
-        assert 0 <= window.start - before <= stride or (wrap and window.start == low)
+        before = windows.moving_window(size, low, high, iteration=iteration - 1, every=every).start
+        assert 0 <= window.start - before <= 1
 
 
-@pytest.mark.parametrize("hold", sorted(HOLDS))
-def test_a_moving_window_reaches_every_step_and_stays_as_long_as_told(hold: str) -> None:
-    starts = [windows.moving_window(4, 0, 19, iteration=i, hold=HOLDS[hold], stride=4).start for i in range(80)]
-    assert sorted(set(starts)) == [0, 4, 8, 12, 15]
-    assert all(starts.count(start) == max(HOLDS[hold](start), 1) for start in (0, 4, 8, 12))
-    wrapped = [
-        windows.moving_window(4, 0, 19, iteration=i, hold=HOLDS[hold], stride=4, wrap=True).start for i in range(80)
-    ]
-    period = sum(max(HOLDS[hold](start), 1) for start in (0, 4, 8, 12, 15))
-    assert wrapped[:40] == (wrapped[:period] * 40)[:40]
-
-
-def test_a_window_of_stride_0_is_frozen() -> None:
-    starts = {windows.moving_window(4, 2, 19, iteration=i, hold=HOLDS["constant"], stride=0).start for i in range(50)}
-    assert starts == {2}
+def test_a_moving_window_reaches_every_step_and_stays_as_long_as_told() -> None:
+    starts = [windows.moving_window(4, 0, 8, iteration=i, every=3).start for i in range(40)]
+    assert starts[:15] == [start for start in range(5) for _ in range(3)] and set(starts[12:]) == {4}
 
 
 def test_a_ratio_of_1_makes_all_starts_alike() -> None:

@@ -5,12 +5,34 @@ Unlike those of `genrl.mdp.windows`, a window here may be empty, or shrink near 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from genrl.mdp.windows import constant_hold, exponential_hold, start_at
+
+def constant_hold(start: int, *, every: int) -> int:
+    """`every` iterations (tau) at each start: MixGRPO's default."""
+    return every
+
+
+def exponential_hold(start: int, *, every: int, rate: float = 0.1, threshold: int = 13) -> int:
+    """`ceil(tau exp(-k max(0, start - threshold)))`: MixGRPO's exponential decay (arXiv 2507.21802, and code)."""
+    return math.ceil(every * math.exp(-rate * max(0, start - threshold)))
+
+
+def start_at(starts: Sequence[int], hold: Callable[[int], int], iteration: int, *, wrap: bool) -> int:
+    """The start that is in force at `iteration`, where start l stays for max(hold(l), 1) iterations."""
+    lengths = [max(hold(start), 1) for start in starts]
+    if wrap:
+        iteration %= sum(lengths)
+    for start, length in zip(starts, lengths, strict=True):
+        if iteration < length:
+            return start
+        iteration -= length
+    return starts[-1]
 
 
 def linear_hold(start: int, *, longest: int, shortest: int, steps: int) -> int:

@@ -1,4 +1,4 @@
-"""What a run of a policy has beside its method: the average, the monitor, undone iterations, smaller micro-batches."""
+"""What a run of a policy has beside its method: the average, its best, undone iterations, smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from genrl.config import ConfigError, load
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.vla.methods.ppo import train as gae
+from genrl.vla.policies.folder import load_policy
 from genrl.vla.run import VLARun
 from genrl.vla.setup import load_trained
 from genrl.vla.train import train
@@ -66,9 +67,8 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     assert vla_runs.differences(straight, stopped) == []
 
 
-@pytest.mark.parametrize("action", ["stop", "roll_back"])
-def test_the_monitor_ends_a_run_whose_success_falls(
-    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_success_falls_is_stopped_with_its_best_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[dict[str, torch.Tensor]] = []
 
@@ -77,17 +77,14 @@ def test_the_monitor_ends_a_run_whose_success_falls(
         return {"eval/success_mean": SCORES[iteration]}
 
     monkeypatch.setattr(VLARun, "evaluate", scripted)
-    watched = {"reward": "success", "tolerance": 0.05, "patience": 2, "action": action}
-    evaluation = {**EVALUATED, "monitor": watched}
+    evaluation = {**EVALUATED, "on_collapse": "stop"}
     run = train(vla_runs.config(tmp_path, iterations=4, evaluation=evaluation, **AVERAGED))
     rows = vla_runs.rows(run)
-    assert [row["eval/monitor_drop"] for row in rows] == pytest.approx([0.0, 0.0, 0.3, 0.4])
-    weights = vla_runs.last_state(run).tensors["weights"]
-    back = all(torch.equal(value, found[1][name]) for name, value in weights.items())
-    assert back == (action == "roll_back") and len(found) == 4
-    written = vla_runs.trained_weights(run)
-    if back:
-        assert all(torch.equal(written[name], value) for name, value in weights.items())
+    assert [row["eval/below_best"] for row in rows] == pytest.approx([0.0, 0.0, 0.3, 0.4])
+    assert len(found) == 4
+    for folder, evaluated in (("policy", found[3]), ("policy-best", found[1])):
+        written = dict(load_policy(run / folder).named_parameters())
+        assert all(torch.equal(written[name], value) for name, value in evaluated.items())
 
 
 def test_what_cannot_be_watched(tmp_path: Path) -> None:

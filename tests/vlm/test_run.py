@@ -135,9 +135,8 @@ def test_an_agents_iteration_goes_back_to_the_episodes_of_its_beginning(
     assert after == 1 and differences(straight, stopped) == []
 
 
-@pytest.mark.parametrize("action", ["stop", "roll_back"])
-def test_the_monitor_ends_a_run_whose_answers_get_worse(
-    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_answers_get_worse_is_stopped_with_its_best_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found: list[dict[str, torch.Tensor]] = []
 
@@ -146,11 +145,14 @@ def test_the_monitor_ends_a_run_whose_answers_get_worse(
         return {"eval/tag_format_mean": SCORES[iteration]}
 
     monkeypatch.setattr(AnswersRun, "evaluate", scripted)
-    watched = {"reward": "tag_format", "tolerance": 0.05, "patience": 2, "action": action}
-    changes = {**AVERAGED, "iterations": 4, "evaluation": {**EVALUATED, "monitor": watched}}
+    watched = {"reward": "tag_format", "tolerance": 0.05, "patience": 2}
+    changes = {**AVERAGED, "iterations": 4, "evaluation": {**EVALUATED, "monitor": watched, "on_collapse": "stop"}}
     run = train(vlm_runs.config(tmp_path, **changes))
-    assert [row["eval/monitor_drop"] for row in rows(run)] == pytest.approx([0.0, 0.0, 0.3, 0.4])
-    assert len(found) == 4 and equal(last_state(run).tensors["weights"], found[1]) == (action == "roll_back")
+    assert [row["eval/below_best"] for row in rows(run)] == pytest.approx([0.0, 0.0, 0.3, 0.4])
+    assert len(found) == 4 and not equal(last_state(run).tensors["weights"], found[1])
+    best = Policy(str(run / "model-best"))
+    assert all(torch.equal(a, b) for a, b in zip(best.parameters, found[1].values(), strict=True))
+    assert f"the best by more than noise is 1 (0.700): {run / 'model-best'}" in capfd.readouterr().err
 
 
 def test_what_cannot_be_watched(tmp_path: Path) -> None:

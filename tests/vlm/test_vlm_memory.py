@@ -105,13 +105,14 @@ def test_each_way_takes_less_than_the_one_before_it_that_it_saves_on(size: Sizes
     )
 
 
-def test_check_prints_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
 
     def check(*changes: Any) -> Any:
         return CliRunner().invoke(app, ["check", str(SHIPPED), *changes])
 
-    printed = check(f"vlm.path={folder}", "--memory", "80GB")
+    printed = check("vlm.path=Qwen/Qwen2.5-VL-7B-Instruct", "--memory", "80GB")
     assert printed.exit_code == 0 and f"{WEIGHTS:,} weights; of one of 8 processes" in printed.output
     assert "LoRA, nf4 (QLoRA)" in printed.output
     absent = check("vlm.path=org/unknown", "--memory", "80GB")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from genrl.config.folders import read_json
 from genrl.config.sections import LoRA
 from genrl.config.weight_files import DTYPE_BYTES, HeaderError, read_header, weight_files
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 
@@ -237,3 +237,24 @@ def _patch(denoiser: Mapping[str, Any]) -> int:
 def number(value: object) -> int:
     """A setting that is a whole number; 0 for any other."""
     return value if isinstance(value, int) else 0
+
+
+def layer_problems(lora: LoRA, components: Collection[Component]) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) for each target that is no layer of a denoiser, and each rank that is of no adapted layer;
+    nothing where the weights' names are not known."""
+    denoisers = [component for component in components if component.name in DENOISERS and component.shapes]
+    adapted: list[str] = []
+    for denoiser in denoisers:
+        layers = [name.removesuffix(".weight") for name, shape in denoiser.shapes.items() if len(shape) in (2, 4)]
+        for target in lora.targets or ():
+            if not any(matches(layer, (target,)) for layer in layers):
+                ends = sorted({layer.rsplit(".", 1)[-1] for layer in layers if not layer.endswith(".0")})
+                text = f"no layer of the {denoiser.name} ({denoiser.kind}) is called {target}; its layers end in "
+                yield "model.lora.targets", text + ", ".join(ends)
+        adapted += [layer for layer in layers if matches(layer, lora.targets or ATTENTION_LAYERS)]
+    encoders = {c.name for c in components if lora.text_encoders and is_text_encoder(c.name)}
+    for pattern in lora.ranks if adapted else ():
+        if pattern not in {d.name for d in denoisers} | encoders and not any(fits(pattern, layer) for layer in adapted):
+            names = ", ".join(denoiser.name for denoiser in denoisers)
+            text = f"no adapted layer's name ends in {pattern}, and no component is called so; components: {names}; "
+            yield f"model.lora.ranks.{pattern}", text + f"a layer: {adapted[0]}"

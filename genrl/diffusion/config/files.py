@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,19 @@ import genrl_rewards
 from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import HeaderError, file_problem, pipeline_problems, read_header
+from genrl.config.weight_files import file_problem, pipeline_problems
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
 from genrl.data.sizes import NAMES, short_bucket, sized, unread
-from genrl.diffusion.config.adapter_layers import layer_problems
-from genrl.diffusion.config.context_rules import context_problems
-from genrl.diffusion.config.estimate import read_components, side_step
-from genrl.diffusion.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
+from genrl.diffusion.config.estimate import layer_problems, read_components, side_step
+from genrl.diffusion.config.model_rules import (
+    DENOISERS,
+    context_problems,
+    experts_problem,
+    missing_components,
+    missing_packages,
+)
 from genrl.diffusion.config.pipeline_classes import (
     is_flow_scheduler,
     loop_problems,
@@ -38,7 +41,6 @@ from genrl_rewards.built_in import BUILT_IN
 from genrl_rewards.contract import FROM_SAMPLER, nearest
 from genrl_rewards.extras import install
 from genrl_rewards.given import given, is_given
-from genrl_rewards.scorers.judges.expected import COLUMN, pairs
 
 
 def file_problems(config: Config, notes: list[str]) -> Iterator[FileFinding]:
@@ -67,7 +69,7 @@ def model_folder(config: Config) -> Path | None:
 def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     yield from ((tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     if config.engine is not None and importlib.util.find_spec("ray") is None:
-        yield ("engine", "kind"), f"the package ray is not installed: {install('ray')}"
+        yield ("engine",), f"the package ray is not installed: {install('ray')}"
     if is_given(config.model.path):
         yield from _given_pipeline(config, notes)
         return
@@ -145,7 +147,7 @@ def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
         yield ("model", "offload", "text_encoders"), text
     if config.engine is not None:
         text = "Ray's workers load the pipeline themselves; give its hub id or folder as the model"
-        yield ("engine", "kind"), text
+        yield ("engine",), text
     read = partial(_settings_in_memory, pipe)
     if not read("model_index.json"):
         found = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline"
@@ -186,7 +188,7 @@ def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
 def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Iterator[FileFinding]:
     """What the classes of a pipeline and its networks' configurations tell. read: of a file of settings."""
     index = read("model_index.json")
-    networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
+    networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list | tuple)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield tuple(key.split(".")), text
     if problem := experts_problem(config, len(networks)):
@@ -234,20 +236,6 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[FileFinding]:
             yield key, f"no such folder: {folder}{nearest_folder(folder)}"
         elif not folder.exists():
             notes.append(f"{dotted(key)}: {source} is not on this machine; training downloads it")
-        elif config.trainer.refers_to_base and key[-1] == "from" and (wrong := _no_plain_lora(folder)):
-            text = f"{config.trainer.algorithm} needs the model before it, too, which can be had of a LoRA alone"
-            yield key, f"{text}; {folder} {wrong}"
-
-
-def _no_plain_lora(source: Path) -> str | None:
-    """Why an adapter is none."""
-    files = [source] if source.is_file() else source.glob("*.safetensors")
-    try:
-        names = [name for file in files for name, _, _ in read_header(file)]
-    except HeaderError as error:
-        return f"cannot be read: {error}"
-    found = (name for name in names if re.search(r"lokr_|lora_magnitude_vector|dora_scale", name))
-    return next((f"also has {name}: a LoKr or a DoRA" for name in found), None)
 
 
 def _scheduler(config: Config, scheduler: Mapping[str, Any], notes: list[str]) -> Iterator[FileFinding]:
@@ -300,13 +288,10 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
     wrong = config.trainer.file_problems(config, found.get("train"), notes)
     yield from wrong
-    yield from _trainable(config)
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
         yield from _unread(index, reward, found, notes)
-        if reward.name == "questions" and reward.remote is None:
-            yield from _expected(str(reward.args.get("questions", COLUMN)), found)
         if reward.remote is not None:
             asked = reward.remote if isinstance(reward.remote, str) else ", ".join(reward.remote)
             notes.append(f"rewards.{index}.remote: {asked} is asked when training starts")
@@ -349,11 +334,11 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         and reward.weight != 0
         and genrl_rewards.declaration(origin).gradients is False
     ):
-        fit = [label for label, fits in zip(config.reward_labels, _with_gradients(config), strict=True) if fits]
-        instead = f"train on {fit[0]}" if fit else "train on clipscore, pickscore, aesthetic, hpsv2 or imagereward"
-        text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
-        text += f" (it does not say `differentiable = True`); {instead} and give this one weight 0"
-        yield key, f"{text}, or use flow_grpo or diffusion_nft, which need none"
+        text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients (it does not "
+        text += (
+            "say `differentiable = True`); train on clipscore, pickscore, aesthetic, hpsv2 or imagereward and give it"
+        )
+        yield key, f"{text} weight 0, or use flow_grpo or diffusion_nft, which need none"
     if origin.kind == "object" and (reward.isolate or (config.engine is not None and config.engine.reward_workers)):
         text = "was made in this process and cannot be sent to another; put it into a file, and name file.py:name"
         yield key, f"{reward.name} {text}"
@@ -387,68 +372,6 @@ def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: 
     else:
         served = f"{reward.name} reads it where it is served with --arg {column}={column}"
         notes.append(f"rewards.{index}.remote: {says}; {served}")
-
-
-def _expected(column: str, found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
-    """Of each source, the first row that the reward `questions` cannot read; a column that is missing."""
-    yield from _missing("questions", [column], found)
-    for name, rows in found.items():
-        for row in rows.rows if column in rows.column_names else ():
-            try:
-                pairs(row.columns[column])
-            except ValueError as error:
-                yield ("prompts", name), f"line {row.line}, column {column}: {error}"
-                break
-
-
-def _with_gradients(config: Config) -> Iterator[bool]:
-    """Of each reward, whether its source says that it has gradients."""
-    for reward in config.rewards:
-        try:
-            yield genrl_rewards.declaration(genrl_rewards.resolve(reward.name)).gradients is True
-        except ValueError:
-            yield False  # told in its own place
-
-
-def _trainable(config: Config) -> Iterator[FileFinding]:
-    """One reward that can be trained, where it is, and none where it is not."""
-    trains = config.trainer.trains_reward
-    found, surely = [], True
-    for index, reward in enumerate(config.rewards):
-        try:
-            origin = genrl_rewards.resolve(reward.name)
-        except ValueError:
-            surely = False  # told elsewhere, or known where it runs
-            continue
-        if genrl_rewards.declaration(origin).trainable:
-            found.append(index)
-        elif origin.kind != "built-in":
-            surely = False  # it may inherit what its source does not show
-    if trains and not found and surely:
-        text = f"{config.trainer.algorithm} trains one of them; "
-        text += "add {name: dino_adversary, args: {model: ...}}, or see docs/adv_grpo.md"
-        yield ("rewards",), text
-    for index in found if not trains else found[1:]:
-        text = "is trained beside the model, "
-        text += (
-            "and there is another such reward; keep one"
-            if trains
-            else "which this algorithm does not do (adv_grpo does)"
-        )
-        yield ("rewards", index, "name"), text
-    for index in found if trains else ():
-        reward = config.rewards[index]
-        if reward.weight == 0:
-            text = "the samples are not rewarded by what is trained to judge them; give it a weight"
-            yield ("rewards", index, "weight"), text
-        for key, why in (
-            ("remote", "it is trained in this process"),
-            ("isolate", "it is trained in this process"),
-            ("cache", "its scores change with every update"),
-            ("offload", "its optimiser's state stays on the device, and its weights with it"),
-        ):
-            if getattr(reward, key):
-                yield ("rewards", index, key), f"{why}; remove it"
 
 
 def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[FileFinding]:

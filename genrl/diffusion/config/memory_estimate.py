@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from genrl.config.errors import ConfigError
 from genrl.config.folders import is_gguf
+from genrl.config.loading import load
 from genrl.config.optimizers import LARGEST_COPY
 from genrl.config.sections import BITS
 from genrl.diffusion.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder, quantized
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
 HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,10 +71,7 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     offload = config.model.offload
     weights = {component.name: weight_bytes(config, component) for component in components}
     encoders = sum(size for name, size in weights.items() if is_text_encoder(name))
-    vae = weights.get("vae", 0)
-    away = [
-        name for name in weights if (is_text_encoder(name) and offload.text_encoders) or (name == "vae" and offload.vae)
-    ]
+    away = [name for name in weights if is_text_encoder(name) and offload.text_encoders]
     parts = [(f"weights of {name}", size) for name, size in weights.items() if name not in away]
     trained = trained_parameters(config, components)
     if config.trains_shards and offload.denoiser:  # a share waits on the CPU with its gradients and optimiser state
@@ -83,7 +83,7 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     training += [("rounded weights of autocast, for the backward pass", _rounded(config, components))]
     parts += training
     taken = sum(size for _, size in training)
-    decoding = _decoding(config, components) + (vae if offload.vae else 0)
+    decoding = _decoding(config, components)
     parts.append(("decoding, beyond what training needs", max(0, decoding - taken)))
     waits = encoders if offload.text_encoders == "between" else 0
     parts.append(("text encoders while they encode, beyond that", max(0, waits - max(taken, decoding))))
@@ -174,9 +174,6 @@ def _half(config: Config) -> bool:
 def snapshots(config: Config) -> list[str]:
     """Copies of the trained parameters that a run comes to keep, by what they are for."""
     names = ["average (ema)"] if config.ema is not None else []
-    monitor = config.evaluation.monitor
-    if monitor is not None and monitor.action == "roll_back":
-        names += ["best evaluation (monitor)"]
     names += config.trainer.snapshots(config)
     lora = config.model.lora
     is_base = lora is not None and (config.trainer.refers_to_base or not (lora.begin or lora.frozen))
@@ -274,3 +271,75 @@ def _decoding(config: Config, components: tuple[Component, ...]) -> int:
     batch = 1 if config.model.slice_vae else config.sampling.batch_size
     wide = int(channels[min(1, len(channels) - 1)])
     return 5 * wide * height * width * frames * batch * HELD_BYTES[config.model.dtype]
+
+
+CARDS = (12, 16, 24, 40, 80)
+"""GB of common cards."""
+SHARE = 0.92
+"""Of a card's memory that a run may take: the rest is the allocator's and the libraries'."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change, and the peak after it and all before."""
+
+    change: str
+    """As `key=value`; empty for the configuration as it is."""
+    num_bytes: int
+
+
+def steps(file: Path, overrides: Sequence[str], components: tuple[Component, ...], card: float) -> list[Step]:
+    """The configuration as it is, and then one change after the other until it fits on a card of so many bytes: first
+    what costs time alone, then what rounds, then what changes training, at last what costs most time. Left out is what
+    the configuration has, what cannot be with it, and what saves less than a hundredth."""
+    config = _loaded(file, overrides)
+    assert config is not None
+    found, taken = [Step("", _peak(config, components))], list(overrides)
+    for change in _changes(config):
+        if found[-1].num_bytes <= SHARE * card:
+            break
+        changed = _loaded(file, [*taken, *change.split(" ")])
+        if changed is None or (size := _peak(changed, components)) > 0.99 * found[-1].num_bytes:
+            continue
+        found.append(Step(change, size))
+        taken += change.split(" ")
+    return found
+
+
+def fitting(found: Sequence[Step], card: float) -> list[Step] | None:
+    """The shortest beginning of the steps after which a run fits on a card of so many bytes; None = not with all."""
+    for end, step in enumerate(found, start=1):
+        if step.num_bytes <= SHARE * card:
+            return list(found[:end])
+    return None
+
+
+def _changes(config: Config) -> Iterator[str]:
+    model, size = config.model, config.sampling.batch_size
+    yield "model.offload.text_encoders=encode_then_free"
+    if model.offload.text_encoders is None:
+        yield "model.offload.text_encoders=between"
+    yield "model.slice_vae=true"
+    yield "model.gradient_checkpointing=true"
+    if model.dtype == "float32":
+        yield "model.dtype=bfloat16 model.autocast=null"
+    yield "optimizer.name=adamw_8bit"
+    if model.quantize is None:
+        yield "model.quantize=int8"
+    while size > 1:
+        size = -(-size // 2)
+        yield f"sampling.batch_size={size}"
+    yield "model.quantize=nf4"
+    yield "model.quantize=null model.offload.denoiser=blocks"
+
+
+def _loaded(file: Path, overrides: Sequence[str]) -> Config | None:
+    try:
+        config = load(file, list(overrides))
+    except ConfigError:
+        return None
+    return config if isinstance(config, Config) else None
+
+
+def _peak(config: Config, components: tuple[Component, ...]) -> int:
+    return sum(size for _, size in memory(config, components))

@@ -63,16 +63,14 @@ class DiffusionMethod(Method):
     differentiates_rewards: ClassVar[bool] = False
     """Whether gradients come through the rewards and the decoder."""
     trains_reward: ClassVar[bool] = False
-    """Whether one of the rewards is trained beside the model. `genrl eval RUN` loads it from what the run saved as
-    `adversary`; a module that saves it otherwise defines `load_trained(scorers, folder)`."""
+    """Whether one of the rewards is trained beside the model. Its module has `load_trained(scorers, folder)`, by which
+    `genrl eval RUN` puts the reward into the state of the run's newest checkpoint."""
     reads_pictures: ClassVar[bool] = False
     """Whether it reads the pictures of a data set by itself, row by row."""
     checks_data: ClassVar[bool] = False
     """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
     not_in_float16: ClassVar[str] = ""
     """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
-    not_fitted: ClassVar[str] = ""
-    """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
     not_divided: ClassVar[str] = ""
     """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
     takes_older_samples: ClassVar[bool] = False
@@ -205,12 +203,10 @@ class Updating(DiffusionMethod):
 
     @property
     def updates(self) -> int:
-        """Optimiser steps in one pass over the samples of an iteration."""
         return self.updates_per_iteration
 
     @property
     def epochs(self) -> int:
-        """Passes over the samples of an iteration."""
         return self.inner_epochs
 
 
@@ -280,7 +276,6 @@ class Config(RunConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.trainer.uses_reference
 
     @property

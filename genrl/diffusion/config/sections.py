@@ -7,10 +7,15 @@ The text under each field is its description: it goes into the JSON schema (`gen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from genrl.config.errors import Finding
+from genrl.config.folders import PROCESSORS, no_transformers_model, read_json
+from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Text, Whole
 from genrl.config.sections import EvaluationBase, LoRA, Outage, Precision, Quantized
 
@@ -34,8 +39,6 @@ class Offload(Section):
     between = they are on the CPU except while they encode; null = always on the device."""
     denoiser: Literal["blocks"] | None = None
     """blocks = its frozen weights wait on the CPU, and a block is on the device while it computes; null = they stay."""
-    vae: Literal["between"] | None = None
-    """between = it is on the CPU except while it encodes or decodes; null = always on the device."""
 
 
 class Model(Section):
@@ -71,9 +74,8 @@ class Model(Section):
     offload: Offload = Offload()
     """What leaves the device while it is idle."""
     encodings: Text | None = None
-    """Folder in which encodings of prompts are kept for other processes and later runs; null = only in memory."""
-    encodings_gb: Positive = 20.0
-    """Most that the folder may hold, in GB; what was used longest ago goes first."""
+    """Folder in which encodings of prompts are kept for other processes and later runs, up to 20 GB: what was used
+    longest ago goes first; null = only in memory."""
     slice_vae: Flag = False
     """Decode pictures one at a time: less memory for large ones; equal up to rounding."""
     tile_vae: Flag = False
@@ -90,8 +92,6 @@ class Kernels(Section):
     of queries and keys; gate, residual, norm and modulation."""
     attention: Attention | None = None
     """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
-    evaluation_attention: Attention | Literal["sage"] | None = None
-    """Another one for evaluation, where no ratio depends on it; null = as in training."""
     compile: Flag | Literal["cuda_graphs"] = False
     """Compile the denoiser with torch, in sampling, training and evaluation: true, or cuda_graphs = with its launches
     recorded too (a GPU; algorithms flow_grpo and diffusion_nft; not tried on one yet)."""
@@ -240,13 +240,67 @@ class Evaluation(EvaluationBase):
 class Engine(Section):
     """Where samples are generated, if not in the processes that train (docs/ray.md)."""
 
-    kind: Literal["ray"]
-    """ray = by Ray actors, each with a copy of the pipeline."""
     rollout_workers: Count
-    """Actors that generate samples, over all processes; together with those that score, at most one per CPU of the
-    cluster."""
+    """Ray actors that generate samples, each with a copy of the pipeline, over all processes; together with those that
+    score, at most one per CPU of the cluster."""
     reward_workers: Whole = 0
     """Actors that score, each with all rewards that are on no server; 0 = the processes that train score."""
     address: Text | None = None
     """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or one that is started
     here and ends with the run."""
+
+
+class Rewriter(Section):
+    """A language model that rewrites prompts, trained beside the flow model (PromptRL)."""
+
+    path: Text
+    """Folder of a saved transformers model, a causal language model or one that sees, or a hub id such as org/name. One
+    that sees is shown the pictures of sampling.inputs before its instruction."""
+    dtype: Precision = "float32"
+    """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
+    instruction: Text = (
+        "Rewrite this prompt for an image generator, so that the image shows exactly what it asks for. "
+        "Write the new prompt between <answer> and </answer>.\n\n{prompt}"
+    )
+    """The instruction to the language model; {prompt} stands for the prompt. It is the user's message if the tokenizer
+    has a chat template."""
+    max_new_tokens: Count = 128
+    """Longest answer; one that does not end by then has format reward 0."""
+    lr: Positive = 1e-4
+    """Learning rate of its own AdamW, constant (PromptRL, all weights: 3e-7)."""
+    kl_weight: NonNegative = 0.01
+    """Weight of the divergence (k3) from the model before training (PromptRL: 0.01)."""
+
+    def problems(self) -> Iterator[Finding]:
+        """What cannot work."""
+        if self.dtype == "float16":
+            text = "its losses are not scaled, and small gradients vanish in float16; use bfloat16 or float32"
+            yield ("trainer.rewriter.dtype",), text
+        if (times := self.instruction.count("{prompt}")) != 1:
+            text = f"holds {{prompt}} {times} times; write it once, where the prompt is to stand"
+            yield ("trainer.rewriter.instruction",), text
+
+    def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
+        """Whether its folder holds a language model, with room for answers."""
+        key, path = ("trainer", "rewriter", "path"), Path(self.path).expanduser()
+        if wrong := no_transformers_model(".".join(key), self.path, notes):
+            yield key, wrong
+        if wrong or not path.is_dir():
+            return
+        settings, tokenizer = read_json(path / "config.json"), read_json(path / "tokenizer_config.json")
+        kinds, seen = settings.get("architectures") or [], settings.get("vision_config")
+        if kinds and not seen and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+            text = f"{path} is a {', '.join(map(str, kinds))}; a rewriter is a causal language model (...ForCausalLM)"
+            yield key, f"{text} or one that sees, with a vision_config"
+        if seen and not any((path / name).is_file() for name in PROCESSORS):
+            text = f"{path} sees, but has no image processor ({' or '.join(PROCESSORS)})"
+            yield key, f"{text}; save the processor of the original model there"
+        if not tokenizer:
+            yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
+        elif tokenizer.get("eos_token") is None:
+            yield key, f"the tokenizer of {path} has no eos_token, so no answer would ever end; set it and save it"
+        settings |= settings.get("text_config") or {}
+        room = settings.get("max_position_embeddings") or settings.get("n_positions")
+        if isinstance(room, int) and self.max_new_tokens >= room:
+            text = f"{self.max_new_tokens} new tokens leave no place for the prompt in {room} positions of {path}"
+            yield ("trainer", "rewriter", "max_new_tokens"), f"{text}; use {room // 2} or less"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from genrl.config import LoRA
 from genrl.diffusion.config.estimate import fits, matches
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 from genrl.diffusion.policy import lora_files
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline

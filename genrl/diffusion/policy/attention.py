@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,16 +24,6 @@ class Switches:
     """Whether `genrl.kernels.fused` compiles what lies between the matrix products, which puts our blocks in."""
     attention: AttentionBackend | None = None
     """None: as `auto`, or diffusers' own processors where `fused` is off too."""
-
-    @contextmanager
-    def attending(self, attention: AttentionBackend | None) -> Iterator[None]:
-        """Within the block this attention back-end runs; None: no other."""
-        before = self.attention
-        self.attention = attention or before
-        try:
-            yield
-        finally:
-            self.attention = before
 
 
 class Norm(Protocol):

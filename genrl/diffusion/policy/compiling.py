@@ -11,17 +11,23 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
+from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
+from genrl.diffusion.config.model_rules import CONTEXT, DIVIDED
 from genrl.kernels.machine import compile_problem
+from genrl_rewards.models.accounts import collected
 
 MOST = 16
 """Calls of a denoiser that may have to be compiled: those of training and evaluation, whole and last micro-batches,
@@ -101,3 +107,26 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     named = [(str(k), value) for k, value in enumerate(args)] + list(kwargs.items())
     return ", ".join(f"{name} {list(value.shape)}" for name, value in named if isinstance(value, Tensor))
+
+
+def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.device) -> None:
+    """Have every group of processes, of which there are `replicas`, compute the tokens of its samples together, from
+    here on. Raises ValueError for a denoiser of which diffusers divides none."""
+    context = torch.distributed.get_world_size() // replicas
+    mesh = init_device_mesh(device.type, (replicas, 1, context), mesh_dim_names=("replica", "ring", "ulysses"))
+    for name, denoiser in denoisers.items():
+        if not any(one.__name__ in DIVIDED for one in type(denoiser).mro()):  # FSDP makes a subclass of it
+            raise ValueError(f"{CONTEXT}: the tokens of a {type(denoiser).__name__} ({name}) are not divided; write 1")
+        settings = ContextParallelConfig(ulysses_degree=context, mesh=mesh["ring", "ulysses"])
+        with collected([]), _one_device_each(device):  # that it is experimental, which the page says
+            denoiser.enable_parallelism(config=settings)  # type: ignore[operator]
+
+
+@contextmanager
+def _one_device_each(device: torch.device) -> Iterator[None]:
+    """diffusers asks for the accelerators of a machine, of which one without has not one to divide by."""
+    if device.type != "cpu":
+        yield
+        return
+    with patch("torch.accelerator.device_count", lambda: 1), patch("torch._C._get_accelerator", lambda: device):
+        yield

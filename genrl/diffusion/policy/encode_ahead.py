@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.model_rules import is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.evaluate import evaluation_arguments
@@ -77,7 +77,7 @@ def _require_room(policy: Policy, count: int) -> None:
         limit, advice = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2, "half of this machine's memory"
         remedy = "name a folder for them (model.encodings), or write model.offload.text_encoders: between"
     else:
-        limit, advice, remedy = memo.store.most, "model.encodings_gb allows", "allow more, or take fewer prompts"
+        limit, advice, remedy = memo.store.most, "a folder may hold", "take fewer prompts"
     if total > limit:
         raise ValueError(
             f"model.encodings: {count} encodings take about {total / 1e9:.0f} GB, more than {advice}; {remedy}"

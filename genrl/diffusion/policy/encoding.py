@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.model_rules import is_text_encoder
 from genrl.diffusion.policy.encoding_store import Store
 from genrl.runtime.weights.devices import empty_cache
 

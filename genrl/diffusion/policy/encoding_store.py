@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl.diffusion.config.files import model_folder
-from genrl.diffusion.config.memory_rules import is_text_encoder, quantized
+from genrl.diffusion.config.model_rules import is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
-GB = 10**9
+MOST_BYTES = 20 * 10**9
+"""Of a folder."""
 
 
 class Store:
@@ -69,7 +70,8 @@ class Store:
         self._size += size
         if self.written > self.most:
             raise ValueError(
-                f"model.encodings_gb: the encodings of this run alone take more than {self.most / GB:g} GB; allow more"
+                f"model.encodings: the encodings of this run alone take more than {self.most / 1e9:g} GB; take fewer "
+                "prompts, or write null"
             )
         if self._size > self.most:
             self._shrink()
@@ -108,7 +110,7 @@ def open_store(config: Config, device: torch.device) -> Store | None:
     parts += [str(model.autocast), device.type, json.dumps(_kinds(config), sort_keys=True)]
     folder = model_folder(config)
     parts += [] if folder is None else list(_files_of(folder))
-    return Store(Path(model.encodings).expanduser(), "\n".join(parts), model.encodings_gb * GB)
+    return Store(Path(model.encodings).expanduser(), "\n".join(parts), MOST_BYTES)
 
 
 def _kinds(config: Config) -> dict[str, str]:

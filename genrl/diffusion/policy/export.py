@@ -182,7 +182,7 @@ def _require_equal_adapters(denoiser: AdaptedDenoiser, folder: Path) -> None:
         raise ExportError(f"the adapter in {folder} has other weights, rank or alpha after reloading")
 
 
-def export(run: Path, out: Path, *, step: int | None = None, full: bool = False, form: Form = "diffusers") -> Path:
+def export(run: Path, out: Path, step: int | None = None, *, full: bool = False, form: Form = "diffusers") -> Path:
     """Write a run's model for plain diffusers into the new folder `out`, with its card; returns `out`.
 
     step: iterations of the checkpoint to take (None = the newest). full: the whole pipeline, a LoRA merged into it;

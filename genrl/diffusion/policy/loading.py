@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from genrl.diffusion.config.combinations import OURS
 from genrl.diffusion.config.files import folder_problems
-from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.model_rules import is_text_encoder
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.policy.interfaces import Pipeline

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from genrl.config.folders import hub_file, read_json
 from genrl.config.weight_files import file_problem
-from genrl.diffusion.config.memory_rules import is_text_encoder
+from genrl.diffusion.config.model_rules import is_text_encoder
 
 STANDARD = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """What diffusers and peft call their file."""

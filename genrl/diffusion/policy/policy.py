@@ -14,14 +14,16 @@ latents it made), `encode_prompt` (memoised: each distinct prompt is encoded onc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from genrl.diffusion.config.memory_rules import DENOISERS
+from genrl.diffusion.config.model_rules import DENOISERS
 from genrl.diffusion.config.pipeline_classes import source_of
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls
@@ -32,7 +34,6 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
-from genrl.diffusion.policy.untouched import Untouched
 from genrl.mdp.gaussian import Reduction
 
 
@@ -271,3 +272,51 @@ class Policy:
         if self._writes and torch.is_grad_enabled():  # into what the graph holds (Kandinsky 5)
             return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
         return None
+
+
+class Untouched:
+    """What `Policy` and its loading change on a pipeline beside its networks: class, scheduler, wrapped methods.
+
+    Adapters and weights stay as they are trained.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.kind, self.attributes = type(pipe), dict(vars(pipe))
+
+    def put_back(self, pipe: Pipeline) -> None:
+        """Undo the changes, in place."""
+        pipe.__class__ = self.kind
+        held = vars(pipe)
+        held.clear()
+        held.update(self.attributes)
+
+
+def guided(batch: Batch, scale: float | None) -> Batch:
+    """The same conditions under this guidance; None = as they are."""
+    return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
+
+
+def without_guidance(policy: Policy, batch: Batch) -> Batch:
+    """The same conditions for a policy that is trained without guidance.
+
+    Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
+    would be another condition than that of sampling. Beside it such pipelines extrapolate by `true_cfg_scale` where
+    they are given a negative prompt, some by default (Qwen-Image: 4); that is left out.
+    """
+    batch = batch if policy.embeds_guidance else guided(batch, 1.0)
+    if not guides_by_negative(policy, batch):
+        return batch
+    return replace(batch, sampling={**batch.sampling, "true_cfg_scale": 1.0})
+
+
+def guides_by_negative(policy: Policy, batch: Batch) -> bool:
+    """Whether the pipeline extrapolates from a negative prompt that it is given, by `true_cfg_scale`."""
+    taken = inspect.signature(type(policy.pipe).__call__).parameters
+    if "true_cfg_scale" not in taken or batch.sampling.get("negative_prompt") is None:
+        return False
+    return bool(batch.sampling.get("true_cfg_scale", taken["true_cfg_scale"].default) > 1)
+
+
+def without_prompts(batch: Batch) -> Batch:
+    """What guidance extrapolates from: no text, or the negative prompt that the pipeline is given."""
+    return replace(batch, prompts=[batch.sampling.get("negative_prompt") or ""] * len(batch))

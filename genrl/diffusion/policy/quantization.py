@@ -8,7 +8,7 @@ import transformers
 from diffusers import DiffusionPipeline
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 
-from genrl.diffusion.config.memory_rules import missing_components, missing_packages, quantized
+from genrl.diffusion.config.model_rules import missing_components, missing_packages, quantized
 from genrl.diffusion.config.sections import Model
 from genrl.runtime.weights.quantization import quantization_config
 

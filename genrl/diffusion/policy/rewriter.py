@@ -8,8 +8,9 @@ from a generator of their own: they are a function of the weights, the prompt an
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from genrl.diffusion.config.rewriter import Rewriter as RewriterSettings
+from genrl.data.prompts import Prompt
+from genrl.diffusion.config.sections import Rewriter as RewriterSettings
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.prompt_rl import completion_mask
 from genrl.runtime.folder.run import write_atomic
@@ -71,16 +73,13 @@ class Rewriter:
         self.forbidden = torch.tensor(_placeholders(base, self.tokenizer) if self.see else [], dtype=torch.int64)
         """Ids that stand for pictures or turns: never drawn, and left out of the normalisation of log-probabilities."""
         config = LoraConfig(
-            r=settings.lora.rank,
-            lora_alpha=settings.lora.alpha,  # type: ignore[arg-type]  # peft takes any number
-            target_modules=list(settings.lora.targets) if settings.lora.targets else "all-linear",
+            r=16,
+            lora_alpha=32,
+            target_modules="all-linear",
             exclude_modules=_outside(base) if self.see else None,
             task_type="CAUSAL_LM",
         )
-        try:
-            self.model = adapted(base, config, seed)
-        except ValueError as error:
-            raise ValueError(f"trainer.rewriter.lora.targets: {error}") from error
+        self.model = adapted(base, config, seed)
         self.model.to(device).eval()  # dropout off: what is trained is what wrote
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, weight_decay=0.0)
 
@@ -166,9 +165,9 @@ class Rewriter:
         return self._log_softmax(logits).gather(2, written.tokens[..., None])[..., 0]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
-        """Of what may be drawn, at the temperature of sampling, float32 [..., V]."""
+        """Log-probabilities of what may be drawn, float32 [..., V]."""
         allowed = logits.float().index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
-        return (allowed / self.settings.temperature).log_softmax(-1)
+        return allowed.log_softmax(-1)
 
     def rewrite(
         self,
@@ -279,3 +278,45 @@ class _Draw(LogitsProcessor):
         noisy = log_p - uniform.log().neg().log().to(log_p)
         self.log_probs.append(log_p.gather(1, noisy.argmax(1, keepdim=True))[:, 0])
         return noisy
+
+
+ANY = 1_000_000
+"""Tokenizers without a limit say that theirs is larger than this."""
+
+
+class TextRoom:
+    """Whether a text fits into the longest of a pipeline's text encoders; the others cut it, as ever.
+
+    The limit is the tokenizer's `model_max_length`, for those that take it (all but CLIP's) also `max_sequence_length`
+    of the call.
+    """
+
+    def __init__(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        parameter = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
+        called = arguments.get("max_sequence_length", parameter.default if parameter else None)
+        self.name, self.tokenizer, self.limit = "", None, 0
+        for name, part in sorted(pipe.components.items()):
+            if not name.startswith("tokenizer") or part is None:
+                continue
+            limit = int(getattr(part, "model_max_length", ANY))
+            if isinstance(called, int) and "CLIP" not in type(part).__name__:
+                limit = min(limit, called)
+            if limit > self.limit:
+                self.name, self.tokenizer, self.limit = name, part, limit
+
+    def length(self, text: str) -> int:
+        """Its tokens, those of the beginning and the end included."""
+        return len(self.tokenizer(text, verbose=False).input_ids) if self.tokenizer is not None else 0
+
+    def __call__(self, text: str) -> bool:
+        return self.tokenizer is None or self.limit >= ANY or self.length(text) <= self.limit
+
+    def check(self, prompts: Iterable[Prompt], source: str | None, model: str) -> None:
+        """Raise ValueError, with its line in `source`, for a prompt that the text encoders of `model` would cut."""
+        for row in prompts:
+            if not self(row.text):
+                raise ValueError(
+                    f"{source}:{row.line}: {self.length(row.text)} tokens, but {self.name} of {model} takes "
+                    f"{self.limit}: what comes after would not be drawn; shorten the prompt, or raise "
+                    "sampling.pipeline_args.max_sequence_length where the model has one"
+                )

@@ -25,7 +25,7 @@ from diffusers.loaders.single_file_utils import (
 from safetensors import safe_open
 
 from genrl.config.folders import is_gguf
-from genrl.diffusion.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.interfaces import Pipeline
 

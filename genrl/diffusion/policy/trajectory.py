@@ -222,6 +222,23 @@ class Trajectory:
     graphs: dict[int, Replayed] = field(default_factory=dict)
     """Step index i -> what `replay` would give before the first update, where its graph was kept."""
 
+    def take(self, rows: list[int]) -> Trajectory:
+        """The samples of these rows, of a segment in which nothing branches."""
+
+        def some(values: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {step: value[rows] for step, value in values.items()}
+
+        return replace(
+            self,
+            batch=self.batch.take(rows),
+            states=some(self.states),
+            next_states=some(self.next_states),
+            log_probs=some(self.log_probs),
+            final=self.final[rows],
+            initial=self.initial[rows],
+            predicted=None if self.predicted is None else self.predicted[rows],
+        )
+
     def step(self, index: int, batch: Batch | None = None) -> StepRecord:
         """A recorded step, under other conditions than it was sampled under where a `batch` is given. KeyError for a
         step that was not recorded."""

@@ -31,6 +31,12 @@ class Piece:
     slots: dict[int, list[int]]
     """Step -> slot of each recorded action."""
 
+    def of(self, slots: Collection[int]) -> Piece:
+        """The samples at these slots, of a piece in which nothing branches."""
+        every = next(iter(self.slots.values()))  # the same at all steps
+        rows = [row for row, slot in enumerate(every) if slot in slots]
+        return Piece(self.trajectory.take(rows), dict.fromkeys(self.slots, [every[r] for r in rows]))
+
 
 @dataclass(frozen=True)
 class Drawn:

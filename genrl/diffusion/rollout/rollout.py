@@ -9,10 +9,10 @@ batches that were recorded.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,9 +32,11 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.pruning import max_variance
 from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
 from genrl_rewards import compose
 from genrl_rewards.compose import Running
+from genrl_rewards.contract import nearest
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,13 @@ class MicroBatch:
     """The recorded segments that led to them."""
     images: Tensor
     """uint8 on the CPU: [B, 3, H, W], or [B, F, 3, H, W]. For pictures of the run; rewards had them as floats."""
+
+    def of(self, slots: Collection[int]) -> MicroBatch:
+        """The samples at these slots, of independent ones; pieces without an action have nothing to train."""
+        rows = [row for row, slot in enumerate(self.slots) if slot in slots]
+        pieces = [piece.of(slots) for piece in self.pieces if piece.slots]
+        some = [self.slots[r] for r in rows]
+        return MicroBatch(some, self.batch.take(rows), self.final[rows], self.sigmas, pieces, self.images[rows])
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,22 @@ class Rollouts:
             )
 
 
+def downsampled(rollouts: Rollouts, keep: int) -> Rollouts:
+    """The samples of each group that are trained on, where these are not all (PODS, arXiv 2504.13818). The totals of
+    the others are NaN, so that advantages are of the kept ones among themselves. Every micro-batch holds whole groups
+    of independent samples."""
+    groups = int(rollouts.group.max()) + 1
+    kept = max_variance(rollouts.total.view(groups, -1), keep).flatten()
+    slots = set(kept.nonzero()[:, 0].tolist())
+    return replace(
+        rollouts,
+        mine={position: one.of(slots) for position, one in rollouts.mine.items()},
+        total=torch.where(kept, rollouts.total, math.nan),
+        parts={label: torch.where(kept, values, math.nan) for label, values in rollouts.parts.items()},
+        slots=[[slot for slot in some if slot in slots] for some in rollouts.slots],
+    )
+
+
 def call_arguments(sampling: Sampling) -> dict[str, Any]:
     """Arguments of the pipeline call; what is null is left to the pipeline."""
     named = {
@@ -157,9 +182,8 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
     for argument, column in columns.items():
         for row in rows:
             if column not in row.columns:
-                near = difflib.get_close_matches(column, row.columns, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has no column {column!r}{hint}")
+                hint = nearest(column, row.columns)
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has no column {column!r}.{hint}")
             if not Path(row.columns[column]).is_file():
                 raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.layout import Contrast, Prune, Tree, pruned_depths
+from genrl.diffusion.steps.layout import Prune, Tree, pruned_depths
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp import tree as trees
-from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
+from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.credit import (
     PromptHistory,
     branch_extremes,
@@ -62,7 +62,7 @@ def estimate(
 
     grouped: whether these compare the samples of a prompt, whose spread is then logged.
     """
-    config, iteration = run.config, run.iteration
+    iteration = run.iteration
     advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     if grouped:
         meter.add_spread(group_statistics(rollouts.total, rollouts.group))
@@ -70,8 +70,8 @@ def estimate(
         meter.add_advantages(advantages, settings.advantage_clip)
         return independent_edges(advantages, steps)
     rewards = rollouts.total
-    if settings.layout.tree.contrast is not None:
-        advantages = contrasted(run, settings, settings.layout.tree, settings.layout.tree.contrast, rollouts)
+    if settings.layout.tree.contrast:
+        advantages = contrasted(run, settings, settings.layout.tree, rollouts)
         rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
     log_probs = torch.full((steps.plan.steps, rollouts.num_samples), torch.nan)
     if settings.layout.tree.credit != "mean":
@@ -80,7 +80,7 @@ def estimate(
         log_probs = run.gather(mine, log_probs)
     edges = tree_edges(
         settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
-        clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
+        clip=settings.advantage_clip, iteration=iteration,
     )  # fmt: skip
     meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)
     if edges.skipped and iteration == 0:
@@ -90,15 +90,13 @@ def estimate(
     return edges
 
 
-def contrasted(
-    run: DiffusionRun, settings: PolicyGradient, tree: Tree, contrast: Contrast, rollouts: Rollouts
-) -> Tensor:
+def contrasted(run: DiffusionRun, settings: PolicyGradient, tree: Tree, rollouts: Rollouts) -> Tensor:
     """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
-    history = PromptHistory(contrast.history)
+    history = PromptHistory(8)
     history.rewards = run.loop.memory.setdefault("prompt_history", {})
     scores = history.normalise(rollouts.total, rollouts.prompts)
     branch = torch.arange(rollouts.num_samples) // tree.ways
-    chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
+    chosen = branch_extremes(scores, branch, high=0.5, low=-0.5)
     clip = settings.advantage_clip
     return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
 
@@ -121,7 +119,6 @@ def tree_edges(
     *,
     clip: float,
     iteration: int,
-    iterations: int,
 ) -> Edges:
     """Of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of sampling.
 
@@ -136,7 +133,7 @@ def tree_edges(
         values = mean_of_leaves(parent, leaf_values)
     else:
         backup = path_softmax if settings.credit == "path_softmax" else level_softmax
-        values = backup(parent, leaf_values, from_table(log_probs, tree), settings.sharpness)
+        values = backup(parent, leaf_values, from_table(log_probs, tree), 1.0)
     skipped: list[int] = []
     if settings.normalise == "depth":
         values, skipped = normalise_per_depth(values, tree.depth)
@@ -144,9 +141,8 @@ def tree_edges(
         skipped = [depth for depth in skipped if depth - 1 in trained]
     counts = leaf_counts(parent, scored.view(-1, leaves))
     kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
-    if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
-        rewards = rewards.view(-1, leaves)
-        kept = kept & unpruned(settings.prune, tree, plan, rewards, iteration=iteration, iterations=iterations)
+    if settings.prune is not None:
+        kept = kept & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
     moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
     return Edges(
         to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
@@ -156,11 +152,9 @@ def tree_edges(
     )
 
 
-def unpruned(
-    settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, *, iteration: int, iterations: int
-) -> Tensor:
+def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
     """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
-    depths = pruned_depths(settings, plan, iteration=iteration, iterations=iterations)
+    depths = pruned_depths(settings, plan, iteration)
     kept = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
     if settings.width is None:
         return kept
@@ -168,7 +162,7 @@ def unpruned(
     if settings.width == "best_sibling":
         good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
     else:
-        good = extreme_leaves(rewards, extreme_count(rewards.shape[-1], settings.keep))
+        good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
     good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
     return kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
 

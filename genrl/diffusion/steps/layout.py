@@ -7,16 +7,16 @@ is here.
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from genrl.config.section import Count, NonNegative, Number, Positive, Section, Share, Ways, Whole
-from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, pruning_is_on, sliding_depths, unpruned_steps
+from genrl.config.errors import Finding
+from genrl.config.section import Count, Flag, Positive, Section, Share, Ways, Whole
+from genrl.diffusion.config.kernels import UP_TO_ONE
+from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, sliding_depths, unpruned_steps
 from genrl.mdp.windows import (
     backward_interval,
     check_window,
-    constant_hold,
-    exponential_hold,
     geometric_start_probabilities,
     growing_noise,
     moving_window,
@@ -25,6 +25,7 @@ from genrl.mdp.windows import (
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
     from genrl.diffusion.config.sections import Sampling
+    from genrl.diffusion.steps.settings import PolicyGradient
 
 RANDOM = ("random", "geometric")  # schedules whose windows are placed at random
 
@@ -39,15 +40,11 @@ class Window(Section):
     high: Count | None = None
     """The window ends before this step; null = before the last step, which only ddim can draw (with the number of steps
     here)."""
-    schedule: Literal["random", "progressive", "decaying", "geometric", "backward"] = "random"
-    """Its position in an iteration: uniform; moving down the schedule (MixGRPO), or faster and faster; early positions
-    more likely (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
+    schedule: Literal["random", "progressive", "geometric", "backward"] = "random"
+    """Its position in an iteration: uniform; moving down the schedule (MixGRPO); early positions more likely
+    (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
     every: Count = 25
-    """Iterations that it stays in one place (progressive; decaying: at first)."""
-    stride: Whole = 1
-    """Steps that it moves by (progressive, decaying); 0 = never (MixGRPO's frozen window)."""
-    decay_from: Whole = 13
-    """Start from which on it stays exp(-0.1) times shorter per step (decaying; MixGRPO: 13 of 25)."""
+    """Iterations that it stays in one place, to move by a step (progressive)."""
     ratio: Share = 0.5
     """Likelihood of a start against the one before it (geometric; TreeGRPO: 0.5); 1 = uniform."""
     shortest: Count | None = None
@@ -62,22 +59,8 @@ class Prune(Section):
     slide_every: Count | None = None
     """Move `depths` up the tree by one every so many iterations, as far as the last split; null = never."""
     width: Literal["best_sibling", "extremes"] | None = None
-    """Below the last split keep the better leaf of each parent, or the best and worst leaves; null = all."""
-    keep: Share = 0.5
-    """Share of the leaves that `extremes` keeps, half best and half worst."""
-    until: Share = 1.0
-    """Share of the iterations in which pruning is on, from the first."""
-
-
-class Contrast(Section):
-    """Train only the best and the worst leaf of each split, by scores over a prompt's history (B2-DiffuRL)."""
-
-    high: Number = 0.5
-    """The best is trained if its score is at least this."""
-    low: Number = -0.5
-    """The worst is trained if its score is below this."""
-    history: Whole = 8
-    """Earlier iterations of a prompt that its scores are measured against, besides the running one."""
+    """Below the last split keep the better leaf of each parent, or half of the leaves, the best and the worst; null =
+    all."""
 
 
 class Branching(Section):
@@ -97,16 +80,15 @@ class Tree(Branching):
     credit: Literal["mean", "path_softmax", "level_softmax"] = "mean"
     """Value of a shared edge: the mean of its leaves, or weighted by their likelihood along the path or level by
     level (TreeGRPO)."""
-    sharpness: NonNegative = 1.0
-    """Factor on the log-probabilities in the softmax weights; 0 = mean."""
     normalise: Literal["group", "depth"] = "group"
     """Advantages are those of the leaves, or of all values at one depth (BranchGRPO; four or more)."""
     weight: Literal["leaf_multiplicity", "per_edge"] = "leaf_multiplicity"
     """An edge counts as often as it has leaves (as if rollouts were separate), or once (BranchGRPO, TreeGRPO)."""
     prune: Prune | None = None
     """Edges that are not trained; null = all are."""
-    contrast: Contrast | None = None
-    """Train only the extremes of each split; null = all."""
+    contrast: Flag = False
+    """Train only the best and the worst leaf of each split, by scores over a prompt's last eight iterations: at least
+    0.5, or below -0.5 (B2-DiffuRL)."""
 
 
 class Layout(NamedTuple):
@@ -149,10 +131,7 @@ def fixed_window(window: Window, *, steps: int, iteration: int, iterations: int)
     if window.schedule == "backward":
         shortest = window.size if window.shortest is None else window.shortest
         return backward_interval(high, shortest=shortest, longest=window.size, stages=iterations, stage=iteration)
-    hold = partial(constant_hold, every=window.every)
-    if window.schedule == "decaying":
-        hold = partial(exponential_hold, every=window.every, threshold=window.decay_from)
-    return moving_window(window.size, window.low, high, iteration=iteration, hold=hold, stride=window.stride)
+    return moving_window(window.size, window.low, high, iteration=iteration, every=window.every)
 
 
 def random_windows(window: Window, *, steps: int) -> dict[range, float]:
@@ -211,7 +190,9 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
         noise |= dict(zip(branching, growing_noise(level, layout.noise_growth, len(branching)), strict=True))
     leaves = ways ** len(branching)
     if sampling.group_size % leaves:
-        raise ValueError(f"roots: {sampling.group_size} samples are not whole trees of {leaves} leaves")
+        near = max(leaves, sampling.group_size // leaves * leaves)
+        text = f"{sampling.group_size} samples are not whole trees of {leaves} leaves"
+        raise ValueError(f"roots: {text}; use {near} or {near + leaves}, or fewer splits")
     plan = make_plan(
         steps,
         noise=noise,
@@ -222,14 +203,11 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
     return plan if layout.tail_ratio is None else compress_tail(plan, layout.tail_ratio)
 
 
-def pruned_depths(settings: Prune, plan: SamplingPlan, *, iteration: int, iterations: int) -> range:
+def pruned_depths(settings: Prune, plan: SamplingPlan, iteration: int) -> Sequence[int]:
     """Depths (step + 1) whose edges are not trained in this iteration."""
-    if not settings.depths or not pruning_is_on(iteration, iterations, settings.until):
-        return range(0)
-    depths = range(min(settings.depths), max(settings.depths) + 1)
-    if settings.slide_every is None:
-        return depths
-    return sliding_depths(depths, iteration=iteration, interval=settings.slide_every, stop=max(plan.splits))
+    if settings.slide_every is None or not settings.depths:
+        return settings.depths
+    return sliding_depths(settings.depths, iteration=iteration, interval=settings.slide_every, stop=max(plan.splits))
 
 
 def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round]:
@@ -239,8 +217,8 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
     """
     steps, window, prune = sampling.num_inference_steps, layout.window, layout.prune
     still = prune is None and (window is None or window.schedule in RANDOM)
-    shares: dict[tuple[range | None, range], float] = {}
-    first: dict[tuple[range | None, range], int] = {}
+    shares: dict[tuple[range | None, tuple[int, ...]], float] = {}
+    first: dict[tuple[range | None, tuple[int, ...]], int] = {}
     plans: dict[range | None, SamplingPlan] = {}
     for iteration in range(1 if still else iterations):
         places: list[tuple[range | None, float]] = [(None, 1.0)]
@@ -251,9 +229,7 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
         for place, share in places:
             if place not in plans:
                 plans[place] = plan_of(sampling, layout, place)
-            depths = range(0)
-            if prune is not None:
-                depths = pruned_depths(prune, plans[place], iteration=iteration, iterations=iterations)
+            depths = () if prune is None else tuple(pruned_depths(prune, plans[place], iteration))
             shares[place, depths] = shares.get((place, depths), 0.0) + share
             first.setdefault((place, depths), iteration)
     whole = sum(shares.values())
@@ -275,3 +251,71 @@ def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> in
     if math.ceil(roots / max(1, together)) < num_processes:  # 5 roots in twos are 3 micro-batches, too few for 4
         together = roots // num_processes
     return max(1, min(config.sampling.batch_size, together))
+
+
+# Fields that the arithmetic of plans and windows complains about -> the keys they come from.
+PLAN_KEYS = {
+    "window": ("trainer.window",),
+    "roots": ("sampling.group_size", "trainer.tree"),
+    "splits": ("trainer.tree.at", "sampling.num_inference_steps"),
+    "at": ("trainer.tree.at", "trainer.window"),
+    "branching": ("trainer.tree.at",),
+    "noise": ("trainer.window",),
+    "ratio": ("trainer.tail_ratio", "trainer.window"),
+    "tail": ("trainer.tail_ratio",),
+    "depths": ("trainer.tree.prune.depths",),
+}
+
+
+def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Finding]:
+    """What is wrong with how a policy gradient is to sample, and which transitions it is to train. What the arithmetic
+    of windows and plans refuses is refused in its words."""
+    layout, steps = settings.layout, config.sampling.num_inference_steps
+    if steps < 2:
+        return
+    is_ddim, window = settings.kernel == "ddim", layout.window
+    last = steps if is_ddim else steps - 1
+    if window is not None and window_end(window, steps) > last:
+        text = f"there are {steps} steps" if is_ddim else f"the last of {steps} steps is never stochastic"
+        text = f"{text}, so the window must end by {last}; use {last} or null"
+        yield ("trainer.window.high", "sampling.num_inference_steps"), text
+        return
+    if layout.tail_ratio is not None and is_ddim:
+        text = "the solver of the tail is for flow models, ddim for others; write null"
+        yield ("trainer.tail_ratio", "trainer.kernel"), text
+    try:
+        settings.rounds(config)
+    except ValueError as error:
+        field, _, text = str(error).partition(": ")
+        yield PLAN_KEYS.get(field, ("trainer.tree",)), text
+    if layout.tree is not None:
+        yield from _tree(config, settings, layout.tree)
+
+
+def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
+    window, level, growth = settings.layout.window, settings.noise_level, settings.layout.noise_growth
+    steps, count, updates = config.sampling.num_inference_steps, most_splits(tree, window), settings.updates
+    reaches = settings.kernel == "ddim" and window is not None and window_end(window, steps) == steps
+    last = steps - 1 if reaches else steps - 2  # DDIM draws the last step where a window reaches it
+    if isinstance(tree.at, tuple) and (not tree.at or list(tree.at) != sorted(set(tree.at))):
+        yield ("trainer.tree.at",), "the steps that branch must rise, each named once"
+    elif isinstance(tree.at, tuple) and tree.at[-1] > last:
+        text = f"step {tree.at[-1]} cannot branch: those with noise are 0 to {last} (later ones have none); use these"
+        yield ("trainer.tree.at", "sampling.num_inference_steps"), text
+    roots = config.sampling.images_per_iteration // tree.ways**count
+    if updates > roots > 0:
+        text = f"a tree is trained on as a whole: {roots} trees are too few for {updates} updates"
+        yield ("trainer.updates_per_iteration", "trainer.tree"), f"{text}; use {roots} or less, or more prompts"
+    if config.in_step:
+        text = "sharded processes must make their model calls together, trees make different ones; write false, or null"
+        yield (config.sharded_by, "trainer.tree"), text
+    if level is not None and settings.kernel in UP_TO_ONE and level <= 1 < level * (1 + growth) and count > 1:
+        text = f"{settings.kernel} has levels up to 1, and {level:g} would grow to {level * (1 + growth):g}"
+        keys = ("trainer.tree.at", "trainer.noise_level", "trainer.kernel")
+        yield keys, f"{text}; use {1 / level - 1:g} or less"
+    if tree.contrast and count > 1:
+        text = "the best and worst of one split are compared, and there are several; write at: window_start"
+        yield ("trainer.tree.contrast", "trainer.tree.at"), text
+    if tree.contrast and tree.normalise == "depth":
+        text = "contrast has advantages of its own, over a prompt's history; write group"
+        yield ("trainer.tree.normalise", "trainer.tree.contrast"), text

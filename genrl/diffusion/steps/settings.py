@@ -24,8 +24,15 @@ from genrl.diffusion.config.schema import (
     in_pieces,
     too_few_steps,
 )
-from genrl.diffusion.steps.layout import Layout, Round, Window, most_micro_batches, roots_together, rounds_of
-from genrl.diffusion.steps.layout_rules import layout_problems
+from genrl.diffusion.steps.layout import (
+    Layout,
+    Round,
+    Window,
+    layout_problems,
+    most_micro_batches,
+    roots_together,
+    rounds_of,
+)
 from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:
@@ -94,7 +101,6 @@ class EveryStep(Stochastic):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return True
 
     def problems(self, config: Config) -> Iterator[Finding]:
@@ -112,7 +118,6 @@ class EveryStep(Stochastic):
         return Calls(float(drawn), 2.0 * backward, float(backward), float(trained))
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
         trained = range(config.sampling.num_inference_steps - 1)
         noise = dict.fromkeys(trained, self.noise_level or 0.0)
         chains = make_plan(len(trained) + 1, noise=noise, roots=config.sampling.group_size)
@@ -158,22 +163,18 @@ class PolicyGradient(Stochastic, Updating):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.kl_weight > 0
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether the graphs of sampling are kept for training."""
         return self.keep_graph
 
     @property
     def varies(self) -> bool:
-        """Whether iterations train different steps."""
         return self.layout.window is not None
 
     @property
     def grows_trees(self) -> bool:
-        """Whether samples share prefixes, so that updates and processes share out trees."""
         return self.layout.tree is not None
 
     def rounds(self, config: Config) -> list[Round]:
@@ -207,20 +208,20 @@ class PolicyGradient(Stochastic, Updating):
             keys = ("trainer.keep_graph", "trainer.updates_per_iteration", "trainer.inner_epochs")
             text = f"activations of sampling serve one update, and there are {updates} per iteration; use 1, or false"
             yield keys, text
-        for key, value, text in (
+        for key, wrong, text in (
             ("trainer.guidance_in_training", not self.guidance_in_training, "training makes other model calls"),
             ("model.gradient_checkpointing", config.model.gradient_checkpointing, "activations are not kept at all"),
             ("distributed.fsdp", config.distributed.fsdp, "sharded weights are gathered for one pass at a time"),
             ("model.offload.denoiser", config.model.offload.denoiser, "weights come to the device for one pass"),
+            (
+                "sampling.fit_batch",
+                config.sampling.fit_batch,
+                "kept graphs are of all micro-batches, whatever their size",
+            ),
+            ("kernels.compile", config.kernels.compile == "cuda_graphs", "a recorded call writes over the one before"),
         ):
-            if value:
+            if wrong:
                 yield ("trainer.keep_graph", key), f"{text}; write trainer.keep_graph: false"
-        if config.sampling.fit_batch:
-            text = "kept graphs are those of all micro-batches, whatever their size; write false in one of them"
-            yield ("sampling.fit_batch", "trainer.keep_graph"), text
-        if config.kernels.compile == "cuda_graphs":
-            text = "a recorded call writes over the activations of the one before; write true, or keep_graph: false"
-            yield ("kernels.compile", "trainer.keep_graph"), text
 
     def _divergence(self) -> Iterator[Finding]:
         keys = ("trainer.kl", "trainer.kernel")
@@ -294,7 +295,7 @@ class PolicyGradient(Stochastic, Updating):
                 yield f"steps {trained} trained, in {one.share:.1%} of the iterations ({len(rounds)} shapes)"
             yield describe(one.plan, one.trained, calls_per_state=guidance, replays_per_state=replays)
         tree, prune = self.layout.tree, self.layout.prune
-        if (tree is not None and tree.contrast is not None) or (prune is not None and prune.width is not None):
+        if (tree is not None and tree.contrast) or (prune is not None and prune.width is not None):
             yield "which leaves are trained depends on their scores: training calls are at most these"
 
 
@@ -313,7 +314,6 @@ class Windowed(GroupRelative):
 
     @property
     def layout(self) -> Layout:
-        """Which steps are noisy, branch and are trained."""
         return Layout(self.noise_level, self.window)
 
 
@@ -321,3 +321,11 @@ def mean_of(config: Config, rounds: Sequence[Round], count: Callable[[Round], in
     """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
     per_prompt = math.fsum(one.share * count(one) for one in rounds)
     return round(config.sampling.prompts_per_iteration * per_prompt, 6)
+
+
+def plain_scores(config: Config, aggregate: str) -> Iterator[Finding]:
+    """Refuse rewards that are normalised before they are aggregated."""
+    for index, reward in enumerate(config.rewards):
+        if reward.normalize != "none":
+            text = f"{aggregate} judges and normalises the scores themselves; write none"
+            yield (f"rewards.{index}.normalize", "trainer.aggregate"), text

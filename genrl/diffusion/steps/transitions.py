@@ -13,16 +13,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from genrl.diffusion.policy.guidance import without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.layout import roots_together
-from genrl.diffusion.steps.plans import Steps, choose_kernel
-from genrl.diffusion.steps.replays import Tensors, check_on_policy, evidence, replayed
+from genrl.diffusion.steps.plans import Steps, Tensors, check_on_policy, choose_kernel, evidence, replayed
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,

@@ -8,17 +8,10 @@ clip=5)`); the flow model learns from all of them, by its clipped surrogate and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
 from genrl.objectives.surrogates.policy_losses import importance_ratio, kl_k3
-
-
-def tagged_rewards(parts: Mapping[str, Tensor], tags: Sequence[str]) -> Tensor:
-    """Of each sample the reward that its tag names, [N] (reward tags). parts: scores [N] by reward."""
-    return torch.stack([parts[tag][slot] for slot, tag in enumerate(tags)])
 
 
 def joint_rewards(

@@ -53,7 +53,7 @@ def score_from_prediction(noisy: Tensor, prediction: Tensor, alpha_bar: Scalar, 
 
 
 def guided_score(unconditional: Tensor, conditional: Tensor, guidance_scale: float) -> Tensor:
-    """`s_0 + g (s_c - s_0)`: in place of the reference score, it makes guidance an implicit reward (the inner form).
+    """`s_0 + g (s_c - s_0)`: in place of the reference score, it makes guidance an implicit reward.
 
     [B, ...]; classifier-free guidance (arXiv 2207.12598, eq. 6).
     """
@@ -87,34 +87,18 @@ def diff_instruct_star_loss(
     return -_row(weight, product) * product
 
 
-def diff_instruct_loss(noisy: Tensor, score: Tensor, ref_score: Tensor, *, weight: Scalar) -> Tensor:
-    """`w sg(s_phi - s_ref)^T x_t`, [B]: the gradient of the Kullback-Leibler divergence instead (Diff-Instruct,
-    arXiv 2305.18455; DI++, arXiv 2410.18881). Scores are taken as constants; the graph runs through x_t alone."""
-    product = ((score - ref_score).detach() * noisy).flatten(1).sum(dim=1)
-    return _row(weight, product) * product
-
-
 def regularisation(
-    noisy: Tensor, noise: Tensor, sigma: Tensor, score: Tensor, ref_score: Tensor, *, through: bool
+    noisy: Tensor, noise: Tensor, sigma: Tensor, score: Tensor, ref_score: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(loss of the generator, score divergence without gradient), [B], with weight sigma^2, and c set by the size of
     a sample.
 
-    noisy, noise [B, ...], sigma [B]: x_t, and the noise in it. through: whether gradients go through the scores
-    (`diff_instruct_star_loss`), else `diff_instruct_loss`.
+    noisy, noise [B, ...], sigma [B]: x_t, and the noise in it. Gradients go through the scores.
     """
     weight, huber_c = sigma**2, huber_constant(noisy[0].numel())
     divergence = score_divergence(score, ref_score, weight=weight, huber_c=huber_c).detach()
-    if not through:
-        return diff_instruct_loss(noisy, score, ref_score, weight=weight), divergence
     conditional = score_from_noise(noise, sigma)
     return diff_instruct_star_loss(score, ref_score, conditional, weight=weight, huber_c=huber_c), divergence
-
-
-def outer_guidance_loss(noisy: Tensor, unconditional: Tensor, conditional: Tensor, *, weight: Scalar) -> Tensor:
-    """`-w sg(s_ref(x_t | c) - s_ref(x_t | 0))^T x_t`, [B]: guidance as an explicit reward, with its own alpha (7.5)."""
-    product = ((conditional - unconditional).detach() * noisy).flatten(1).sum(dim=1)
-    return -_row(weight, product) * product
 
 
 def score_matching_loss(score: Tensor, conditional_score: Tensor, *, weight: Scalar) -> Tensor:

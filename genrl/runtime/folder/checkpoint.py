@@ -69,11 +69,12 @@ def save(
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, object],
     keep: int,
+    spared: int | None = None,
     extra: Callable[[Path], None] | None = None,
     replace: bool = False,
 ) -> Path:
-    """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints. Rank 0 only;
-    the others call `save_shares`.
+    """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints, and that of the
+    step `spared`, the best one. Rank 0 only; the others call `save_shares`.
 
     tensors: file stem -> named tensors, any device and layout. state: JSON. extra: called with the temporary
     folder before the manifest is made, to write further files (the LoRA folder).
@@ -84,7 +85,7 @@ def save(
     Raises CheckpointError where the disk refuses; earlier checkpoints are then untouched.
     """
     assert keep >= 1 and step >= 0
-    final = folder / f"step-{step:06d}"
+    final = of_step(folder, step)
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
     shared = shares.shares_of(tensors)
     try:
@@ -114,7 +115,7 @@ def save(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(_write_failure(final, error)) from error
-    _rotate(folder, step, keep)
+    _rotate(folder, step, keep, spared)
     return final
 
 
@@ -144,6 +145,23 @@ def _telling(shared: Mapping[str, object]) -> Iterator[list[Path]]:
     finally:
         if shared:
             torch.distributed.broadcast_object_list([told[0] if told else None])
+
+
+def of_step(folder: Path, step: int | None) -> Path:
+    """Where the checkpoint of this step is, if there is one."""
+    return folder / f"step-{step or 0:06d}"
+
+
+def best_step(folder: Path) -> int:
+    """The step of the best evaluation, as the newest complete checkpoint remembers it; raises ValueError where it was
+    that of the model before training, or nothing was judged."""
+    newest = latest(folder)
+    memory = {} if newest is None else json.loads((newest / STATE).read_text(encoding="utf-8"))["memory"]
+    step = memory.get("collapse", {}).get("best")
+    if not step or problem(of_step(folder, step)) is not None:
+        why = "training has not bettered the model that it began with" if step == 0 else "no evaluation judged it yet"
+        raise ValueError(f"{folder.parent} has no best checkpoint: {why}; leave --best out for the newest")
+    return int(step)
 
 
 def steps(folder: Path) -> list[Path]:
@@ -334,7 +352,7 @@ def _seal(folder: Path, step: int, written: shares.Entries) -> None:
         _sync(path)
 
 
-def _rotate(folder: Path, step: int, keep: int) -> None:
+def _rotate(folder: Path, step: int, keep: int, spared: int | None) -> None:
     """After the commit, so a failure here costs disk space only and must not stop the training."""
     kept = 0
     unwanted = []
@@ -344,7 +362,7 @@ def _rotate(folder: Path, step: int, keep: int) -> None:
             continue
         if not later and kept < keep:
             kept += 1
-        else:
+        elif later or path != of_step(folder, spared):
             unwanted.append(path)
     for path in unwanted:
         try:

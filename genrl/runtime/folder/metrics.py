@@ -160,10 +160,38 @@ _EVALUATION = {
         "number of held-out samples without a score", "As `reward/<name>_failed`.", "samples"
     ),
     "eval/total_mean": MetricDoc("mean of the weighted sum over the held-out prompts", "As `eval/<name>_mean`."),
-    "eval/monitor_drop": MetricDoc(
-        "best evaluation of the watched reward so far - this one; only with `evaluation.monitor`",
-        "Above the tolerance in `patience` evaluations in a row: training ends.",
+    "eval/total_se": MetricDoc(
+        "standard error of `eval/total_mean`: standard deviation over the samples / sqrt(their number)",
+        "Two evaluations that differ by less than one of it, times sqrt(2), do not differ.",
+    ),
+    "eval/moved": MetricDoc(
+        "root mean squared difference of held-out pictures, reduced to 8 x 8, from those before training, same noise",
+        "How far the model has gone. Where it rises ever faster, or beside a reward that falls, the model is breaking.",
+        "of 1 = white",
+    ),
+    "eval/high_frequencies": MetricDoc(
+        "root mean squared difference of a pixel from the mean of its 3 x 3 neighbours, mean over held-out pictures",
+        "Confetti and noise raise it, blur lowers it: twice its first value, look at the pictures.",
+        "of 1 = white",
+    ),
+    "eval/diversity": MetricDoc(
+        "standard deviation over a prompt's held-out pictures (`evaluation.group_size`), reduced to 8 x 8; mean",
+        "Falls to 0 where every noise gives the same picture.",
+        "of 1 = white",
+    ),
+    "eval/below_best": MetricDoc(
+        "best evaluation so far - this one, of the figure that judges the run: total, success, accuracy or loss, or "
+        "that of `evaluation.monitor`; a best is better than the one before by more than noise",
+        "Above three standard errors (or the monitor's tolerance) twice in a row: `evaluation.on_collapse` acts.",
         "the reward's own",
+    ),
+}
+
+_COLLAPSE = {
+    "collapse/<name>": MetricDoc(
+        "of a held-out figure (total, success, a monitor's): how far below its best; of loss, grad_norm, kl: the "
+        "value that left its history; back, stopped: the iteration that the run went back to, or that was its best",
+        "The run collapses. Only where it is noticed; console, live page and report say what helps.",
     ),
 }
 
@@ -254,6 +282,7 @@ _FIRST: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
     "Evaluation": _EVALUATION,
+    "Collapse": _COLLAPSE,
     "Groups and advantages": _ADVANTAGES,
     "Chosen prompts": _SELECTION,
     "Update": _UPDATE,

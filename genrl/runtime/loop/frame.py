@@ -20,6 +20,8 @@ from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
+from genrl.runtime.folder.whole import whole_folder
+from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
@@ -220,10 +222,19 @@ def too_large(size: int, memory_hint: str) -> RuntimeError:
 
 
 def say_result(
-    loop: Loop, rows: Sequence[Mapping[str, float]], metric: str, *, label: str, pictures: str, result: str
+    loop: Loop,
+    rows: Sequence[Mapping[str, float]],
+    metric: str,
+    *,
+    label: str,
+    pictures: str,
+    result: str,
+    best: Path | None = None,
+    write: Callable[[Path, int], object] = lambda place, step: None,
 ) -> None:
     """What the evaluations of `eval/<metric>_mean` came to (`rows` of metrics), where the report is, and the result, or
-    how to go on."""
+    how to go on. best: where that of the best evaluation is written beside it, by `write(place, step)`; None = nowhere,
+    it is exported by hand."""
     run, say = loop.process.run, loop.process.progress.say
     known = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
     if len(known) > 1:
@@ -236,6 +247,22 @@ def say_result(
     say(f"{pictures}: {write_report(run.folder)}")
     if loop.is_complete:
         say(result)
+        say(_best_said(loop, best, write))
     else:
         how = f"genrl.resume({str(run.folder)!r}, ...)" if loop.process.in_script else f"genrl resume {run.folder}"
         say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: {how}")
+
+
+def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], object]) -> str:
+    """Write the model of the best evaluation beside the last; what to say of the two."""
+    step = collapse.best(loop)
+    if step == loop.iteration:
+        return "this is the last iteration, and the best"
+    if not step:
+        return "this is the last iteration; no evaluation was better than one before training by more than noise"
+    if place is not None:
+        with whole_folder(place) as whole:
+            write(whole, step)
+    where = f"genrl export {loop.process.run.folder} --best" if place is None else str(place)
+    best = f"the best by more than noise is {step} ({collapse.best_score(loop):.3f}): {where}"
+    return f"this is the last iteration; {best}; `--best` of export, sample, eval and compare takes it"

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object, set_seed
 from genrl.config.optimizers import Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
-from genrl.runtime.loop import idle, monitor, saving
+from genrl.runtime.loop import collapse, idle, saving
 from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
 from genrl.runtime.loop.process import peak_memory_mb
@@ -55,18 +55,20 @@ class Loop(State):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no iteration is left to do, or the monitor has ended the run."""
-        return self.iteration >= self.config.iterations or monitor.ended_at(self) is not None
+        """Whether no iteration is left to do, or a collapse has ended the run."""
+        return self.iteration >= self.config.iterations or collapse.ended(self)
 
     def iterations(self) -> Iterator[int]:
-        """The iterations still to do of this method, 0-based; fewer where the process is asked to end, or the monitor
+        """The iterations still to do of this method, 0-based; fewer where the process is asked to end, or a collapse
         ends the run."""
-        monitor.prepare(self)
+        collapse.resume(self)
         if self.iteration == 0 and not self._evaluated:
             found = self._evaluate()
             if found:
                 self.process.log.log(0, found)
             self._evaluated = True
+            if collapse.to_be_saved(self):
+                self.save()
         if self.unfinished_row is not None:
             row = self.unfinished_row | (self._evaluate() if self.evaluates_at(self.iteration) else {})
             if self.is_main:  # a run that was stopped again since has written this row before
@@ -74,6 +76,8 @@ class Loop(State):
             self.process.log.log(self.iteration, row)
             self.unfinished_row = None
             self.outdated = True
+            if collapse.to_be_saved(self):
+                self.save()
         while not self.is_complete and not any_rank(self.process.stop.requested, self.process.accelerator):
             if self.before_iteration is not None:
                 self.before_iteration()
@@ -97,6 +101,7 @@ class Loop(State):
         self.optimization.schedule = self.schedule
         if self.iteration == first:
             self.optimizer.state.clear()
+            collapse.forget_histories(self)
             for group in self.optimizer.param_groups:
                 group["steps"] = 0
 
@@ -181,6 +186,7 @@ class Loop(State):
             "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
         }
         idle.note(self, row)
+        row |= collapse.note(self, row)
         self.optimization.updates = self.optimization.other_updates = 0
         self.unfinished_row = row | _timing_row(self, elapsed)  # until it is written
         if self.evaluates_at(self.iteration):
@@ -194,7 +200,7 @@ class Loop(State):
         idle.check(self, row)
         if self.on_iteration is not None:
             self._tell({"step": self.iteration} | row | _timing_row(self, elapsed))
-        if self.iteration % self.config.checkpoint.every == 0 or last:
+        if self.iteration % self.config.checkpoint.every == 0 or last or collapse.to_be_saved(self):
             self.save()
 
     def evaluates_at(self, iteration: int) -> bool:
@@ -216,7 +222,7 @@ class Loop(State):
         self._seed_globals("evaluation")
         with self.timed("eval"), self.averaged():
             found = self.trained.evaluate(self.iteration)
-        return found | monitor.watch(self, found) if found else found
+        return found | collapse.watch(self, found) if found else found
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +48,7 @@ def save(loop: State) -> None:
                 "kept": kept_trees,
             },
             keep=loop.config.checkpoint.keep,
+            spared=loop.memory.get("collapse", {}).get("best"),
             extra=partial(_write_beside, loop),
             replace=loop.outdated,
         )
@@ -82,11 +84,24 @@ def _write_beside(loop: State, folder: Path) -> None:
 def restore(loop: State, path: Path) -> None:
     """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
     loaded = checkpoint.load(path, in_shares=True, hashes=False)
-    loop.weights.restore(loaded.tensors)
-    load_optimizer_state(loop.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
+    _fill(loop, loaded)
     loop.optimization.steps, loop.iteration = loaded.state["optimizer_steps"], loaded.step
     loop.saved = loaded.step
     loop.unfinished_row, loop.memory = loaded.state["unfinished_row"], loaded.state["memory"]
     loop.kept.restore(loaded.tensors, loaded.state["kept"])
     if loop.retries and "batch_size" in loop.memory:
         loop.trained.resize(loop.memory["batch_size"])
+
+
+def _fill(loop: State, loaded: checkpoint.Loaded) -> None:
+    loop.weights.restore(loaded.tensors)
+    load_optimizer_state(loop.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
+
+
+def go_back(loop: State, step: int) -> dict[str, Any]:
+    """What is trained, its optimiser and what is kept beside it become those of a checkpoint of this run, while the
+    iterations, and what methods remember of them, go on. Returns what was remembered then."""
+    loaded = checkpoint.load(checkpoint.of_step(loop.process.run.checkpoints, step), in_shares=True)
+    _fill(loop, loaded)
+    loop.kept.put_back(loaded.tensors, loaded.state["kept"])
+    return dict(loaded.state["memory"])

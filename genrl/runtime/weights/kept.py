@@ -62,6 +62,12 @@ class Kept:
         """What `pack` gave, for those that are kept from here on."""
         self.restored = {name: state.unpack(tensors.get(f"kept-{name}", {}), tree) for name, tree in trees.items()}
 
+    def put_back(self, tensors: Mapping[str, Mapping[str, Tensor]], trees: Mapping[str, Any]) -> None:
+        """What iterations change gets the state that `pack` gave once."""
+        for name, thing in self.changing.items():
+            if name in trees:
+                _load(thing, state.unpack(tensors.get(f"kept-{name}", {}), trees[name]))
+
 
 def _load(thing: Stateful, tree: dict[str, Any]) -> None:
     if isinstance(thing, Optimizer):

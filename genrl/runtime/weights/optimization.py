@@ -25,7 +25,7 @@ from genrl.runtime.weights.weights import AVERAGE, Weights
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of a step: linear warm-up, then constant, linear or cosine to 0.
+    """The learning rate of a step: linear warm-up, then constant, or falling to the lowest.
 
     steps: optimiser steps of the run, where the schedule follows these; None = the warm-up follows the steps of a
     parameter group, the rest the iterations. rates: of each group before the schedule. first: the iteration that it
@@ -41,11 +41,12 @@ class Schedule:
     def rate(self, group: str, *, group_steps: int, all_steps: int, iteration: int) -> float:
         """Of the (0-based) step."""
         settings = self.settings
+        falls = settings.schedule_iterations or self.iterations
         if self.steps is not None:
-            return scheduled(self.rates[group], settings, all_steps, self.steps)
+            return scheduled(self.rates[group], settings, all_steps, self.steps * falls // self.iterations)
         warm = min(group_steps, settings.warmup_steps)  # a step of the warm-up, then an iteration
         step = warm if warm < settings.warmup_steps else warm + iteration - self.first
-        return scheduled(self.rates[group], settings, step, settings.warmup_steps + self.iterations)
+        return scheduled(self.rates[group], settings, step, settings.warmup_steps + falls)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Optimization:
     """Of the weights; None = none is kept."""
     loss_scale: float = 1.0
     """Factor on losses before their backward pass, undone in the gradients: for float16."""
+    slowed: float = 1.0
+    """Factor on the learning rate, of a run that has gone back (`genrl.runtime.loop.collapse`)."""
     iteration: int = 0
     steps: int = 0
     """Optimiser steps so far, those without a gradient included: the position in the schedule."""
@@ -137,7 +140,7 @@ class Optimization:
                 continue
             self._clip(group["params"], parts[name], norm)
             rate = self.schedule.rate(name, group_steps=done - 1, all_steps=self.steps, iteration=self.iteration)
-            set_rate(group, rate)
+            set_rate(group, rate * self.slowed)
             moved = True
         if moved:
             self.optimizer.step()
@@ -232,9 +235,10 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def scheduled(rate: float, config: Optimizer, step: int, total_steps: int) -> float:
-    """Learning rate of the (0-based) optimiser step: linear warm-up, then constant, linear or cosine to 0."""
+    """Learning rate of the (0-based) optimiser step: linear warm-up, then constant, or falling to the lowest and no
+    further."""
     if step < config.warmup_steps:
         return rate * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
-    return rate * max(0.0, factor[config.schedule])
+    return rate * max(config.lowest, factor[config.schedule])

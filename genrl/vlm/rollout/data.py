@@ -290,13 +290,15 @@ def tell(policy: Policy, rows: Sequence[Row], target: str) -> Told:
 @torch.no_grad()
 def held_out_loss(
     policy: Policy, questions: Questions, numbers: Sequence[int], target: str, advance: Callable[[int], None]
-) -> tuple[float, int]:
-    """Sum of the negative log-probabilities of the tokens of these questions' answers, and how many tokens."""
-    total, tokens = 0.0, 0
+) -> tuple[float, float, int]:
+    """Sum of the negative log-probabilities of the tokens of these questions' answers, that of their squares, and how
+    many tokens."""
+    total, squares, tokens = 0.0, 0.0, 0
     for start in range(0, len(numbers), TOGETHER):
         told = tell(policy, [questions[number] for number in numbers[start : start + TOGETHER]], target)
         each = torch.arange(len(told.prompts))
-        total -= float(policy.log_probs(*told, group=each, share_prefix=False).log_prob.double().sum())
+        log_prob = policy.log_probs(*told, group=each, share_prefix=False).log_prob.double()
+        total, squares = total - float(log_prob.sum()), squares + float(log_prob.square().sum())
         tokens += int(told.mask.sum())
         advance(len(told.prompts))
-    return total, tokens
+    return total, squares, tokens

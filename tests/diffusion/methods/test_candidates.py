@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.diffusion.methods.spo.candidates import chosen_rows, crawl
-from genrl.diffusion.methods.spo.train import pair_of
+from genrl.diffusion.methods.spo.train import chosen_rows, crawl, pair_of
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.steps.plans import last_step_is_drawn
-from genrl.diffusion.steps.replays import replayed as replayed_step
+from genrl.diffusion.steps.plans import replayed as replayed_step
 from genrl.mdp.gaussian import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan

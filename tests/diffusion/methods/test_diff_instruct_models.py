@@ -139,30 +139,23 @@ def by_hand(kind: type[Flow], config: Config, seen: Seen, k: int) -> Given:
         torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
         ours, theirs = assistant.score(prompts, xt, time), teacher.score(prompts, xt, time)
         blank, g = teacher.score([""] * len(prompts), xt, time), settings.guidance_scale
-        y = (ours - (blank + g * (theirs - blank) if settings.guidance == "inner" else theirs)).flatten(1)
+        y = (ours - (blank + g * (theirs - blank))).flatten(1)
         square = s.flatten() ** 2
-        if settings.divergence == "score":
-            d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
-            regulariser = -square * (d * (ours + noise / s).flatten(1)).sum(1)
-        else:
-            regulariser = square * (y.detach() * xt.flatten(1)).sum(1)
-        if settings.guidance == "outer":
-            regulariser = regulariser - g * square * ((theirs - blank).detach() * xt).flatten(1).sum(1)
+        d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
+        regulariser = -square * (d * (ours + noise / s).flatten(1)).sum(1)
         loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
     return generator.gradient(loss)
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
     "inner-lora": ({"guidance_scale": 3.0}, runs.LORA),
-    "none-full": ({"guidance": "none"}, None),
-    "outer-full": ({"guidance": "outer", "guidance_scale": 2.0, "assistant_steps": 2}, None),
-    "kl-outer-lora": ({"divergence": "kl", "guidance": "outer", "guidance_scale": 2.0}, runs.LORA),
+    "none-full": ({"guidance_scale": 1.0, "assistant_steps": 2}, None),
     "unet-lora": ({"guidance_scale": 3.0}, runs.LORA),
     "unet-full": ({"guidance_scale": 3.0}, None),
 }
 
 
-@pytest.mark.parametrize("name", tiered(VARIANTS, ("inner-lora", "outer-full", "unet-lora")))
+@pytest.mark.parametrize("name", tiered(VARIANTS, ("inner-lora", "none-full", "unet-lora")))
 def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, sd: Path, name: str) -> None:
     """Of the third iteration, where generator, assistant and teacher are three different networks."""
     trainer, lora = VARIANTS[name]
@@ -192,7 +185,7 @@ def test_the_levels_and_noises_of_the_two_halves_are_drawn_anew(folder: Path, mo
 
 def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(folder: Path, model: Path) -> None:
     nothing = [runs.reward(folder, "redness", weight=0)]
-    seen = run(config(folder, model, {"guidance": "none"}, rewards=nothing, iterations=2))
+    seen = run(config(folder, model, {"guidance_scale": 1.0}, rewards=nothing, iterations=2))
     first, second = seen.rows
     assert first["diff_instruct/reward_pull"] == 0.0  # distillation: rewards of weight 0 are for the log
     (start, after), _ = seen.assistants
@@ -292,7 +285,6 @@ def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: 
         ({"sampling": {"guidance_scale": 4.0}}, r"sampling\.guidance_scale.*learnt from the teacher.*write 1"),
         ({"sampling": {"guidance_scale": None}}, r"sampling\.guidance_scale.*write 1"),
         ({"lora": {"frozen": ["org/distilled"]}}, r"model\.lora\.frozen.*name a distilled LoRA by model\.lora\.from"),
-        ({"trainer": {"guidance": "both"}}, "allowed: one of none, inner, outer"),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[str, Any], says: str) -> None:
@@ -353,11 +345,11 @@ class Gaussians:
 
 
 @pytest.mark.parametrize("predicts", ["flow", "epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("trainer", [{}, {"guidance": "none"}, {"divergence": "kl", "guidance": "none"}])
+@pytest.mark.parametrize("trainer", [{}, {"guidance_scale": 1.0}])
 def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trainer: dict[str, Any]) -> None:
     """Of equal variance: y = a (mu - m) / (a^2 v + s^2) everywhere, so the divergence is s^2 (sqrt(|y|^2 + c^2) - c),
-    its gradient in mu is s^2 a d'(y) / (a^2 v + s^2), and each sample has it exactly. Of the Kullback-Leibler form:
-    s^2 a y. Guidance moves m to blank + g (m - blank)."""
+    its gradient in mu is s^2 a d'(y) / (a^2 v + s^2), and each sample has it exactly. Guidance moves m
+    to blank + g (m - blank)."""
     settings = DiffInstruct.model_validate({"algorithm": "diff_instruct", "guidance_scale": 3.0, **trainer})
     mu, m, blank = (keyed_noise((5,), name).double() for name in ("mu", "m", "blank"))
     v, keys = 0.3, [(0, 0, k) for k in range(64)]
@@ -371,11 +363,11 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
     gradient, divergence = diff_instruct.divergence_gradient(net, settings, batch, given)
 
     variance = a * a * v + s * s
-    y = a * (mu - (m if settings.guidance == "none" else blank + 3.0 * (m - blank))) / variance
+    y = a * (mu - (blank + settings.guidance_scale * (m - blank))) / variance
     c = 0.00054 * 5**0.5
     size = (y.square().sum(1) + c * c).sqrt()
     torch.testing.assert_close(divergence, s[:, 0] ** 2 * (size - c), rtol=1e-6, atol=1e-9)
-    expected = s * s * a * (y / size[:, None] / variance if settings.divergence == "score" else y)
+    expected = s * s * a * y / size[:, None] / variance
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
 
 

@@ -15,10 +15,10 @@ from genrl.data.preferences import as_tensor, open_set
 from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.forward.noising import given_pictures, picture_size
 from genrl.diffusion.methods.dpo_offline import train as dpo_offline
 from genrl.diffusion.methods.dpo_offline.train import PAIR
-from genrl.diffusion.policy import inverse
-from genrl.diffusion.rollout.given import given_pictures, picture_size
+from genrl.diffusion.policy import decoding
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch
@@ -85,7 +85,7 @@ def test_an_editing_model_learns_from_pairs_with_their_sources(
     folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pair is judged beside the picture that it edits. The autoencoder is random: it need not give them back."""
-    monkeypatch.setattr(inverse, "MOST", 10.0)
+    monkeypatch.setattr(decoding, "MOST", 10.0)
     source = preference_set(folder)
     rows = [json.loads(line) | {"source_image": f"{k}.png"} for k, line in enumerate(source.read_text().splitlines())]
     source.write_text("\n".join(map(json.dumps, rows)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.config import ConfigError, check_files
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.direct import gradient as direct
+from genrl.diffusion.forward import direct
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -241,7 +241,7 @@ def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> Non
             r"gradients .*; train on clipscore, pickscore",
         ),
         (["shapes"], r"shapes has no gradients .* use flow_grpo or diffusion_nft"),
-        (["rewards.py:warmth", "rewards.py:redness"], r"rewards\.1\.name: .*redness has no grad.* train on warmth"),
+        (["rewards.py:warmth", "rewards.py:redness"], r"rewards\.1\.name: .*redness has no grad.* give it weight 0"),
     ],
 )
 def test_a_reward_without_gradients_is_refused_by_its_source(

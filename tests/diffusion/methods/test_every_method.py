@@ -14,7 +14,7 @@ from PIL import Image
 from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy import inverse
+from genrl.diffusion.policy import decoding
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
@@ -39,24 +39,23 @@ SHARED = {entry for title in COMMON for entry in by_heading()[title]} - {
 GROUPS = set(by_heading()["Groups and advantages"])
 ASSETS = Path(__file__).parents[3] / "assets"
 JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
-MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
 FLOW: dict[str, Any] = {"kernel": "flow_sde", "noise_level": 0.7}
 PLAIN = USED | KL | EVALUATION
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     # settings of the trainer, entries of all runs and of its method that such a run does not log, other sections
-    "flow_grpo": ({"kl_weight": 0.01}, USED | MONITOR, {"evaluation": {"every": 2}}),
+    "flow_grpo": ({"kl_weight": 0.01}, USED, {"evaluation": {"every": 2, "group_size": 2}}),
     "adv_grpo": (
         {"kl_weight": 0.01, "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"}},
         {"used/<name>_weight", "used/<name>_gated"},
         {
             "prompts": {"train": str(ASSETS / "prompts/shapes_train.txt")},
-            "evaluation": {"every": 1, "monitor": {"reward": "redness", "tolerance": 1.0}},
+            "evaluation": {"every": 1, "group_size": 2, "monitor": {"reward": "redness", "tolerance": 1.0}},
         },
     ),
     "dynamic_tree_rpo": (
         {
             "window": {"size": 1},
-            "tree": {"ways": 2, "at": "window", "noise_growth": 0},
+            "tree": {"ways": 2, "at": "window"},
             "layer_tuning": {"target": "best_image"},
         },
         PLAIN,
@@ -66,18 +65,17 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
     "prompt_rl": (
         {"retained": 1, "kl_weight": 0.0, "rewriter": {"path": str(ASSETS / "tiny-lm"), "max_new_tokens": 4}},
-        USED | KL | MONITOR,
-        {"evaluation": {"every": 2}},
+        USED | KL,
+        {"evaluation": {"every": 2, "group_size": 2}},
     ),
     "talk2move": (
-        {"step_evaluation": {"prompts": 1, "samples": 2}},
+        {},
         PLAIN,
         {"sampling": {"num_inference_steps": 4}},
     ),
     "prdp": (FLOW, PLAIN | {"advantage/abs_mean", "advantage/clipped"}, {}),
     "awm": ({"timesteps_per_sample": 1, "updates_per_iteration": 2}, PLAIN - KL, {}),
-    # the slow average samples in the second iteration
-    "dgpo": ({"first_steps": 2, "timesteps_per_sample": 1, "switch_after": 1}, PLAIN - KL, {}),
+    "dgpo": ({"first_steps": 2, "timesteps_per_sample": 1}, PLAIN - KL, {}),
     "crd": ({"updates_per_iteration": 1}, PLAIN - KL, {}),
     "dpo": ({"reference_every": 1}, PLAIN | GROUPS, {}),
     "d3po": (FLOW, PLAIN | GROUPS, {}),
@@ -91,7 +89,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
 ONE_OF_EACH_ROOM = ("flow_grpo", "diffusion_nft", "d3po", "draft", "diff_instruct", "sft")
 
 KEPT: dict[str, set[str]] = {
-    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer", "kept-best", "snapshot-best"},
+    "adv_grpo": {"kept-adversary", "kept-adversary_optimizer"},
     "diffusion_nft": {"snapshot-old"},
     "prompt_rl": {"kept-rewriter"},
     "awm": {"snapshot-ema_reference", "snapshot-old"},
@@ -127,7 +125,7 @@ def brief(name: str, folder: Path, model: Path, kontext: Path, **further: Any) -
 
 @pytest.fixture(autouse=True)
 def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverse, "MOST", 10.0)  # it need not give pictures back
+    monkeypatch.setattr(decoding, "MOST", 10.0)  # it need not give pictures back
 
 
 @pytest.mark.parametrize("name", tiered(CONFIGURATIONS, ONE_OF_EACH_ROOM))
@@ -145,7 +143,8 @@ def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kon
         assert sum(row["model_calls/sample"] for row in trained) == pytest.approx(2 * expected.sample_calls)
         assert sum(row["model_calls/train"] for row in trained) == pytest.approx(2 * expected.train_calls)
     average = {"snapshot-average"} if config.ema else set()
-    assert runs.last_state(run).tensors.keys() == {"weights", "optimizer"} | average | KEPT.get(name, set())
+    evaluated = {"kept-before"} if config.prompts.eval and config.evaluation.every else set()
+    assert runs.last_state(run).tensors.keys() == {"weights", "optimizer"} | average | evaluated | KEPT.get(name, set())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_a_dump_is_computed_again(
     folder: Path, model: Path, kontext: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the branch of its loss that its own files do not take: `tests/runtime/loop/test_replay.py` has those."""
-    further: dict[str, Any] = {"flow_grpo": {"kl": "k2"}, "ddpo": {"objective": "score_function"}}
+    further: dict[str, Any] = {"flow_grpo": {"kl": "k2"}}
     replayed(brief(name, folder, model, kontext, **further.get(name, {})), monkeypatch)
 
 

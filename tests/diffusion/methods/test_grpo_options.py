@@ -123,15 +123,6 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
 
 
-def test_score_function_and_ratio_have_one_gradient_on_policy(folder: Path, sd: Path) -> None:
-    """d r = d log p where r = 1; their losses differ."""
-    ratio, score = learn_ddpo(folder, sd, 1), learn_ddpo(folder, sd, 1, objective="score_function")
-    one, other = ratio.updates[0].gradient, score.updates[0].gradient
-    assert all(torch.allclose(one[k], other[k], rtol=1e-4, atol=1e-8) for k in one) and one.keys() == other.keys()
-    assert ratio.rows[0]["loss/policy"] != pytest.approx(score.rows[0]["loss/policy"], abs=1e-6)
-    assert score.rows[0]["ratio/max_abs_dev"] == 0.0
-
-
 # -- divergences, several rewards ------------------------------------------------------------------------------------
 
 
@@ -201,7 +192,6 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
 @pytest.mark.parametrize(
     ("trainer", "changes", "text"),
     [
-        ({**DDPO, "objective": "score_function", "inner_epochs": 2}, {}, "no ratio"),
         ({**DDPO, "guard": True}, {}, "unknown key"),
         ({**GUARD, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
         ({**GUARD, "log_prob_reduction": "sum"}, {}, "unknown key"),

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from genrl.config import ConfigError, check_files, load_located
 from genrl.config import load as load_config
-from genrl.diffusion.config.rewriter import Rewriter as Rewritten
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.config.sections import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
-from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
-from genrl.diffusion.policy.text_room import TextRoom
+from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
@@ -28,7 +27,6 @@ from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
-from genrl.objectives.advantages.prompt_rl import tagged_rewards
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
@@ -37,7 +35,7 @@ from tests.diffusion.policy.test_rewriter import TINY, anything, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
-REWRITER = {"path": str(TINY), "instruction": "{prompt}", "max_new_tokens": 16, "lora": {"rank": 4, "alpha": 8}}
+REWRITER = {"path": str(TINY), "instruction": "{prompt}", "max_new_tokens": 16}
 TRAINER: dict[str, Any] = {"algorithm": "prompt_rl", "retained": 1, "rewriter": REWRITER, "clip_range": 1e-2}
 GROUPS = {"sampling": {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}}
 
@@ -61,12 +59,11 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
         generation, total = run.rollouts.total, rollouts.total  # type: ignore[union-attr]
         extra = (total - generation).view(2, 4)
         assert torch.allclose(extra[:, 3], extra[:, :3].mean(1))
-        assert set(extra[:, :3].flatten().round(decimals=9).tolist()) <= {0.0, 0.5}
+        assert set(extra[:, :3].flatten().round(decimals=9).tolist()) <= {0.0, 1.0}
         return estimate(run, settings, rollouts, steps, advantages, meter)
 
     monkeypatch.setattr(prompt_rl, "estimate", watched)
-    half = trainer(rewriter={"format_weight": 0.5})
-    config = runs.config(folder, model, trainer=half, iterations=1, evaluation={"every": 0}, **GROUPS)
+    config = runs.config(folder, model, trainer=trainer(), iterations=1, evaluation={"every": 0}, **GROUPS)
     order = prompt_indices(4, 2, seed=0, iteration=0)
     train(config)
     rewriter = Rewriter(config.trainer.rewriter, seed=config.seed)  # type: ignore[union-attr]
@@ -172,30 +169,6 @@ def test_two_processes_write_and_learn_as_one(folder: Path, model: Path) -> None
     assert one["adapter"] == pytest.approx(first["adapter"], abs=1e-3)
 
 
-def test_a_prompt_can_name_its_reward(folder: Path, model: Path) -> None:
-    rows = [{"prompt": text, "judge": ("brightness", "redness")[k % 2]} for k, text in enumerate(runs.PROMPTS)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    changes: dict[str, Any] = {
-        "trainer": trainer(reward_column="judge"),
-        "rewards": [runs.reward(folder, "brightness"), runs.reward(folder, "redness")],
-        "prompts": {"train": str(folder / "train.jsonl")},
-        "evaluation": {"every": 0},
-        "iterations": 1,
-        **GROUPS,
-    }
-    config = runs.config(folder, model, **changes)
-    train(config)
-    values = {"brightness": torch.arange(3.0).double(), "redness": -torch.arange(3.0).double()}
-    assert tagged_rewards(values, ["redness", "brightness", "redness"]).tolist() == [0, 1, -2]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "a", "judge": "rednes"}])))
-    wrong = "has judge 'rednes', which is no reward; did you mean 'redness'"
-    with pytest.raises(ConfigError, match=wrong) as error:
-        check_files(*load_located(folder / "tiny.yaml"))
-    with pytest.raises(ValueError, match=f"trainer.reward_column: .*{wrong}"):  # where files were not checked
-        train(runs.config(folder, model, output=str(folder / "other"), **changes))
-    assert "train.jsonl:5" in str(error.value) and "tiny.yaml" in str(error.value)
-
-
 def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) -> None:
     """`genrl sample --rewriter`: both texts are on record, and the picture is a plain call with the new one."""
     moved(Rewriter(Rewritten(**REWRITER))).save_pretrained(tmp_path / "rewriter")
@@ -255,8 +228,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregate": "gdpo"}, "trainer.aggregate: unknown key"),
     ({"rewriter": {"instruction": "Rewrite it."}}, "holds {prompt} 0 times"),
     ({"rewriter": {"dtype": "float16"}}, "not scaled, and small gradients vanish in float16; use bfloat16"),
-    ({"reward_column": "tag"}, "a .txt file has no columns"),
-    ({"reward_column": "tag", "advantage_scale": "global"}, "each with its scale; use group"),
 ]
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from genrl.config import ConfigError, check_files
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.spo import train as spo
-from genrl.diffusion.methods.spo.candidates import Found, draw, judge
-from genrl.diffusion.methods.spo.train import Pairs, compare
+from genrl.diffusion.methods.spo.train import Found, Pairs, compare, draw, judge
 from genrl.diffusion.policy.trajectory import Kernel
 from genrl.diffusion.train import train
 from tests.diffusion import runs

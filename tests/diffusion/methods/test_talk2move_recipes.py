@@ -9,7 +9,7 @@ import pytest
 from genrl.config import load
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy import inverse
+from genrl.diffusion.policy import decoding
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -64,7 +64,7 @@ def test_a_recipe_trains(qwen: Path, folder: Path) -> None:
 
 def test_the_start_is_trained_without_guidance(qwen: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for each picture, where sampling takes two for each step."""
-    monkeypatch.setattr(inverse, "MOST", 10.0)  # the autoencoder is random: it need not give pictures back
+    monkeypatch.setattr(decoding, "MOST", 10.0)  # the autoencoder is random: it need not give pictures back
     bright = f"[{BRIGHT.format(folder=folder)}]"
     chosen = rehearsal("qwen_image_edit_talk2move_sft", qwen, folder, 1, bright)
     (row,) = runs.rows(train(chosen))

@@ -28,7 +28,7 @@ from tests.diffusion.policy.tiers import tiered
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
-TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8, "noise_growth": 0}}
+TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}
 
 
@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chain": {},
     "window": {"window": {"size": 2, "schedule": "progressive", "every": 1}},
     "window_start": {"window": {"size": 2, "schedule": "progressive", "every": 1}, "tree": {"ways": 4}},
-    "one_tree": {"window": {"size": 2, "schedule": "decaying", "every": 2}, "tree": {"ways": 8}},
+    "one_tree": {"window": {"size": 2, "schedule": "progressive", "every": 2}, "tree": {"ways": 8}},
     "window_tree": {
         "window": {"size": 3, "schedule": "progressive", "every": 1},
         "tree": {"ways": 2, "at": "window"},
@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "backward": {
         "window": {"size": 3, "schedule": "backward", "shortest": 1},
         "noise_outside_window": True,
-        "tree": {"ways": 4, "contrast": {"low": 0.0, "high": 0.0}},
+        "tree": {"ways": 4, "contrast": True},
     },
     "tail": {"window": {"size": 1, "schedule": "progressive", "every": 1}, "tail_ratio": 0.5},
     "tree_and_tail": {"window": {"size": 1, "high": 1}, "tree": {"ways": 8}, "tail_ratio": 0.5},
@@ -97,7 +97,7 @@ B2 = {
     "noise_level": 1.0,
     "window": {"size": 3, "high": 3, "schedule": "backward", "shortest": 2},
     "noise_outside_window": True,
-    "tree": {"ways": 8, "contrast": {"high": 0.0, "low": 0.0}},
+    "tree": {"ways": 8, "contrast": True},
 }
 
 

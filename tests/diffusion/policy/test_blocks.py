@@ -181,7 +181,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of
 @pytest.mark.parametrize("name", tiered(RUNS, ("chain", "autocast, sum")))
 def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
     of_trainer, of_model = RUNS[name]
-    kernels = {**ALL, "evaluation_attention": "math"}
+    kernels = ALL
     config = runs.config(folder, model, trainer={"algorithm": "flow_grpo", **of_trainer}, kernels=kernels, iterations=1)
     run = runs.train(config.model_copy(update={"model": config.model.model_copy(update=of_model)}))
     row = next(row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row)
@@ -246,12 +246,3 @@ def test_what_runs_is_said_in_a_line() -> None:
     running, installed = line.split("; ")
     assert running == "kernels: fused by torch.compile, attention auto"
     assert installed == "2 attention processors and 2 block forwards are ours"
-
-
-def test_another_back_end_within_a_block() -> None:
-    switches = Switches(attention="auto")
-    with switches.attending("math"):
-        assert switches.attention == "math"
-    assert switches.attention == "auto"
-    with switches.attending(None):
-        assert switches.attention == "auto"

@@ -20,7 +20,7 @@ from genrl.diffusion.policy.compiling import TooManyGraphs, compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.steps.replays import off_policy
+from genrl.diffusion.steps.plans import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
 from genrl.runtime.folder.run import read_metrics
@@ -202,14 +202,13 @@ def test_unequal_noise_levels_need_no_graph_per_group(
 
 EVERYWHERE: dict[str, Any] = {
     "kernels": {"fused": True, "attention": "auto", "compile": True},
-    "model": {"autocast": "bfloat16", "offload": Offload(text_encoders="between", vae="between"), "slice_vae": True},
+    "model": {"autocast": "bfloat16", "offload": Offload(text_encoders="between"), "slice_vae": True},
     "sampling": {"guidance_scale": 3.0, "score_in_background": True},
     "optimizer": {"lr": 1e-3},
 }
 SWITCHES: dict[str, dict[str, Any]] = {  # what does not go together, apart
     "kept graphs": {
         "trainer": {"keep_graph": True},
-        "kernels": {"evaluation_attention": "math"},
         "evaluation": {"every": 1},
     },
     "trees": {"trainer": {"tree": {"ways": 2}, "window": {"size": 1}, "tail_ratio": 0.5}},

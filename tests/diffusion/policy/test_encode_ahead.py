@@ -136,7 +136,7 @@ def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
         assert store.read(store.name(("b", 0))) is not None  # used at every step, so never the oldest
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors")) <= 5 * size
     assert store.read(store.name(("b", 1))) is None and store.read(store.name(("b", 19))) is not None
-    with pytest.raises(ValueError, match=r"model.encodings_gb: the encodings of this run alone take more"):
+    with pytest.raises(ValueError, match=r"model.encodings: the encodings of this run alone take more"):
         for k in range(10):
             store.write(store.name(("c", k)), value)
     with pytest.raises(ValueError, match=r"model.encodings: an encoding holds a set"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from genrl.diffusion.policy.inverse import decoder_input, encode, to_states
+from genrl.diffusion.policy.decoding import decoder_input, encode, to_states
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from tests.diffusion.families import FAMILIES

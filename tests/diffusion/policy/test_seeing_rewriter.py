@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from genrl.config import load
-from genrl.diffusion.config.rewriter import Rewriter as Settings
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.config.sections import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe
@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def opened_settings(path: Path) -> Settings:
-    plain = {"path": str(path), "instruction": "Say {prompt}", "max_new_tokens": 12, "lora": {"rank": 4, "alpha": 8}}
+    plain = {"path": str(path), "instruction": "Say {prompt}", "max_new_tokens": 12}
     return Settings.model_validate(plain)
 
 

@@ -18,7 +18,7 @@ from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import Order, RolloutActor, Work
 from genrl.diffusion.rollout.rollout import Finishing, Job, Worker
 
-ENGINE = {"kind": "ray", "rollout_workers": 1}
+ENGINE = {"rollout_workers": 1}
 
 
 class Near:

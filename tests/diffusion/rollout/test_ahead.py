@@ -13,7 +13,7 @@ import torch
 
 from genrl.config import ConfigError
 from genrl.diffusion.forward.noising import solved
-from genrl.diffusion.rollout import ahead
+from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.ray_rollouts import Order
 from genrl.diffusion.rollout.rollout import Finishing, Job, Sheet, Worker
 from genrl.diffusion.steps import transitions
@@ -125,7 +125,7 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         def slow(order: Order, jobs: Iterable[Job], here: Worker, counted: Callable[[int], None]) -> Finishing:
             for _ in range(3):
                 here.beat()
-                time.sleep(2 * ahead.POLL_S)
+                time.sleep(2 * ray_rollouts.POLL_S)
             yield from real(order, jobs, here, counted)
 
         monkeypatch.setattr(run.far, "drawn", slow)
@@ -141,14 +141,22 @@ def test_refused(folder: Path, model: Path) -> None:
     reward = [runs.reward(folder, "redness", offload=True)]
     runs.config(folder, model, **changes("window", rewards=reward))  # scored before the model is trained
     for change, text in (
-        ({"trainer": {"algorithm": "awm"}}, "awm learns from samples of the present weights; write 0"),
+        (
+            {"trainer": {"algorithm": "awm"}},
+            "awm learns from samples of the present weights; write sampling.staleness: 0",
+        ),
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
-        ({"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "of the weights that drew; write false"),
-        ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another one is trained"),
+        (
+            {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
+            "of the weights that drew; write sampling.staleness: 0",
+        ),
+        (
+            {"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}},
+            "weighted by another policy than trained",
+        ),
         ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"distributed": {"context": 2}}, "was not tried with it"),
-        ({"trainer": {"algorithm": "ddpo", "objective": "score_function"}}, "by which older samples would count"),
         ({"rewards": reward, "engine": far_here.ENGINE}, "scored while the model is trained"),
     ):
         with pytest.raises(ConfigError, match=text):

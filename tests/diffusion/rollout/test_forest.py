@@ -232,7 +232,7 @@ def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
     advantages = torch.randn(leaves, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tables = tree_edges(
         TreeSettings(ways=2), plan, plan.stochastic, advantages, advantages, torch.empty(0),
-        clip=5.0, iteration=0, iterations=1,
+        clip=5.0, iteration=0,
     )  # fmt: skip
     assert float(tables.weight.sum()) == leaves * len(plan.stochastic)  # what separate rollouts are divided by
     shared, separate = torch.zeros(()), torch.zeros(())

@@ -92,7 +92,7 @@ def cluster() -> Iterator[Any]:
 
 
 def engine(drawing: int, scoring: int = 0) -> dict[str, Any]:
-    return {"kind": "ray", "rollout_workers": drawing, "reward_workers": scoring}
+    return {"rollout_workers": drawing, "reward_workers": scoring}
 
 
 def config(folder: Path, model: Path, trainer: dict[str, Any], *names: str, **changes: Any) -> Config:
@@ -294,7 +294,6 @@ def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None
     entry = runs.reward(folder, "redness")
     for changes, says in (
         ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
-        ({"rewards": [entry | {"args": {"device": "cuda:1"}}]}, "Ray gives each worker its device"),
         ({"rewards": [entry | {"isolate": True, "outage": {"deadline_s": 480}}]}, "a reward worker that is silent is"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import gaussian, kernels
-from genrl.mdp.plan import SamplingPlan, make_plan, pruning_is_on, sliding_depths
+from genrl.mdp.plan import SamplingPlan, make_plan, sliding_depths
 from genrl.mdp.tree import Tree, correlated_noise, grow
 from genrl.objectives.advantages import credit, pruning
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
@@ -138,7 +138,7 @@ def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, ad
     keep = ((tree.depth > 0) & torch.isin(tree.depth - 1, torch.tensor(plan.stochastic))).expand(len(drift), -1)
     if "wmode" in options:  # pruned by edges of the batch, which nothing here does
         keep = a.given(f"{name}_keep_mask")
-    elif pruning_is_on(options.get("cur", 0), options.get("max_iter", ITERATIONS), options.get("ratio_step", 1.0)):
+    elif options.get("cur", 0) <= int(options.get("max_iter", ITERATIONS) * options.get("ratio_step", 1.0)):
         depths = options.get("depth_prune", [])
         if options.get("slide"):
             stop = options.get("stop", max(plan.splits))

@@ -33,6 +33,7 @@ RECORDED = Recorded(None, {"advantage": torch.ones(2)})
 class Evaluation:
     every: int = 0
     monitor: Monitor | None = None
+    on_collapse: str = "warn"
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA, Checkpoint, Monitor
+from genrl.config.sections import EMA, Checkpoint
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import frame
@@ -142,63 +142,6 @@ class TestEvaluation:
             assert rows[4]["eval/success_mean"] == 0.4 and rows[4]["updates"] == 2 and "timing/eval_s" in rows[4]
 
 
-SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
-
-
-class TestMonitor:
-    @pytest.mark.parametrize("action", ["stop", "roll_back"])
-    def test_the_run_ends_where_the_figure_falls(self, tmp_path: Path, action: Any) -> None:
-        """What is kept beside the model goes back with it."""
-        watched = Monitor(reward="success", tolerance=0.05, patience=2, action=action)
-        settings = Settings(iterations=9, ema=EMA(decay=0.5), evaluation=Evaluation(1, watched))
-        found: list[dict[str, Tensor]] = []
-
-        def judge(iteration: int) -> dict[str, float]:
-            found.append(values(one))
-            return {"eval/success_mean": SCORES[iteration]}
-
-        one, counter = loop(tmp_path, settings, evaluate=judge), Counter()
-        one.keep("counter", counter)
-        train(one, counter)
-        assert one.is_complete and one.iteration == 3
-        drops = [row["eval/monitor_drop"] for row in read_metrics(one.process.run.metrics)]
-        assert drops == pytest.approx([0.0, 0.0, 0.3, 0.4])
-        best = found[1]  # the average, as it was evaluated
-        if action == "roll_back":
-            assert moved(one, best) == set() and counter.seen == 1
-            assert all(torch.equal(value, best[name]) for name, value in one.weights.snapshots["average"].items())
-        else:
-            assert moved(one, best) == {"policy", "critic"} and counter.seen == 3
-        assert list(one.iterations()) == []
-
-    def test_weights_rolled_back_on_a_resume_are_those_on_disk(self, tmp_path: Path) -> None:
-        """The evaluation that ends the run was interrupted, so the checkpoint had been saved before it."""
-        scores, asked = {0: 0.9, 1: 0.1}, []
-
-        def judge(iteration: int) -> dict[str, float]:
-            asked.append(iteration)
-            if asked == [0, 1]:
-                raise Interrupted
-            return {"eval/r_mean": scores[iteration]}
-
-        monitor = Monitor(reward="r", tolerance=0.05, patience=1, action="roll_back")
-        settings = Settings(iterations=4, evaluation=Evaluation(every=1, monitor=monitor))
-        one = loop(tmp_path, settings, evaluate=judge)
-        before = values(one)
-        for _ in one.iterations():
-            learn(one, Counter())
-            break
-        folder = one.process.run.checkpoints
-        assert moved(one, before) and checkpoint.load(folder / "step-000001").state["unfinished_row"] is not None
-        two = loop(tmp_path, settings, evaluate=judge)
-        two.restore(folder / "step-000001")
-        assert list(two.iterations()) == []
-        two.save()
-        saved = checkpoint.load(folder / "step-000001")
-        assert saved.state["unfinished_row"] is None and [path.name for path in folder.iterdir()] == ["step-000001"]
-        assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
-
-
 class TestLeaving:
     def test_before_anything_was_changed(self, tmp_path: Path) -> None:
         one = loop(tmp_path)
@@ -253,7 +196,7 @@ class TestLeaving:
 
         second, after, _ = begun("b", saved)
         assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
-        assert second.memory == {"sum": 1} and moved(second, values(first)) == set()
+        assert second.memory["sum"] == 1 and moved(second, values(first)) == set()
         train(second, after)
         same_end(straight, second)
         kept = checkpoint.load(second.process.run.checkpoints / "step-000004").tensors

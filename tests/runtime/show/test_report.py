@@ -126,15 +126,13 @@ def test_of_many_prompts_some_are_listed(tmp_path: Path) -> None:
     assert "9500 more prompts are in samples/step-*/samples.json" in text
 
 
-def test_a_fall_that_the_monitor_watches_is_shown(tmp_path: Path) -> None:
-    monitor = "{monitor: {reward: shapes, tolerance: 0.05, patience: 3}}"
-    (tmp_path / "config.yaml").write_text(f"iterations: 9\nevaluation: {monitor}\n")
-    scores = enumerate([0.5, 0.7, 0.6, 0.5])
-    lines = [runs.json_line({"step": step, "eval/shapes_mean": value}) for step, value in scores]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+def test_a_collapse_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("iterations: 9\n")
+    rows = [{"step": 2, "eval/total_mean": 0.7}, {"step": 3, "eval/total_mean": 0.5, "collapse/total": 0.2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(map(runs.json_line, rows)))
     text, page = read(write_report(tmp_path))
-    (warning,) = [text for text in page.texts if "reward hacking" in text]
-    assert "shapes fell from 0.7 (step 1) to 0.5 (step 3); 2 of 3 evaluations in a row" in warning
+    (warning,) = [text for text in page.texts if text.startswith("collapse:")]
+    assert "total lies 0.2 below its best at iteration 3; it helps: a lower optimizer.lr" in warning
     assert "3 of 9 iterations, stopped or still running" in text
 
 

@@ -13,7 +13,7 @@ from genrl.config.optimizers import Optimizer
 from genrl.config.sections import EMA
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.weights.optimization import scheduled
+from genrl.runtime.weights.optimization import Schedule, scheduled
 from tests.runtime.loop.loops import METHOD, RATES, Settings, backward, loop, model, moved, values
 
 
@@ -147,6 +147,15 @@ class TestSchedule:
         cosine = [scheduled(0.1, Optimizer(lr=0.1, schedule="cosine"), k, 4) for k in range(4)]
         assert cosine == pytest.approx([0.05 * (1 + math.cos(math.pi * k / 4)) for k in range(4)])
         assert scheduled(1.0, Optimizer(lr=1.0, schedule="linear"), 12, 10) == 0.0
+        assert scheduled(1.0, Optimizer(lr=1.0, schedule="cosine", schedule_iterations=10), 18, 10) == 0.1
+
+    @pytest.mark.parametrize("steps", [None, 8])
+    def test_a_longer_run_keeps_the_course_of_its_first_iterations(self, steps: int | None) -> None:
+        """It falls over 2 of 4 iterations, of 2 steps each where the schedule follows steps."""
+        settings = Optimizer(lr=1.0, schedule="linear", schedule_iterations=2)
+        course = Schedule(settings, {"policy": 1.0}, 4, steps)
+        found = [course.rate("policy", group_steps=0, all_steps=2 * k, iteration=k) for k in range(4)]
+        assert found == [1.0, 0.5, 0.1, 0.1]
 
 
 class TestGuards:

@@ -16,10 +16,10 @@ from tests.vla import vla_runs
 CRITIC = set(PPO.metrics)
 OWN = set(by_heading()["Policies in simulation"]) | CRITIC
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
-SHARED |= {"memory/peak_mb"}
+SHARED |= {"memory/peak_mb", "eval/below_best"}
 UPDATES = {"ratio/mean", "ratio/clipped", "kl/updates"}
 LEARNED_NOISE = {"entropy"}  # only with entropy_weight above 0
-EVALUATION = {key for key in OWN if key.startswith("eval/")} | {"timing/eval_s"}
+EVALUATION = {key for key in OWN if key.startswith("eval/")} | {"timing/eval_s", "eval/below_best"}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run logs
     "ppo": ({"evaluation": {"every": 1}}, (OWN | SHARED) - LEARNED_NOISE),

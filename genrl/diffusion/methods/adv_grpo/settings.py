@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
-from genrl.config.section import Count, Fraction, Positive, Section, Text, Whole
+from genrl.config.section import Count, Positive, Section, Text, Whole
 from genrl.data import references
 from genrl.data.prompts import PromptError, is_data_set
 from genrl.diffusion.steps.settings import Windowed
@@ -62,9 +62,8 @@ class Adversary(Section):
     steps: Count = 1
     """Optimiser steps of the reward in an iteration that trains it, each on all its samples (Adv-GRPO: 1)."""
     lr: Positive = 1e-4
-    """Learning rate of its Adam, constant (Adv-GRPO: 1e-4 for DINO heads, 5e-6 for PickScore's last layer)."""
-    betas: tuple[Fraction, Fraction] = (0.5, 0.999)
-    """Its Adam's averaging factors (Adv-GRPO: 0.5, 0.999)."""
+    """Learning rate of its Adam, constant (Adv-GRPO: 1e-4 for DINO heads, 5e-6 for PickScore's last layer); betas are
+    theirs, 0.5 and 0.999."""
 
 
 class AdvGRPO(Windowed):
@@ -76,7 +75,6 @@ class AdvGRPO(Windowed):
     checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     trains_reward: ClassVar[bool] = True
-    not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"
 
     algorithm: Literal["adv_grpo"] = "adv_grpo"
     """Which trainer."""
@@ -91,7 +89,6 @@ class AdvGRPO(Windowed):
         return adversary.schedule != "alternate" or (iteration + 1) % adversary.every == 0
 
     def model_iterations(self, iterations: int) -> int:
-        """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
         return sum(map(self.trains_model, range(iterations)))
 
     def problems(self, config: Config) -> Iterator[Finding]:

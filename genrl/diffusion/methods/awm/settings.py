@@ -38,14 +38,9 @@ class AWM(Matching):
 
     algorithm: Literal["awm"] = "awm"
     """Which trainer."""
-    weighting: Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"] = "ghuber"
-    """How the matching error becomes a log-likelihood: times 1, sigma, sigma^2, or a root of it times sigma."""
-    levels: Literal["grid", "logit_normal", "uniform"] = "grid"
-    """Noise levels: of the sampling grid, without the first and the last tenth; SD3's; or uniform in 0.2 .. 1."""
-    time_shift: Positive = 3.0
-    """Shift of the levels that are not of the grid, `s t / (1 + (s - 1) t)` (AWM: 3); 1: none."""
     timesteps_per_sample: Count = 6
-    """Noise levels trained per sample, stratified, the same for all of an iteration (AWM: 6)."""
+    """Noise levels trained per sample, of the sampling grid without the first and the last tenth: stratified, the same
+    for all of an iteration (AWM: 6)."""
     advantage_clip: Positive = 5.0
     """Advantages are cut at this and divided by it (AWM: 5)."""
     clip_range: Positive = 1.0
@@ -61,12 +56,11 @@ class AWM(Matching):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.kl_weight > 0
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        if self.levels == "grid" and config.sampling.num_inference_steps < 2:
+        if config.sampling.num_inference_steps < 2:
             text = "neither the first noise level is trained nor the last; use 2 or more steps (AWM: 14)"
             yield ("sampling.num_inference_steps", "trainer.algorithm"), text
 
@@ -81,5 +75,4 @@ class AWM(Matching):
         return matching_calls(config, guided, trained=trained, states=states * guidance, train=states * calls)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["slow copy", *(["old policy"] if self.updates * self.epochs > 1 else [])]

@@ -5,7 +5,7 @@ One iteration, with the paper's symbols (sigma is its t):
 1. collect   x_0 of each prompt from the present policy, by any solver; no log-probabilities
 2. score     R(x_0, c)
 3. estimate  A~ = clip(A, -5, 5) / 5, the group-relative advantage in [-1, 1]
-4. update    x_t = (1 - t) x_0 + t eps;  log p(x_0) = -w(t, m),  m = <(v_theta(x_t, t) - (eps - x_0))^2>
+4. update    x_t = (1 - t) x_0 + t eps;  log p(x_0) = -w(t, m),  w = ghuber,  m = <(v_theta(x_t, t) - (eps - x_0))^2>
              rho = p_theta / p_old;  minimise  max(-A~ rho, -A~ clip(rho, 1 +- c))
                                               + b |v_theta - v_ref|^2 + b_ema |v_theta - v_ema|^2
 5. follow    v_ema <- d v_ema + (1 - d) v_theta,  d = min(.001 n, .3) after n optimiser steps
@@ -27,8 +27,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
-from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
-from genrl.mdp.schedules import shift
+from genrl.mdp.noise_levels import stratified_steps
 from genrl.objectives.advantages.groups import informative
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
@@ -89,10 +88,6 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
 def levels(settings: AWM, grid: Tensor, drawn: torch.Generator) -> Tensor:
     """Noise levels of one pass over the samples, [K]; grid: the levels of sampling, [T + 1]."""
     count = settings.timesteps_per_sample
-    if settings.levels == "logit_normal":
-        return logit_normal_draws(count, drawn, factor=settings.time_shift)
-    if settings.levels == "uniform":
-        return shift(0.2 + 0.8 * uniform_draws(count, drawn), settings.time_shift)
     # Neither the first level, at which the state says nothing of the sample, nor the last tenth.
     return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), drawn)]
 
@@ -101,10 +96,10 @@ def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics."""
     velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, sigma, advantage = given["target"], given["sigma"], given["advantage"]
-    log_prob = awm_log_prob(velocity, target, sigma, settings.weighting)
+    log_prob = awm_log_prob(velocity, target, sigma, "ghuber")
     old = log_prob.detach()
     if "old" in given:
-        old = awm_log_prob(given["old"], target, sigma, settings.weighting)
+        old = awm_log_prob(given["old"], target, sigma, "ghuber")
     surrogate = clipped_surrogate(log_prob, old, advantage, settings.clip_range, settings.clip_range)
     value, terms = surrogate.loss, {}
     for name, metric, weight in (("reference", "kl", settings.kl_weight), ("ema", "kl/ema", settings.ema_kl_weight)):

@@ -46,14 +46,8 @@ class CRD(Matching):
     """Which trainer."""
     beta: Positive = 1.0
     """Scale of the implicit reward (CRD: 1)."""
-    loss: Literal["mse", "bce"] = "mse"
-    """Squared difference of the centred rewards, or a cross-entropy."""
-    temperature: Positive | None = None
-    """Centre at softmax means of the group's best and worst samples, at this temperature; null = at its mean."""
     kl_weight: NonNegative = 0.1
     """Weight of the squared velocity difference from the starting model, for the best samples (CRD: 0.1)."""
-    reference_guidance: NonNegative | None = None
-    """Guidance of the starting model there (CRD on SD3.5: 4.5; not FLUX.1-dev); null = that of sampling."""
     timesteps_per_sample: Count | None = None
     """Noise levels of the sampling grid trained per sample, the same for all; null = all of them but one."""
     advantage_clip: Positive = 5.0
@@ -65,28 +59,20 @@ class CRD(Matching):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.kl_weight > 0
-
-    @property
-    def other_guidance(self) -> tuple[float, ...]:
-        return () if self.reference_guidance is None else (self.reference_guidance,)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         yield from grid_levels(config, self.timesteps_per_sample)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
-        """The policy, the old one, and the reference under its own guidance."""
+        """The policy, the old one, and the reference."""
         sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
-        each = 2.0 * guidance
-        if self.uses_reference:
-            each += guidance if self.reference_guidance is None else guided(self.reference_guidance)
+        each = (3.0 if self.uses_reference else 2.0) * guidance
         trained = float(self.timesteps_per_sample or max(1, sampling.num_inference_steps - 1))
         states = sampling.images_per_iteration * trained
         train = states * each * self.epochs
         return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["old policy", "sampling policy"]

@@ -20,7 +20,6 @@ import torch
 from genrl.diffusion.forward import noising
 from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.methods.crd.settings import CRD
-from genrl.diffusion.policy.guidance import guided
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -46,7 +45,6 @@ def train(run: DiffusionRun, settings: CRD) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     weights = run.weights
     noising.require_flow(run)
-    noising.check_reference_guidance(run, settings.reference_guidance)
     for name in (OLD, SAMPLING):
         if name not in weights.snapshots:  # a resumed run has them
             weights.snapshot(name)
@@ -87,8 +85,7 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
         given |= {"aim": aims[slots].to(clean), "group": group[slots]}
         given["old"] = under(run, OLD, batch, given["noisy"], sigma)
         if settings.kl_weight > 0:
-            judge = guided(batch, settings.reference_guidance)
-            given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         return batch, given
 
     update(run, settings, rollouts, num_draws, prepare, loss, meter)
@@ -100,8 +97,8 @@ def loss(settings: CRD, policy: Policy, given: Recorded) -> Tensors:
     velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, aim, group = given["target"], given["aim"], given["group"]
     implicit = implicit_reward(velocity, given["old"], target)
-    centres = group_centres(implicit, aim, group, temperature=settings.temperature)
-    distilled = crd_loss(implicit, aim, centres, beta=settings.beta, kind=settings.loss)
+    centres = group_centres(implicit, aim, group)
+    distilled = crd_loss(implicit, aim, centres, beta=settings.beta)
     value, terms = settings.advantage_clip / settings.beta * distilled, {}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Margin, Positive
-from genrl.diffusion.pairs.settings import Preference
+from genrl.diffusion.forward.settings import Preference
 from genrl.diffusion.steps.settings import EveryStep
 
 

@@ -37,8 +37,6 @@ class DDPO(PolicyGradient):
     installed one, or path/file.py:name, too."""
     noise_level: NonNegative | None = 1.0
     """Noise of the kernel (DDPO: ddim eta 1; flow_sde 0.7, dance_sde 0.3, flow_cps 0.8); wan_sde: null."""
-    objective: Literal["importance", "score_function"] = "importance"
-    """Clipped importance ratios (DDPO-IS), or -A log p for one update per iteration (DDPO-SF)."""
     history: PromptHistory = PromptHistory()
     """The rewards of a prompt that an advantage is measured against, in groups of any size."""
     log_prob_reduction: Literal["mean", "sum"] = "mean"
@@ -46,22 +44,14 @@ class DDPO(PolicyGradient):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
         return True
 
     @property
     def reduction(self) -> Literal["mean", "sum"]:
-        """Log-probabilities over the numbers of a latent."""
         return self.log_prob_reduction
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        if self.objective == "score_function" and self.updates * self.epochs > 1:
-            keys = ("trainer.objective", "trainer.updates_per_iteration", "trainer.inner_epochs")
-            yield keys, "the score function has no ratio: after one update its samples are stale; use 1, or importance"
-        if self.objective == "score_function" and config.sampling.staleness:
-            text = "the score function has no ratio, by which older samples would count; use 0, or importance"
-            yield ("trainer.objective", "sampling.staleness"), text
         size, least = self.history.size, self.history.min_count
         if least > size:
             text = f"{least} rewards are never reached, {size} are kept; use {size} or less"

@@ -3,32 +3,23 @@
 1. collect   samples x_0 of each prompt c by the stochastic sampler
 2. score     R(x_0, c)
 3. estimate  A = (R - mean) / std over the last rewards of the prompt, or of the iteration while there are few
-4. update    DDPO-IS: clipped importance ratios;  DDPO-SF: -A log p_theta(x_{t-1} | x_t, c)
+4. update    clipped importance ratios (DDPO-IS)
 
 docs/ddpo.md has the equations, metrics and curves.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.ddpo.settings import DDPO
-from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
-from genrl.diffusion.steps.replays import Tensors, replayed
-from genrl.diffusion.steps.transitions import collect, penalised, update
+from genrl.diffusion.steps.transitions import clipped_loss as loss
+from genrl.diffusion.steps.transitions import collect, update
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
-from genrl.objectives.surrogates.policy_losses import (
-    SurrogateOutput,
-    clipped_surrogate,
-    importance_ratio,
-    score_function_loss,
-)
-from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 
 
@@ -53,16 +44,3 @@ def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tens
         rollouts.total, rollouts.prompts, seen, buffer_size=memory.size, min_count=memory.min_count
     )
     return advantages
-
-
-def loss(settings: DDPO, policy: Policy, given: Recorded) -> Tensors:
-    """The policy-gradient loss of one transition and its divergence from the reference, [B]."""
-    new, advantage = replayed(settings, policy, given), given["advantage"]
-    if settings.objective == "score_function":
-        value = score_function_loss(new.log_prob, advantage)
-        ratio = importance_ratio(new.log_prob, given["old_log_prob"])
-        surrogate = SurrogateOutput(value, ratio, torch.zeros_like(value).bool())
-    else:
-        low, high = settings.clip_bounds
-        surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], advantage, low, high)
-    return penalised(settings, surrogate, new, given)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Margin, NonNegative, Positive, Whole
+from genrl.config.section import Count, Margin, NonNegative, Positive
 from genrl.diffusion.config.schema import Calls, GuidanceInTraining, Guided
 from genrl.diffusion.forward.settings import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
 
@@ -43,13 +43,9 @@ class DGPO(Matching):
     algorithm: Literal["dgpo"] = "dgpo"
     """Which trainer."""
     beta: Positive = 100.0
-    """Sharpness of the group's preference (DGPO: 100, PickScore 10, with reference: ema 2000)."""
-    reference: Literal["model", "ema"] = "model"
-    """What the group's preference is measured against: the model before training, or the slow average."""
+    """Sharpness of the group's preference (DGPO: 100, PickScore 10)."""
     kl_weight: NonNegative = 0.02
     """Weight of the squared velocity difference from the starting model (DGPO: 0.02, PickScore 1e-3)."""
-    reference_guidance: NonNegative | None = None
-    """Guidance of the starting model there (DGPO without guidance: 4.5; not FLUX.1-dev); null = that of training."""
     guidance_in_training: GuidanceInTraining = False
     """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5); detached = without a gradient
     through its unconditional prediction. An input of the model stays."""
@@ -59,8 +55,6 @@ class DGPO(Matching):
     """Noise levels trained per sample, without repetition, the same for all of an iteration (DGPO: 4)."""
     clip_range: Margin = 1e-2
     """No gradient where the ratio to the slow average is beyond 1 +- c (DGPO: 1e-2, PickScore 5e-2, unguided 1e-3)."""
-    switch_after: Whole = 200
-    """After so many optimiser steps the slow average generates the samples (DGPO: 200, GenEval 500)."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch (DGPO: 1); at most the number of micro-batches."""
     inner_epochs: Count = 1
@@ -68,13 +62,11 @@ class DGPO(Matching):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
-        return self.reference == "model" or self.kl_weight > 0
+        return True
 
     @property
     def other_guidance(self) -> tuple[float, ...]:
-        reference = () if self.reference_guidance is None else (self.reference_guidance,)
-        return reference if self.guidance_in_training else (1.0, *reference)
+        return () if self.guidance_in_training else (1.0,)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
@@ -85,16 +77,12 @@ class DGPO(Matching):
         yield from too_many_levels(self.timesteps_per_sample, min(steps, self.first_steps), "trainer.first_steps")
 
     def calls(self, config: Config, guided: Guided) -> Calls:
-        """The policy, the slow average, and the reference under its own guidance."""
+        """The policy, the slow average, and the reference."""
         guidance = guided(config.sampling.guidance_scale) if self.guidance_in_training else 1
-        each = 2.0 * guidance
-        if self.uses_reference:
-            each += guidance if self.reference_guidance is None else guided(self.reference_guidance)
         trained = float(self.timesteps_per_sample)
         states = config.sampling.images_per_iteration * trained
-        train = states * each * self.epochs
+        train = states * 3.0 * guidance * self.epochs
         return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["slow copy"]

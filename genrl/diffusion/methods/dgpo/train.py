@@ -20,8 +20,7 @@ import torch
 from genrl.diffusion.forward import noising
 from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.methods.dgpo.settings import DGPO
-from genrl.diffusion.policy.guidance import guided, without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -34,19 +33,20 @@ from genrl.objectives.surrogates.policy_losses import kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
 EMA = "ema_reference"
+SWITCH_AFTER = 200
+"""Optimiser steps after which the slow average draws the samples (DGPO: 200)."""
 
 
 def train(run: DiffusionRun, settings: DGPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     weights = run.weights
     noising.require_flow(run)
-    noising.check_reference_guidance(run, settings.reference_guidance)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        late = run.loop.optimizer_steps > settings.switch_after
+        late = run.loop.optimizer_steps > SWITCH_AFTER
         rollouts = run.collect(noising.solved, under=EMA if late else None)
         metrics = learn(run, settings, rollouts)
         del rollouts
@@ -75,9 +75,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
         given["trained"] = trained[micro_batch.slots].to(clean.device)
         given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
         given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
-        if settings.reference == "model" or settings.kl_weight > 0:
-            judge = guided(batch, settings.reference_guidance)
-            given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
+        given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         return batch, given
 
     update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
@@ -89,7 +87,7 @@ def loss(settings: DGPO, policy: Policy, given: Recorded) -> Tensors:
     velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, advantage = given["target"], given["advantage"]
     error, old_error = matching_error(velocity, target), matching_error(given["ema"], target)
-    ref_error = matching_error(given["reference"], target) if settings.reference == "model" else old_error
+    ref_error = matching_error(given["reference"], target)
     weight = dgpo_group_weight(error, ref_error, advantage, given["group"], beta=settings.beta)
     value, terms = dgpo_loss(error, old_error, advantage, weight, clip=settings.clip_range), {}
     if settings.kl_weight > 0:

@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
 from genrl.diffusion.config.schema import Calls, Guided
-from genrl.diffusion.direct.settings import Differentiating
+from genrl.diffusion.forward.settings import Differentiating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -55,12 +55,8 @@ class DiffInstruct(Differentiating):
 
     algorithm: Literal["diff_instruct"] = "diff_instruct"
     """Which trainer."""
-    divergence: Literal["score", "kl"] = "score"
-    """From the teacher: score-based, pseudo-Huber (Diff-Instruct*), or Kullback-Leibler (Diff-Instruct, DI++)."""
-    guidance: Literal["none", "inner", "outer"] = "inner"
-    """Guidance of the teacher: in its score, or as a reward beside it (the paper finds inner better)."""
     guidance_scale: NonNegative = 4.5
-    """Its strength g: s_0 + g (s_c - s_0), or the weight of that reward (paper: 4.5 to 7.5)."""
+    """Guidance g of the teacher, in its score: s_0 + g (s_c - s_0) (paper: 4.5 to 7.5); 1 = none."""
     assistant_steps: Count = 1
     """Optimiser steps of the assistant network per step of the generator."""
     assistant_lr: Positive | None = None
@@ -82,11 +78,11 @@ class DiffInstruct(Differentiating):
         }
         for key, scale in scales.items():
             if not isinstance(scale, int | float) or scale > 1:
-                text = "guidance is learnt from the teacher (trainer.guidance), the generator itself has none; write 1"
+                text = "guidance is learnt from the teacher (trainer.guidance_scale), the generator has none; write 1"
                 yield (key, "trainer.algorithm"), text
-        if self.guidance != "none" and config.model.offload.text_encoders == "encode_then_free":
+        if self.guidance_scale != 1 and config.model.offload.text_encoders == "encode_then_free":
             text = "the teacher is also asked without a prompt, which is in no file and so not encoded ahead"
-            yield ("model.offload.text_encoders", "trainer.guidance"), f"{text}; write between, or guidance: none"
+            yield ("model.offload.text_encoders", "trainer.guidance_scale"), f"{text}; write between, or 1"
         if config.model.lora is not None and config.model.lora.frozen:
             text = "the teacher is the model without adapters, and the assistant begins as it"
             yield ("model.lora.frozen", "trainer.algorithm"), f"{text}; name a distilled LoRA by model.lora.from"
@@ -94,12 +90,10 @@ class DiffInstruct(Differentiating):
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The assistant learning; both scores; the generator."""
         sampling, images = config.sampling, config.sampling.images_per_iteration
-        guidance, teacher = guided(sampling.guidance_scale), 1 if self.guidance == "none" else 2
-        through = (1 + teacher) * (self.divergence == "score")
+        guidance, teacher = guided(sampling.guidance_scale), 1 if self.guidance_scale == 1 else 2
         train = float(images * (self.assistant_steps + 1 + teacher + 1))
-        backward = float(images * (self.assistant_steps + through + 1)) * guidance
+        backward = float(images * (self.assistant_steps + 1 + teacher + 1)) * guidance
         return Calls(float(images * sampling.num_inference_steps * guidance), train, backward, 1.0)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["assistant", "assistant's first moment", "assistant's second moment"]

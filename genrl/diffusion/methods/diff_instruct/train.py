@@ -9,35 +9,34 @@ and eps drawn anew in (2) and (3):
              samples by denoising score matching: s^2 |s_phi(x_t) + eps / s|^2
 3. update    minimise  -alpha r(x_0, c) + L_reg,  with y = s_phi(x_t) - s_ref(x_t), of which the parameters are frozen,
              L_reg = -s^2 d'(y)^T (s_phi(x_t) + eps / s),  d'(y) = y / sqrt(|y|^2 + c^2)
-             whose gradient is that of the divergence s^2 d(y), d pseudo-Huber (score projection, 2410.16794);
-             divergence: kl takes s^2 sg(y)^T x_t instead (Diff-Instruct, 2305.18455)
+             whose gradient is that of the divergence s^2 d(y), d pseudo-Huber (score projection, 2410.16794)
 
-alpha are the rewards' weights; without any this is distillation. Guidance g of the teacher: in s_ref itself ("inner":
-s_0 + g (s_c - s_0)), or as a reward of its own ("outer": -g s^2 sg(s_c - s_0)^T x_t). docs/diff_instruct.md has
-metrics and figures.
+alpha are the rewards' weights; without any this is distillation. Guidance g of the teacher is in s_ref itself:
+s_0 + g (s_c - s_0). docs/diff_instruct.md has metrics and figures.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.forward.noising import own_noise, solved
-from genrl.diffusion.methods.diff_instruct.one_step import check_one_step
-from genrl.diffusion.methods.diff_instruct.scores import Noised, drawn_levels, noised_at, score_of
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.policy.guidance import without_prompts
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, guides_by_negative, without_prompts
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.gaussian import per_sample
+from genrl.mdp.noise import generator
 from genrl.objectives.forward import diff_instruct as objective
+from genrl.objectives.forward.diff_instruct import score_from_prediction, score_from_velocity
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, descend
@@ -115,29 +114,23 @@ def divergence_gradient(
     to x_t while its weights are in place.
     """
     policy, weights = run.policy, run.weights
-    through = settings.divergence == "score"  # the Kullback-Leibler form takes the scores as constants
     noisy = given.noisy.detach().requires_grad_()
     given = given._replace(noisy=noisy)
-    with torch.set_grad_enabled(through):
+    with torch.enable_grad():
         with weights.use(ASSISTANT):
             score = score_of(policy, batch, given)
         with weights.reference():
-            blank = conditioned = score_of(policy, batch, given)
-            if settings.guidance != "none":  # in calls of its own: the pipeline's guidance takes one level for all
+            reference = score_of(policy, batch, given)
+            if settings.guidance_scale != 1:  # in calls of its own: the pipeline's guidance takes one level for all
                 blank = score_of(policy, without_prompts(batch), given)
-    inner = settings.guidance_scale if settings.guidance == "inner" else 1.0
-    reference = objective.guided_score(blank, conditioned, inner)
+                reference = objective.guided_score(blank, reference, settings.guidance_scale)
     ours, theirs = score.detach().requires_grad_(), reference.detach().requires_grad_()
-    loss, divergence = objective.regularisation(noisy, given.noise, given.sigma, ours, theirs, through=through)
-    if settings.guidance == "outer":
-        outer = objective.outer_guidance_loss(noisy, blank, conditioned, weight=given.sigma**2)
-        loss = loss + settings.guidance_scale * outer
+    loss, divergence = objective.regularisation(noisy, given.noise, given.sigma, ours, theirs)
     gradient, on_score, on_reference = torch.autograd.grad(loss.sum(), (noisy, ours, theirs), materialize_grads=True)
-    if through:
-        with weights.use(ASSISTANT):
-            gradient = gradient + torch.autograd.grad(score, noisy, on_score)[0]
-        with weights.reference():
-            gradient = gradient + torch.autograd.grad(reference, noisy, on_reference)[0]
+    with weights.use(ASSISTANT):
+        gradient = gradient + torch.autograd.grad(score, noisy, on_score)[0]
+    with weights.reference():
+        gradient = gradient + torch.autograd.grad(reference, noisy, on_reference)[0]
     return per_sample(given.signal, noisy, noisy.dtype) * gradient, divergence
 
 
@@ -156,3 +149,72 @@ def spread(rollouts: Rollouts) -> Tensor:
         for slot, final in zip(micro_batch.slots, micro_batch.final, strict=True):
             samples[int(rollouts.group[slot])].append(final.float())
     return torch.tensor([float(torch.stack(same).std(dim=0).mean()) for same in samples.values() if len(same) > 1])
+
+
+LARGEST_SIGNAL = 0.9  # alpha_bar where the generator reads its noise; .43 at timestep 399 of Stable Diffusion
+
+
+def check_one_step(policy: Policy, probe: Batch) -> None:
+    """Raise ValueError where the one step would return its noise, or is guided."""
+    if guides_by_negative(policy, probe):
+        raise ValueError(
+            "sampling.pipeline_args: the generator itself has no guidance, and this pipeline guides by a negative "
+            "prompt; write true_cfg_scale: 1"
+        )
+    head = policy.head
+    if head.parametrisation == "flow":
+        return
+    with torch.no_grad(), policy.uncounted():
+        policy.roll_out(probe)  # puts the step where a run of the pipeline has it
+    time = int(head.timesteps[0])
+    if (alpha_bar := float(head.alphas_cumprod[time])) > LARGEST_SIGNAL:
+        raise ValueError(
+            f"model.scheduler: the one step is at timestep {time}, where alpha_bar is {alpha_bar:.3f} and the network "
+            "hardly changes what it reads; write {timestep_spacing: trailing} for the last timestep, or "
+            "{timestep_spacing: leading, steps_offset: 399}"
+        )
+
+
+LOW, HIGH = 0.02, 0.98  # of the noise levels (flow) or of the training timesteps, as DMD2 has them (2405.14867)
+GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
+
+
+class Noised(NamedTuple):
+    """Samples on the forward process: x_t and eps, [B, ...]; the `time` that the network is told (sigma of a flow, else
+    the timestep), a (`signal`) and s (`sigma`), [B]."""
+
+    noisy: Tensor
+    noise: Tensor
+    time: Tensor
+    signal: Tensor
+    sigma: Tensor
+
+
+def drawn_levels(batch: Batch, *names: int | str) -> Tensor:
+    """Levels for `noised_at`, uniform between LOW and HIGH, by each sample's key and `names`, [B]."""
+    uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", *names)) for key in batch.keys])
+    return LOW + (HIGH - LOW) * uniform
+
+
+def noised_at(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Noised:
+    """clean, noise [B, ...]; level [B] in [0, 1): sigma of a flow, else the share of the training timesteps."""
+    if policy.head.parametrisation == "flow":
+        time = sigma = level.to(noise)
+        signal = 1.0 - sigma
+    else:
+        alphas = policy.head.alphas_cumprod
+        time = (level * len(alphas)).long()
+        alpha_bar = alphas[time.to(alphas.device)].to(noise)
+        time, signal, sigma = time.to(noise.device), alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt()
+    a, s = (per_sample(value, noise, noise.dtype) for value in (signal, sigma))
+    return Noised(a * clean + s * noise, noise, time, signal, sigma)
+
+
+def score_of(policy: Policy, batch: Batch, given: Noised) -> Tensor:
+    """The score of the model under its present weights at x_t, [B, ...]."""
+    head = policy.head
+    if head.parametrisation == "diffusion":
+        output = policy.velocity(batch, given.noisy, given.time)
+        return score_from_prediction(given.noisy, output, given.signal**2, head.prediction_type)
+    fine = replace(batch, sampling={**batch.sampling, "num_inference_steps": GRID})
+    return score_from_velocity(given.noisy, policy.velocity(fine, given.noisy, given.time), given.sigma)

@@ -56,7 +56,6 @@ class DiffusionNFT(Matching):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return self.kl_weight > 0
 
     def problems(self, config: Config) -> Iterator[Finding]:
@@ -75,5 +74,4 @@ class DiffusionNFT(Matching):
         return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
-        """Copies of the trained parameters that a run comes to keep."""
         return ["old policy"]

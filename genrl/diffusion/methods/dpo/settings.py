@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from genrl.config.section import Positive
-from genrl.diffusion.pairs.settings import DiffusionDPO
+from genrl.diffusion.forward.settings import DiffusionDPO
 
 
 class DPO(DiffusionDPO):

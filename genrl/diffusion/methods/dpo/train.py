@@ -16,8 +16,8 @@ metrics and figures.
 from __future__ import annotations
 
 from genrl.diffusion.forward.noising import solved
+from genrl.diffusion.forward.pairs import loss, train_on
 from genrl.diffusion.methods.dpo.settings import DPO
-from genrl.diffusion.pairs.training import loss, train_on
 from genrl.diffusion.run import DiffusionRun
 
 __all__ = ["loss", "train"]

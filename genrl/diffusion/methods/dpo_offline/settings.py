@@ -9,7 +9,7 @@ from genrl.config.run_config import FileFinding
 from genrl.config.section import Positive
 from genrl.data.preferences import set_problem
 from genrl.diffusion.config.schema import Calls, Guided
-from genrl.diffusion.pairs.settings import DiffusionDPO
+from genrl.diffusion.forward.settings import DiffusionDPO
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows

@@ -10,9 +10,9 @@ from genrl.data.preferences import open_set
 from genrl.data.prompts import Prompt
 from genrl.data.rows import PREFERENCE_COLUMNS
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.forward.noising import check_given, given_pictures, picture_size
+from genrl.diffusion.forward.pairs import loss, train_on
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.pairs.training import loss, train_on
-from genrl.diffusion.rollout.given import check_given, given_pictures, picture_size
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
 

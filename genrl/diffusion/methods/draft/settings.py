@@ -10,7 +10,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Number
 from genrl.diffusion.config.schema import Calls, Guided
-from genrl.diffusion.direct.settings import Differentiating
+from genrl.diffusion.forward.settings import Differentiating
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.direct.gradient import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch

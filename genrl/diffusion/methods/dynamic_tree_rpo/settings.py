@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
 
 
-class GrowingTree(Branching):
-    """The samples of a group are leaves of one tree."""
-
-    noise_growth: NonNegative = 0.5
-    """The noise level grows from the first to the last branching step by this share (Dynamic-TreeRPO: 0.5)."""
+NOISE_GROWTH = 0.5
+"""Share by which the noise level grows from the first to the last branching step (Dynamic-TreeRPO: 0.5)."""
 
 
 class LayerTuning(Section):
@@ -29,8 +26,6 @@ class LayerTuning(Section):
     """Weight of the squared distance to the target velocity."""
     target: Literal["best_path", "best_image"] = "best_path"
     """Velocity on the best leaf's path at the same step, or the one that leads to the best leaf's image."""
-    sensitivity: NonNegative = 0.5
-    """How much wider the clip range is for large advantages."""
 
 
 class DynamicTreeRPO(Windowed):
@@ -48,16 +43,15 @@ class DynamicTreeRPO(Windowed):
 
     algorithm: Literal["dynamic_tree_rpo"] = "dynamic_tree_rpo"
     """Which trainer."""
-    tree: GrowingTree
+    tree: Branching
     """Where the samples of a group branch."""
     layer_tuning: LayerTuning = LayerTuning()
     """Supervised distance to the best sample of a tree, and dynamic clip bounds."""
 
     @property
     def layout(self) -> Layout:
-        """Which steps are noisy, branch and are trained."""
         tree = Tree(ways=self.tree.ways, at=self.tree.at)
-        return Layout(self.noise_level, self.window, tree, noise_growth=self.tree.noise_growth)
+        return Layout(self.noise_level, self.window, tree, noise_growth=NOISE_GROWTH)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         found = [*super().problems(config)]
@@ -78,7 +72,6 @@ class DynamicTreeRPO(Windowed):
         return mean_of(config, rounds, lambda one: len(one.trained))
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
         yield from super().rollout(config, guidance)
         if self.layer_tuning.target == "best_path":
             yield "layer_tuning evaluates the best path once more, one state per trained step, before the updates"

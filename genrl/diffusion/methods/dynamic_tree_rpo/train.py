@@ -21,8 +21,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import Edges, estimate, progress_table
-from genrl.diffusion.steps.plans import Steps
-from genrl.diffusion.steps.replays import Tensors, replayed
+from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import Action, collect, penalised, step_of, update
 from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages.groups import group_advantages
@@ -63,7 +62,7 @@ def loss(settings: DynamicTreeRPO, policy: Policy, given: Recorded) -> Tensors:
     """The surrogate of one transition within dynamic bounds, its divergence, and the distance to the best path, [B]."""
     new, advantage = replayed(settings, policy, given), given["advantage"]
     low, high = settings.clip_bounds
-    below, above = dynamic_clip_bounds(advantage, low=low, high=high, sensitivity=settings.layer_tuning.sensitivity)
+    below, above = dynamic_clip_bounds(advantage, low=low, high=high, sensitivity=0.5)
     surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], advantage, below, above)
     distance = progress_loss(given["short"], new.model_output, given["target"])
     further = {"layer_tuning/distance": (settings.layer_tuning.weight, distance)}

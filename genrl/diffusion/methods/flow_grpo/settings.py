@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.section import Flag, Share
-from genrl.diffusion.steps.aggregation import plain_scores, sum_of_tree
 from genrl.diffusion.steps.layout import Layout, Tree
-from genrl.diffusion.steps.settings import Windowed
+from genrl.diffusion.steps.settings import Windowed, plain_scores
 
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
@@ -42,7 +41,6 @@ class FlowGRPO(Windowed):
 
     @property
     def layout(self) -> Layout:
-        """Which steps are noisy, branch and are trained."""
         return Layout(
             self.noise_level,
             self.window,
@@ -53,14 +51,15 @@ class FlowGRPO(Windowed):
 
     @property
     def reduction(self) -> Literal["mean", "sum"]:
-        """Log-probabilities over the numbers of a latent."""
         return self.log_prob_reduction
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         if self.aggregate == "gdpo":
-            yield from sum_of_tree(self.tree, "aggregate")
             if self.advantage_scale != "group":
                 text = "gdpo divides each reward by its group's spread; use group"
                 yield ("trainer.advantage_scale", "trainer.aggregate"), text
+            if self.tree is not None and (self.tree.normalise == "depth" or self.tree.contrast):
+                text = "normalise: depth and contrast have advantages of their own; leave them out"
+                yield ("trainer.tree", "trainer.aggregate"), text
             yield from plain_scores(config, "gdpo")

@@ -21,8 +21,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
-from genrl.diffusion.steps.replays import Tensors, replayed
+from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import (
     Action,
     Actions,

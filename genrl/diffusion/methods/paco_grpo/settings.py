@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import genrl_rewards
 from genrl.config.errors import Finding
 from genrl.config.run_config import FileFinding
-from genrl.diffusion.steps.aggregation import plain_scores
-from genrl.diffusion.steps.settings import Windowed
+from genrl.diffusion.steps.settings import Windowed, plain_scores
 
 if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows
@@ -32,7 +31,6 @@ class PaCoGRPO(Windowed):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
         return self.aggregate == "log_tame_released"
 
     def problems(self, config: Config) -> Iterator[Finding]:

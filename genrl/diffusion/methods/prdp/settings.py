@@ -45,14 +45,9 @@ class PRDP(EveryStep):
     """Weight of the divergence from the starting model: log-ratios go to reward / beta (PRDP: 3e-5 or 3e-6)."""
     clip_range: Positive = 1e-4
     """Log-ratios of a step count within this of those that sampled (PRDP: 1e-6 with 10 inner epochs, 1e-4 with 1)."""
-    step_reduction: Literal["mean", "sum"] = "mean"
-    """Log-ratios over the steps: mean (the paper's listing, to which its beta belongs) or sum (its equations)."""
-    pairs: Literal["all", "positive"] = "all"
-    """Pairs of a prompt: all (the paper's equations), or those with different rewards (its listing)."""
     inner_epochs: Count = 1
     """Optimiser steps of one iteration, each over all its pairs (PRDP: 10 on few prompts, 1 on many)."""
 
     @property
     def epochs(self) -> int:
-        """Passes over the samples of an iteration."""
         return self.inner_epochs

@@ -26,8 +26,7 @@ from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import every_step
-from genrl.diffusion.steps.replays import Tensors, check_on_policy, evidence, replayed
+from genrl.diffusion.steps.plans import Tensors, check_on_policy, every_step, evidence, replayed
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient
 from genrl.runtime.loop.recorded import Recorded
@@ -62,9 +61,8 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
         new = old if epoch == 0 else evaluated(run, rollouts, empty)
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
         out, gradient = prdp_gradient(
-            now, start, before, rewards,
-            beta=settings.beta, clip=settings.clip_range, reduction=settings.step_reduction, pairs=settings.pairs,
-        )  # fmt: skip
+            now, start, before, rewards, beta=settings.beta, clip=settings.clip_range, reduction="mean"
+        )
         coefficients = gradient.flatten(0, 1).T.float()
         parts = [(m, i) for m in rollouts.mine.values() for i in m.pieces[0].trajectory.log_probs]
         # The coefficients are of a mean over the pairs of all processes, so nothing is left to divide by.
@@ -98,7 +96,7 @@ def loss(settings: PRDP, policy: Policy, given: Recorded) -> Tensors:
 
 def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
     """How well log-ratios [P, B, T'] predict differences of rewards [P, B], over the pairs of different rewards."""
-    total = log_ratio.sum(2) if settings.step_reduction == "sum" else log_ratio.mean(2)
+    total = log_ratio.mean(2)
     above = rewards[:, :, None] > rewards[:, None, :]
     predicted = (total[:, :, None] - total[:, None, :])[above]
     target = (rewards[:, :, None] - rewards[:, None, :])[above] / settings.beta

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
-from genrl.config.section import NonNegative, Text, Whole
-from genrl.diffusion.config.rewriter import Rewriter
-from genrl.diffusion.steps.aggregation import named_rewards
+from genrl.config.section import NonNegative, Whole
+from genrl.diffusion.config.sections import Rewriter
 from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ METRICS = {
     "eval_rewritten/<name>_std": MetricDoc("as `eval/<name>_std`", "As there.", "the reward's own"),
     "eval_rewritten/<name>_failed": MetricDoc("as `eval/<name>_failed`", "As there.", "samples"),
     "eval_rewritten/total_mean": MetricDoc("as `eval/total_mean`", "As `eval_rewritten/<name>_mean`."),
+    "eval_rewritten/total_se": MetricDoc("as `eval/total_se`", "As there."),
 }
 
 
@@ -71,7 +71,6 @@ class PromptRL(Windowed):
     one_size: ClassVar[str] = "lays out the samples of a prompt by its own rewritings"
     title: ClassVar[str] = "PromptRL"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"
     pictures_per_prompt: ClassVar[int] = 2  # of the prompts as they are, and rewritten
 
     algorithm: Literal["prompt_rl"] = "prompt_rl"
@@ -80,8 +79,6 @@ class PromptRL(Windowed):
     """The language model."""
     retained: Whole = 2
     """Samples of each group that use the original prompt (PromptRL: 2 of 8)."""
-    reward_column: Text | None = None
-    """Column of prompts that names the one reward which judges their samples (reward tags); null = the weighted sum."""
     kl_weight: NonNegative = 1e-2
     """Weight of the divergence of the flow model from its start (PromptRL: 0.01)."""
 
@@ -95,17 +92,7 @@ class PromptRL(Windowed):
         if config.model.offload.text_encoders == "encode_then_free":
             text = f"{self.algorithm} rewrites prompts, so that they cannot be encoded ahead; write between"
             yield ("model.offload.text_encoders", "trainer.algorithm"), text
-        if self.reward_column is None:
-            return
-        if self.advantage_scale != "group":
-            text = "prompts are judged by different rewards, each with its scale; use group"
-            yield ("trainer.advantage_scale", "trainer.reward_column"), text
-        if config.prompts.train.endswith(".txt"):
-            text = "a .txt file has no columns; use a .jsonl file, or null"
-            yield ("trainer.reward_column", "prompts.train"), text
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
-        """Whether the language model can be one, and each prompt names a reward."""
+        """Whether the language model can be one."""
         yield from self.rewriter.file_problems(notes)
-        if self.reward_column is not None and train is not None:
-            yield from named_rewards(config, train.rows, self.reward_column)

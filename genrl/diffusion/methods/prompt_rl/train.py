@@ -15,27 +15,31 @@ samples keep the flow model good at prompts that nobody rewrote. docs/prompt_rl.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from typing import TypeVar
 
 import torch
+from accelerate.utils import gather_object
+from PIL.Image import Image
 from torch import Tensor
 
-from genrl.diffusion.methods.prompt_rl.rewriting import from_texts, rewritten, write
+from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.policy.rewriter import Rewriter, Written
-from genrl.diffusion.policy.text_room import TextRoom
-from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, Written
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.forest import Draw, Drawn
+from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.aggregation import named_rewards
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
-from genrl.diffusion.steps.replays import check_on_policy
+from genrl.diffusion.steps.plans import Steps, check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import sampler, update
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss, tagged_rewards
+from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
 from genrl.objectives.surrogates.policy_losses import kl_k3
 from genrl.runtime.loop.updating import Meter
 
@@ -52,9 +56,6 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
     fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
     fits.check(run.prompts, config.prompts.train, config.model.path)
     fits.check(run.eval_prompts, config.prompts.eval, config.model.path)
-    if settings.reward_column is not None:  # of a data set, the rows are known only now
-        for _, text in named_rewards(config, run.prompts, settings.reward_column):
-            raise ValueError(f"trainer.reward_column: {text}")
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=run.accelerator.device)
     if not rewriter.see:  # how long pictures are is known when they are read
         for row in (*run.prompts, *run.eval_prompts):
@@ -73,11 +74,8 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = rollouts.total.view(-1, size)
-        if (tag := settings.reward_column) is not None:
-            tags = [prompts[group].columns[tag] for group in rollouts.group.tolist()]
-            generation = tagged_rewards(rollouts.parts, tags).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
-        total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
+        total = joint_rewards(generation, formats)
         rollouts = replace(rollouts, total=total.flatten())
         # 4, 5. Estimate and update; the flow model's advantages are the same function of the same rewards.
         relative = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
@@ -141,3 +139,54 @@ def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence
         gain = generation[:, :count].nanmean(1) - generation[:, count:].nanmean(1)
         found["rewriter/gain"] = float(gain.nanmean())
     return found
+
+
+T = TypeVar("T")
+
+
+def from_texts(
+    policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], texts: Sequence[str], draw: Draw
+) -> Drawn:
+    """`draw`, with each slot's own text in place of its prompt. Scores are of the prompts all the same."""
+    return draw(policy, replace(batch, prompts=[texts[slot] for slot in slots]), slots, beat=beat)
+
+
+def write(
+    run: DiffusionRun, rewriter: Rewriter, prompts: Sequence[Prompt], count: int, fits: TextRoom
+) -> tuple[dict[int, Written], list[tuple[list[str], list[bool]]]]:
+    """(answers that this process wrote by the index of their prompt, new prompts and formats of all prompts).
+
+    The generator is that of (seed, iteration, prompt): nobody's answers depend on who else writes.
+    """
+    mine = {}
+    for p, prompt in own(run, prompts):
+        key = (run.config.seed, "rewrite", run.iteration, p)
+        mine[p] = rewriter.write(prompt.text, count, key, fits, pictures(run, prompt))
+        run.loop.advance_or_leave(0)
+    return mine, of_all({p: (written.texts, written.well_formed) for p, written in mine.items()})
+
+
+def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Sequence[Prompt]) -> list[str]:
+    """A new prompt for each of the prompts, the same in all processes."""
+    mine = {}
+    for row, prompt in own(run, prompts):
+        key = (run.config.evaluation.seed, row)
+        mine[row] = rewriter.rewrite(prompt.text, key, fits, pictures(run, prompt))
+        run.loop.alive()
+    return of_all(mine)
+
+
+def own(run: DiffusionRun, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Prompt]]:
+    """The prompts for which this process writes, with their numbers."""
+    return islice(enumerate(prompts), run.accelerator.process_index, None, run.accelerator.num_processes)
+
+
+def of_all(mine: Mapping[int, T]) -> list[T]:
+    """What was written for each prompt, by whichever process."""
+    found = dict(gather_object([*mine.items()]))
+    return [found[number] for number in sorted(found)]
+
+
+def pictures(run: DiffusionRun, prompt: Prompt) -> list[Image]:
+    """What the pipeline is given with a prompt, such as the picture that is to be edited."""
+    return [picture for (picture,) in batch_inputs(run.config.sampling.inputs, [prompt]).values()]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
-from genrl.config.section import Count
 from genrl.data.preferences import TARGET_COLUMNS, set_problem
 from genrl.diffusion.config.schema import Calls, Guided, Updating
 from genrl.diffusion.forward.settings import matching_calls
@@ -37,12 +36,9 @@ class PipelineSFT(Updating):
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""
-    timesteps_per_picture: Count = 1
-    """Noise levels trained per picture, each sampled separately."""
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
         return True
 
     @property
@@ -50,12 +46,10 @@ class PipelineSFT(Updating):
         return (1.0,)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
-        """One call for each picture and noise level, without guidance; nothing is sampled."""
-        trained, states = float(self.timesteps_per_picture), config.sampling.images_per_iteration
-        calls = states * trained
-        return matching_calls(config, guided, trained=trained, states=calls, train=calls * self.epochs)._replace(
-            sample=0.0
-        )
+        """One call for each picture, without guidance; nothing is sampled."""
+        calls = float(config.sampling.images_per_iteration)
+        whole = matching_calls(config, guided, trained=1.0, states=calls, train=calls * self.epochs)
+        return whole._replace(sample=0.0)
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """A target for every prompt."""

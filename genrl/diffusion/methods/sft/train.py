@@ -17,12 +17,18 @@ import torch
 from genrl.data.preferences import TARGET_COLUMNS, open_set
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.forward.noising import Tensors, drawn_level, noised_by, own_noise
+from genrl.diffusion.forward.noising import (
+    Tensors,
+    check_given,
+    drawn_level,
+    given_pictures,
+    noised_by,
+    own_noise,
+    picture_size,
+)
 from genrl.diffusion.methods.sft.settings import PipelineSFT
-from genrl.diffusion.policy.guidance import without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.given import check_given, given_pictures, picture_size
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
@@ -54,7 +60,7 @@ def train(run: DiffusionRun, settings: PipelineSFT) -> None:
         pictures = given_pictures(run, reader, size, rewards=(0.0,))
         # 2. Update.
         meter = Meter()
-        update(run, settings, pictures, settings.timesteps_per_picture, prepare, loss, meter)
+        update(run, settings, pictures, 1, prepare, loss, meter)
         del pictures
         run.finish(meter.result())
 

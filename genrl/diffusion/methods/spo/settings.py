@@ -66,12 +66,10 @@ class SPO(Stochastic, Updating):
 
     @property
     def branches(self) -> bool:
-        """Whether a state goes on in several ways."""
         return True
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
         return True
 
     @property
@@ -105,11 +103,9 @@ class SPO(Stochastic, Updating):
         return Calls(float(images * plan.calls * guidance), 2 * backward, backward, trained)
 
     def independent_calls(self, config: Config) -> float:
-        """Model calls of sampling as many ends independently, guidance aside."""
         return super().independent_calls(config) * self.plan(config.sampling, last=self.kernel == "ddim").leaves
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """How the samples of a group come about, for `genrl plan`."""
         plan = self.plan(config.sampling, last=self.kernel == "ddim")
         replays = 2 * self.epochs * guidance
         yield describe(plan, plan.splits, calls_per_state=guidance, replays_per_state=replays)

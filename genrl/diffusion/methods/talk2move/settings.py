@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, NonNegative, Positive, Section, Ways
+from genrl.config.section import Count, NonNegative, Positive
 from genrl.diffusion.config.schema import AdvantageScale
 from genrl.diffusion.steps.layout import Layout, Round, Window, rounds_of
 from genrl.diffusion.steps.settings import GroupRelative
@@ -16,15 +16,8 @@ if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
 
 
-class StepEvaluation(Section):
-    """How Talk2Move's exit step is found: of edits that leave the chain at every step, where rewards differ most."""
-
-    prompts: Count = 4
-    """Instructions that are tried."""
-    samples: Ways = 4
-    """Edits of each instruction at each step, from one noise (Talk2Move: 2 to 4)."""
-    every: Count | None = None
-    """Determine it again every so many iterations; null = once, before the first."""
+TRIED_PROMPTS, TRIED_SAMPLES = 4, 4
+"""Instructions, and edits of each, by which the exit step is found (Talk2Move: 2 to 4 edits)."""
 
 
 class Talk2Move(GroupRelative):
@@ -47,12 +40,10 @@ class Talk2Move(GroupRelative):
     noise_level: NonNegative | None = 1.0
     """Noise of the kernel (Talk2Move: flow_sde at 1); wan_sde: null."""
     exit_step: Count | None = None
-    """Stochastic steps, which are trained, counted from the first; null = determined by step_evaluation (Talk2Move: 4
-    of 10)."""
+    """Stochastic steps, which are trained, counted from the first (Talk2Move: 4 of 10); null = found before the first
+    iteration, of edits that leave the chain at every step: where their rewards differ most."""
     shortcut: Count = 2
     """Deterministic steps from there to the picture (Talk2Move: 2)."""
-    step_evaluation: StepEvaluation = StepEvaluation()
-    """How the exit step is found."""
     advantage_scale: AdvantageScale = "global"
     """As flow_grpo's (Talk2Move: global)."""
     clip_range: Positive | tuple[Positive, Positive] = 2e-4
@@ -66,7 +57,6 @@ class Talk2Move(GroupRelative):
 
     @property
     def varies(self) -> bool:
-        """Whether iterations train different steps."""
         return False
 
     def latest_exit(self, steps: int) -> int:
@@ -96,21 +86,17 @@ class Talk2Move(GroupRelative):
         if self.kernel == "ddim":
             text = "the shortcut is for flow models, ddim for others; use flow_sde"
             yield ("trainer.kernel", "trainer.algorithm"), text
-        if self.exit_step is not None and self.step_evaluation != StepEvaluation():
-            text = "the exit step is given, so it is not looked for; remove it, or write exit_step: null"
-            yield ("trainer.step_evaluation", "trainer.exit_step"), text
         if self.shortcut >= steps:
             text = f"{self.shortcut} steps are no shortcut of {steps}; use less (Talk2Move: 2 of 10)"
             yield ("trainer.shortcut", "sampling.num_inference_steps"), text
 
     def further_samples(self, config: Config) -> float:
-        """The step evaluations of a run, per iteration: chains of steps - 1, left at every step."""
+        """The step evaluation of a run, per iteration: chains of steps - 1, left at every step."""
         if self.exit_step is not None:
             return 0.0
-        steps, counts = config.sampling.num_inference_steps, self.step_evaluation
+        steps = config.sampling.num_inference_steps
         ends = sum(self.exit_calls(steps, k) - k for k in range(1, steps))
-        times = -(-config.iterations // (counts.every or config.iterations))
-        return times * counts.prompts * counts.samples * (steps - 1 + ends) / config.iterations
+        return TRIED_PROMPTS * TRIED_SAMPLES * (steps - 1 + ends) / config.iterations
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         """Where the chain is left, in words, and its first steps."""
@@ -119,5 +105,5 @@ class Talk2Move(GroupRelative):
         rest = self.exit_calls(steps, last) - last
         yield f"{steps} steps, of which the first {last} are run, with noise; then a shortcut of {rest}"
         if self.exit_step is None:
-            yield "the exit step is found by step_evaluation: all numbers are at most these"
+            yield "the exit step is found by trial edits: all numbers are at most these"
         yield from super().rollout(config, guidance)

@@ -2,7 +2,7 @@
 
 One iteration, in the paper's words:
 
-1. off-policy step evaluation   once, or every so many iterations: of chains that are left at each step k and finished
+1. off-policy step evaluation   once: of chains that are left at each step k and finished
                                 by a shortcut, the exit step K is where rewards differ most
 2. active step sampling         G edits of each instruction: steps 0 .. K - 1 drawn from N(mu, s^2 I), the rest of the
                                 way from sigma_K to 0 in S deterministic steps; K + S model calls instead of T
@@ -13,24 +13,28 @@ docs/talk2move.md has the settings and the curves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.talk2move.settings import Talk2Move
-from genrl.diffusion.methods.talk2move.shortcut import draw, take_shortcut
+from genrl.diffusion.methods.talk2move.settings import TRIED_PROMPTS, TRIED_SAMPLES, Talk2Move
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps, choose_kernel
-from genrl.diffusion.steps.replays import check_on_policy
+from genrl.diffusion.steps.plans import Steps, check_on_policy, choose_kernel
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import update
+from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
-from genrl.mdp.early_exit import exit_step, exit_variance
+from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose
@@ -62,15 +66,15 @@ def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteratio
     """The exit step K of this iteration, as configured, or the last one found, kept in checkpoints; and its metrics."""
     if settings.exit_step is not None:
         return settings.exit_step, {}
-    every = settings.step_evaluation.every
-    if "exit" not in run.loop.memory or (every is not None and iteration % every == 0):
+    if "exit" not in run.loop.memory:
         rewards = evaluate_steps(run, settings, kernel, iteration)
         step, variance = max(1, exit_step(rewards)), exit_variance(rewards).tolist()
-        if not variance[step] > 0:  # nothing to choose by: as before, or at the end; looked at again, at the same cost
-            run.process.progress.say("trial edits have equal rewards, or none, at every exit step: it stays as it is")
+        if not variance[step] > 0:  # nothing to choose by: at the end; looked at again, at the same cost
+            run.process.progress.say(
+                "trial edits have equal rewards, or none, at every exit step: it is the last one for now"
+            )
             last = len(variance) - 1
-            kept = run.loop.memory.get("exit", {"step": last, "variance": variance})
-            return int(kept["step"]), {"exit/variance": kept["variance"][kept["step"]]}
+            return last, {"exit/variance": variance[last]}
         run.loop.memory["exit"] = {"step": step, "variance": variance}
         table = ", ".join(f"{k}: {value:.3g}" for k, value in enumerate(variance) if k > 0)
         run.process.progress.say(f"variance of rewards by exit step: {table}; {step} it is")
@@ -86,10 +90,10 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
     One chain per sample, drawn to its end, is left at every step: the samples at k + 1 share the noise of those at k.
     All samples of an instruction start from one noise. All processes return the same.
     """
-    config, counts, policy = run.config, settings.step_evaluation, run.policy
+    config, policy = run.config, run.policy
     steps = config.sampling.num_inference_steps
-    chosen = prompt_indices(len(run.prompts), counts.prompts, seed=config.seed, iteration=iteration)
-    rows = [run.prompts[row] for row in chosen for _ in range(counts.samples)]
+    chosen = prompt_indices(len(run.prompts), TRIED_PROMPTS, seed=config.seed, iteration=iteration)
+    rows = [run.prompts[row] for row in chosen for _ in range(TRIED_SAMPLES)]
     pieces: list[tuple[list[int], Tensor]] = []
     accelerator, size = run.accelerator, config.sampling.batch_size
     for slots, mine in shares(len(rows), size, accelerator.process_index, accelerator.num_processes):
@@ -97,7 +101,7 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
             [rows[s].text for s in slots],
             [(config.seed, iteration, "exit", s) for s in slots],
             call_arguments(config.sampling),
-            [(config.seed, iteration, "exit", "group", s // counts.samples) for s in slots],
+            [(config.seed, iteration, "exit", "group", s // TRIED_SAMPLES) for s in slots],
             batch_inputs(config.sampling.inputs, [rows[s] for s in slots]),
         )
         chain = policy.roll_out(batch, kernel, range(steps - 1), stop=steps - 1)
@@ -107,7 +111,35 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
                 pieces.append(([(k - 1) * len(rows) + s for s in slots], policy.decode(batch, final).cpu()))
             run.loop.advance_or_leave(0)
     # A group is the samples of one instruction that were left at one step.
-    group = torch.arange(len(rows) * (steps - 1)) // counts.samples
+    group = torch.arange(len(rows) * (steps - 1)) // TRIED_SAMPLES
     scored = score(run.scorers, pieces, rows * (steps - 1), group.tolist(), run.loop.alive)
-    total = compose.evaluate(scored.values, run.scorers.components).view(steps - 1, counts.prompts, counts.samples)
+    total = compose.evaluate(scored.values, run.scorers.components).view(steps - 1, TRIED_PROMPTS, TRIED_SAMPLES)
     return torch.cat([torch.full_like(total[:1], torch.nan), total]).transpose(0, 1)
+
+
+def draw(
+    policy: Policy,
+    batch: Batch,
+    slots: list[int],
+    *,
+    beat: Callable[[], None],
+    kernel: Kernel,
+    exit_at: int,
+    shortcut: int,
+    keep: bool,
+) -> Drawn:
+    """Samples whose steps before `exit_at` are drawn and recorded, with their graph if it is to be kept, and whose end
+    is a shortcut of so many steps."""
+    drawn = range(exit_at)
+    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=drawn if keep else ())
+    beat()
+    final = take_shortcut(policy, batch, trajectory.final, trajectory.sigmas, exit_at, shortcut)
+    return independent(replace(trajectory, final=final), slots)
+
+
+def take_shortcut(policy: Policy, batch: Batch, state: Tensor, sigmas: Tensor, exit_at: int, steps: int) -> Tensor:
+    """From the state at step `exit_at` [B, ...] to sigma = 0, in `steps` Euler steps (never more than the grid has)."""
+    levels = shortcut_sigmas(sigmas, exit_at, min(steps, len(sigmas) - 1 - exit_at))
+    for sigma, sigma_next in pairwise(levels):
+        state = kernels.ode(state, policy.velocity(batch, state, sigma), sigma, sigma_next).mean
+    return state

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from genrl.objectives.hacking import fallen_since
+from genrl.runtime.loop import collapse
 from genrl.runtime.loop.progress import duration
 from genrl.runtime.loop.signals import read_heartbeat
 from genrl.runtime.show.pages.followed import Column, Followed
@@ -67,12 +67,9 @@ def over(run: Followed) -> str:
     """Why nothing is left to do; empty while there is."""
     if run.planned is not None and run.done >= run.planned:
         return "all iterations are done"
-    watched = _monitor(run)
-    if watched is None:
-        return ""
-    monitor, scores = watched
-    fell = fallen_since(scores.values, tolerance=monitor["tolerance"], patience=monitor["patience"])
-    return "" if fell is None else f"the monitor ended it: the best evaluation was that of step {scores.steps[fell]}"
+    stopped = run.columns.get(f"{collapse.KEY}/stopped")
+    at = None if stopped is None else stopped.last
+    return "" if at is None else f"it collapsed, and was stopped: the best evaluation was that of step {at:g}"
 
 
 def pace(run: Followed) -> Pace | None:
@@ -94,33 +91,15 @@ def spent(columns: Mapping[str, Column], since: int = -1) -> float:
 
 
 def warnings(run: Followed) -> Iterator[str]:
-    """What a person should look at: what cannot be read, a fall that the monitor watches, rewards that fall while the
-    total rises, iterations without scores."""
+    """What a person should look at: what cannot be read, what was noticed of a collapse, rewards that fall while
+    the total rises, iterations without scores."""
     if run.problem:
         yield run.problem
-    watched = _monitor(run)
-    if watched is not None:
-        yield from _fall(*watched, ended=bool(over(run)))
-    else:
-        yield from _opposed(run.columns)
+    yield from collapse.warnings(run.columns)
+    yield from _opposed(run.columns)
     total = run.columns.get("reward/total_mean")
     if total is not None and math.isnan(total.values[-1]):
         yield f"iteration {total.steps[-1]} taught nothing: no sample had a score"
-
-
-def _fall(monitor: Mapping[str, Any], scores: Column, ended: bool) -> Iterator[str]:
-    known = scores.known()
-    if not known:
-        return
-    (best_step, best), (step, score) = max(known, key=lambda pair: pair[1]), known[-1]
-    low = [value < best - monitor["tolerance"] for at, value in known if at > best_step]
-    count = len(low) - max((i + 1 for i, fell in enumerate(low) if not fell), default=0)
-    if count:
-        yield (
-            f"reward hacking: {monitor['reward']} fell from {best:.4g} (step {best_step}) to {score:.4g} (step {step})"
-            f"; {min(count, monitor['patience'])} of {monitor['patience']} evaluations in a row lie more than "
-            f"{monitor['tolerance']:g} lower, {'and the run is over' if ended else 'and then the monitor ends the run'}"
-        )
 
 
 def _opposed(columns: Mapping[str, Column]) -> Iterator[str]:
@@ -140,16 +119,6 @@ def _opposed(columns: Mapping[str, Column]) -> Iterator[str]:
                 f"{name} fell from {first:.4g} to {known[-1][1]:.4g} while the total rose: look at the pictures for "
                 "reward hacking. evaluation.monitor can end a run where a held-out reward falls"
             )
-
-
-def _monitor(run: Followed) -> tuple[Mapping[str, Any], Column] | None:
-    """`evaluation.monitor` and the scores that it watches, where there are any."""
-    evaluation = run.settings.get("evaluation")
-    monitor = evaluation.get("monitor") if isinstance(evaluation, dict) else None
-    if not isinstance(monitor, dict):
-        return None
-    column = run.columns.get(f"eval/{monitor['reward']}_mean")
-    return None if column is None else (monitor, column)
 
 
 def _without_heartbeat(run: Followed, now: float, resume: str) -> State:

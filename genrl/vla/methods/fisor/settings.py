@@ -43,11 +43,6 @@ class FISOR(VLAMethod):
             "To be at most `trainer.cost_limit`.",
             "the environment's own",
         ),
-        "eval/lost": MetricDoc(
-            "episodes of the evaluation that their simulator lost (it died, hung or raised); only where there are any",
-            "They are in no other figure.",
-            "episodes",
-        ),
         "eval/violating": MetricDoc(
             "share of the evaluation's episodes with any cost", "As `eval/cost_mean`.", "share 0..1"
         ),

@@ -26,6 +26,7 @@ class VLMSFT(VLMMethod):
             "Rises while `loss` falls: the answers are learnt by heart; fewer epochs, more data.",
             "nats",
         ),
+        "eval/loss_se": MetricDoc("standard error of `eval/loss` over the tokens", "As `eval/total_se`.", "nats"),
         "target/tokens_mean": MetricDoc(
             "tokens of the given answers of an iteration, their ends included / answers",
             "What is learnt from.",

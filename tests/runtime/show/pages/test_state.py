@@ -15,8 +15,6 @@ from genrl.runtime.show.pages.followed import Followed
 from genrl.runtime.show.pages.state import pace, state_of, warnings
 from tests.runtime.show.pages.folders import beat, log, make
 
-MONITORED = "iterations: 10\nevaluation: {monitor: {reward: shapes, tolerance: 0.05, patience: 2}}\n"
-
 
 def gone() -> int:
     """The number of a process that has ended."""
@@ -79,17 +77,22 @@ def test_pace_is_of_the_last_fifty_iterations_with_their_evaluations(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("scores", "state", "warned"),
+    ("logged", "state", "warned"),
     [
-        ([0.5, 0.6, 0.58], "stopped", ""),
-        ([0.5, 0.6, 0.5, 0.58], "stopped", ""),
-        ([0.5, 0.6, 0.58, 0.5], "stopped", "fell from 0.6 (step 1) to 0.5 (step 3); 1 of 2 evaluations in a row"),
-        ([0.5, 0.6, 0.54, 0.5], "finished", "2 of 2 evaluations in a row lie more than 0.05 lower, and the run is"),
+        ({}, "stopped", ""),
+        (
+            {"collapse/shapes": 0.12},
+            "stopped",
+            "shapes lies 0.12 below its best at iteration 3; reward hacking, perhaps",
+        ),
+        ({"collapse/loss": 8.0}, "stopped", "loss (8) left its own history at iteration 3"),
+        ({"collapse/back": 1.0}, "stopped", "after iteration 3 the run went back to iteration 1"),
+        ({"collapse/stopped": 1.0}, "finished", "was stopped after iteration 3; its best is that of iteration 1"),
     ],
 )
-def test_the_monitor(scores: list[float], state: str, warned: str, tmp_path: Path) -> None:
-    folder = make(tmp_path / "run", MONITORED)
-    log(folder, ({"step": step, "eval/shapes_mean": score} for step, score in enumerate(scores)))
+def test_a_collapse(logged: dict[str, float], state: str, warned: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "iterations: 10\n")
+    log(folder, [{"step": step, "eval/shapes_mean": 0.5} | (logged if step == 3 else {}) for step in range(5)])
     run = looked(folder)
     found = list(warnings(run))
     assert state_of(run).word == state and len(found) == bool(warned) and warned in "".join(found)
@@ -105,7 +108,7 @@ def test_the_monitor(scores: list[float], state: str, warned: str, tmp_path: Pat
         ([0.3, 0.2, 0.1], [0.9, 0.8, 0.7], False),  # all gets worse: no reward is exploited
     ],
 )
-def test_without_a_monitor_a_reward_that_falls_while_the_total_rises_is_told(
+def test_a_reward_that_falls_while_the_total_rises_is_told(
     total: list[float], held_out: list[float], warned: bool, tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "run")

@@ -14,9 +14,8 @@ from genrl.diffusion.forward.noising import (
     noised_by,
     under,
 )
-from genrl.diffusion.pairs.settings import DiffusionDPO
-from genrl.diffusion.policy.guidance import without_guidance
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.forward.settings import DiffusionDPO
+from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun

@@ -1,1 +1,0 @@
-"""Gradients through rewards and decoder."""

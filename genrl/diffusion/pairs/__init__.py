@@ -1,1 +1,0 @@
-"""Preferences between pictures of one prompt."""

@@ -1,0 +1,228 @@
+"""Collapse of a run, whatever its kind: its best is remembered, and what falls or leaves its history is said.
+
+    evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01, patience: 2}}
+
+Two things are watched. The held-out figure (that of a second scorer where there is a monitor; without evaluation the
+trained reward's running mean) falls where it lies below its best for some evaluations in a row. Loss, gradient norm and
+KL leave their own history. All of it is in the loop's memory, and so in every checkpoint; all
+processes have the same figures, and decide alike. What was noticed is logged as `collapse/<figure>`, which is what the
+live page and the report read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, cast
+
+from genrl.objectives.collapse import Score, has_fallen, has_left, is_better
+
+if TYPE_CHECKING:
+    from genrl.runtime.loop.state import State
+
+KEY = "collapse"
+"""In the loop's memory, and the first part of the names of what is logged."""
+HELD_OUT = ("eval/total", "eval/success", "eval/accuracy", "eval/loss")
+"""What may judge a run, the first that an evaluation has."""
+TRAINED = ("reward/total", "rollout/success")
+"""The same without an evaluation."""
+SHORT = {name: name.partition("/")[2] for name in (*HELD_OUT, *TRAINED)} | {"eval/loss": "held_out_loss"}
+"""What a figure is called where it has fallen; that of a monitor by its reward's name."""
+HISTORIES = ("loss", "grad_norm", "grad_norm/policy", "kl")
+PATIENCE = 2
+"""Fallen evaluations in a row, for a figure without a monitor."""
+RECENT = 10
+"""Iterations of a running mean, and of the figures that are compared with their history."""
+MOST = 128
+"""Figures of a history that are kept: twice as many are thinned to these, so that a long run costs no more."""
+BOUND = (
+    "a lower optimizer.lr, or one that falls; a bound on how far an update goes (kl_weight, old_policy_decay, "
+    "clip_range, fewer updates_per_iteration)"
+)
+HELP = {
+    "monitor": f"reward hacking, perhaps: look at samples; add the scorer to the rewards, or {BOUND}",
+    "score": f"it helps: {BOUND}; or fewer iterations",
+    "history": f"it comes before a collapse: {BOUND}",
+}
+
+
+def figure_of(row: Mapping[str, float], names: Sequence[str] = HELD_OUT) -> tuple[str, Score] | None:
+    """The first of these figures that the row has, higher is better, and its standard error: logged as `_se`, or that
+    of a share by its 95 % interval."""
+    for name in names:
+        key = name if name in row else f"{name}_mean"
+        if row.get(key) is None:
+            continue
+        if f"{name}_se" in row:
+            error = row[f"{name}_se"]
+        else:
+            error = (row.get(f"{name}_high", 0.0) - row.get(f"{name}_low", 0.0)) / (2 * 1.96)
+        return name, Score(-row[key] if name.endswith("loss") else row[key], error)
+    return None
+
+
+def resume(loop: State) -> None:
+    """Before the first iteration of this process: the rate is that after all the times the run has gone back."""
+    loop.optimization.slowed = _state(loop)["rate"]
+
+
+def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
+    """Remember the figures of an iteration that ends; returns what to log of it."""
+    state, found = _state(loop), {}
+    histories, outside = dict(state["histories"]), list(state["outside"])
+    for name in (*HISTORIES, *(f"{name}_mean" for name in TRAINED), *TRAINED):
+        value = row.get(name)
+        if value is None or not math.isfinite(value):
+            continue
+        history = histories[name] = _longer(histories.get(name), abs(value) if name == "loss" else value)
+        if name not in HISTORIES:
+            continue
+        left = has_left(history["values"], history["newest"])
+        if left and name not in outside:
+            found[f"{KEY}/{name}"] = value
+        outside = [one for one in outside if one != name] + [name] * left
+    loop.memory[KEY] = state | {"histories": histories, "outside": outside}
+    _say(loop, found)
+    evaluated = any(name.startswith("eval/") for name in state["figures"])
+    if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
+        found |= _without_evaluation(loop, histories)
+    return found | _acted(loop, found)
+
+
+def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
+    """Judge the run by an evaluation; returns what to log of it."""
+    monitor = loop.config.evaluation.monitor
+    watched = figure_of(row, HELD_OUT if monitor is None else [f"eval/{monitor.reward}"])
+    if watched is None:
+        return {}
+    tolerance, patience = (None, PATIENCE) if monitor is None else (monitor.tolerance, monitor.patience)
+    found = _judged(loop, *watched, tolerance, patience)
+    return found | _acted(loop, found)
+
+
+def best(loop: State) -> int | None:
+    """The iteration of the best evaluation, by the monitor where there is one; None before the first."""
+    return cast("int | None", _state(loop)["best"])
+
+
+def forget_histories(loop: State) -> None:
+    """Another method begins, whose loss is another one."""
+    loop.memory[KEY] = _state(loop) | {"histories": {}, "outside": []}
+
+
+def to_be_saved(loop: State) -> bool:
+    """Whether this moment is the best so far, of which a checkpoint is kept. Of the model before training only where
+    the run may go back to it: everybody has it."""
+    return best(loop) == loop.iteration and (loop.iteration > 0 or loop.config.evaluation.on_collapse == "back")
+
+
+def best_score(loop: State) -> float:
+    """What the best evaluation gave."""
+    state = _state(loop)
+    return float(state["figures"][state["judge"]]["best"][1])
+
+
+def ended(loop: State) -> bool:
+    """Whether the run was stopped because it collapsed."""
+    return bool(_state(loop)["ended"])
+
+
+def described(key: str, value: float, step: int) -> str:
+    """What the console and the pages say of a logged `collapse/<figure>`."""
+    name = key.removeprefix(f"{KEY}/")
+    if name == "back":
+        return f"collapse: after iteration {step} the run went back to iteration {value:g}, with half the learning rate"
+    if name == "stopped":
+        return f"collapse: the run was stopped after iteration {step}; its best is that of iteration {value:g}"
+    if name in HISTORIES:
+        return f"collapse: {name} ({value:.3g}) left its own history at iteration {step}; {HELP['history']}"
+    help_ = HELP["score" if name in SHORT.values() else "monitor"]
+    return f"collapse: {name} lies {value:.3g} below its best at iteration {step}; {help_}"
+
+
+def _state(loop: State) -> dict[str, Any]:
+    none_yet: dict[str, Any] = {"best": None, "judge": None, "figures": {}, "histories": {}, "outside": []}
+    return loop.memory.get(KEY) or none_yet | {"rate": 1.0, "ended": False}
+
+
+def _longer(history: Mapping[str, Any] | None, value: float) -> dict[str, Any]:
+    """The history with one more figure; a new object, since the old one may be put back (`undo`)."""
+    old = history or {"every": 1, "count": 0, "values": [], "newest": []}
+    every, count = old["every"], old["count"]
+    values = [*old["values"], value] if count % every == 0 else old["values"]
+    if len(values) >= 2 * MOST:
+        every, values = 2 * every, values[::2]
+    return {"every": every, "count": count + 1, "values": values, "newest": [*old["newest"], value][-RECENT:]}
+
+
+def _without_evaluation(loop: State, histories: Mapping[str, Any]) -> dict[str, float]:
+    """The trained reward's running mean takes the place of an evaluation that a run does not make."""
+    for name in TRAINED:
+        history = histories.get(f"{name}_mean") or histories.get(name)
+        if history is not None and len(history["newest"]) == RECENT:
+            newest = history["newest"]
+            score = Score(fmean(newest), stdev(newest) / math.sqrt(RECENT))
+            return _judged(loop, name, score, None, PATIENCE)
+    return {}
+
+
+def _judged(loop: State, name: str, score: Score, tolerance: float | None, patience: int) -> dict[str, float]:
+    """Compare a figure with its best, which it may become; what to log of it."""
+    state = _state(loop)
+    before = state["figures"].get(name)
+    if math.isnan(score.mean):
+        return {}
+    step, low = loop.iteration, 0
+    top = Score(*before["best"][1:]) if before else score
+    if before is None or is_better(score, top):
+        before, top = {"best": [step, *score]}, score
+    elif has_fallen(score, top, tolerance):
+        low = before["low"] + 1
+    figures = state["figures"] | {name: {"best": before["best"], "low": low}}
+    loop.memory[KEY] = state | {"figures": figures, "best": before["best"][0], "judge": name}
+    found = {"eval/below_best": top.mean - score.mean} if name.startswith("eval/") else {}
+    if low == patience:  # said once: again only after it has recovered
+        key = f"{KEY}/{SHORT.get(name) or name.partition('/')[2]}"
+        found[key] = top.mean - score.mean
+        _say(loop, {key: found[key]})
+    return found
+
+
+def _acted(loop: State, found: Mapping[str, float]) -> dict[str, float]:
+    """Do what `on_collapse` says about what was noticed, if anything was; what to log of it."""
+    action, to = loop.config.evaluation.on_collapse, best(loop)
+    if not any(key.startswith(f"{KEY}/") for key in found) or action == "warn" or to is None or to == loop.iteration:
+        return {}
+    if action == "back":
+        _go_back(loop, to)
+    else:
+        loop.memory[KEY] = _state(loop) | {"ended": True}
+    done = {f"{KEY}/{'back' if action == 'back' else 'stopped'}": float(to)}
+    _say(loop, done)
+    return done
+
+
+def _say(loop: State, found: Mapping[str, float]) -> None:
+    for key, value in found.items() if loop.is_main else ():
+        loop.process.progress.say(described(key, value, loop.iteration))
+
+
+def _go_back(loop: State, step: int) -> None:
+    """The model, its optimiser and what is kept beside it are those of the best; the iterations, their prompts and the
+    schedule go on. Figures are watched anew, from the histories of then."""
+    from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch
+
+    then, now = saving.go_back(loop, step)[KEY], _state(loop)
+    rate, histories = now["rate"] / 2, then["histories"]
+    figures = {name: one | {"low": 0} for name, one in now["figures"].items()}
+    loop.memory[KEY] = now | {"figures": figures, "histories": histories, "outside": [], "rate": rate}
+    loop.optimization.slowed = rate
+
+
+def warnings(columns: Mapping[str, Any]) -> Iterator[str]:
+    """What the log says of collapses, for the pages: of each kind the newest. columns: of metrics, by key."""
+    for key, column in sorted(columns.items()):
+        if key.startswith(f"{KEY}/") and (known := column.known()):
+            step, value = known[-1]
+            yield described(key, value, step)

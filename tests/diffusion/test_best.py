@@ -1,0 +1,138 @@
+"""The best evaluation of a pipeline's run: kept on disk, written beside the last, and taken by `--best`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from genrl.cli.app import app
+from genrl.config import ConfigError, load
+from genrl.diffusion.chosen import adapter_of
+from genrl.diffusion.config.schema import Config
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.train import train
+from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.run import Run
+from tests.diffusion import runs
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+
+SCORES = [0.5, 0.7, 0.4, 0.69, 0.3, 0.2, 0.9, 0.9]  # of the evaluations after 0, 1, ... iterations
+TINY_LM = Path(__file__).resolve().parents[2] / "assets" / "tiny-lm"
+WATCH = {"reward": "redness", "tolerance": 0.05, "patience": 2}
+
+
+def script(patch: pytest.MonkeyPatch) -> None:
+    """Let evaluations score as `SCORES` has it."""
+    evaluate = DiffusionRun.evaluate
+
+    def scripted(self: DiffusionRun, iteration: int) -> dict[str, float]:
+        return evaluate(self, iteration) | {"eval/redness_mean": SCORES[iteration]}
+
+    patch.setattr(DiffusionRun, "evaluate", scripted)
+
+
+@pytest.fixture(autouse=True)
+def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch)
+
+
+def config(folder: Path, model: Path, **changes: Any) -> Config:
+    """A run whose second scorer, which nobody trains on, is watched."""
+    common: dict[str, Any] = {
+        "rewards": [runs.reward(folder, "brightness"), runs.reward(folder, "redness", weight=0)],
+        "evaluation": {"every": 1, "monitor": {**WATCH, **changes.pop("monitor", {})}, "on_collapse": "stop"},
+        "checkpoint": {"every": 1, "keep": 2},
+        "iterations": 7,
+        "ema": {"decay": 0.5},
+    }
+    return runs.config(folder, model, **{**common, **changes})
+
+
+@pytest.fixture(scope="module")
+def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose figure fell. Not to be changed."""
+    folder = tmp_path_factory.mktemp("ended")
+    runs.write_folder(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        script(patch)
+        return train(config(folder, model))
+
+
+def adapter(folder: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "pytorch_lora_weights.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_best_is_kept_and_written_beside_the_last(ended: Path) -> None:
+    """One lower evaluation and one within the tolerance are no reason to end; two lower ones in a row are."""
+    drops = [row["eval/below_best"] for row in runs.rows(ended)]
+    assert drops == pytest.approx([0.0, 0.0, 0.3, 0.01, 0.4, 0.5])
+    checkpoints = Run(ended).checkpoints
+    assert [path.name for path in checkpoint.steps(checkpoints)] == ["step-000005", "step-000004", "step-000001"]
+    best = adapter(ended / "lora-best")
+    assert equal(best, adapter(checkpoints / "step-000001" / "lora")) and not equal(best, adapter(ended / "lora"))
+
+
+def test_commands_take_the_best(ended: Path, tmp_path: Path) -> None:
+    out = CliRunner().invoke(app, ["export", str(ended), "--best", "--out", str(tmp_path / "out")])
+    assert out.exit_code == 0 and "the best evaluation's checkpoint, after 1 iterations" in out.output
+    assert equal(adapter(tmp_path / "out"), adapter(ended / "lora-best"))
+    assert adapter_of(ended, 1) == str(Run(ended).checkpoints / "step-000001" / "lora")
+    lost = CliRunner().invoke(app, ["sample", str(tmp_path), "--best", "--prompt", "p"])
+    assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())
+
+
+def test_gone_on_with(ended: Path, tmp_path: Path) -> None:
+    again = runs.resumed(ended, tmp_path, 4)
+    assert runs.differences(ended, again) == []
+    train(load(Run(again).config), again)  # it has ended: nothing is done again
+    assert runs.differences(ended, again) == []
+
+
+def test_what_cannot_be_watched(folder: Path, model: Path) -> None:
+    for changes, message in (
+        ({"monitor": {"reward": "rednes"}}, "no held-out figure is called 'rednes'; did you mean 'redness'"),
+        ({"monitor": {"reward": "brightness"}}, "is trained on, and so no witness"),
+        ({"monitor": {"patience": 8}}, "only 7 evaluations follow the first"),
+        ({"evaluation": {"every": 0, "monitor": WATCH}}, "nothing is evaluated, so nothing can be watched"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config(folder, model, **changes)
+
+
+BACK: dict[str, Any] = {"evaluation": {"every": 1, "monitor": {**WATCH, "patience": 1}, "on_collapse": "back"}}
+
+
+@pytest.mark.slow
+def test_a_rewriter_goes_back_with_the_model(folder: Path, model: Path) -> None:
+    """The two are saved as they were evaluated together; also where the run was left after the best evaluation."""
+    rewriter = {"path": str(TINY_LM), "instruction": "{prompt}", "max_new_tokens": 16, "lr": 1e-2}
+    changes: dict[str, Any] = BACK | {
+        "trainer": {"algorithm": "prompt_rl", "retained": 1, "rewriter": rewriter, "clip_range": 1e-2},
+        "sampling": {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4},
+        "iterations": 2,
+    }
+    straight = train(config(folder, model, **changes))
+    again = runs.resumed(straight, folder, 1)
+    assert runs.differences(straight, again) == []
+    end, best = (checkpoint.load(Run(straight).checkpoints / f"step-00000{step}").tensors for step in (2, 1))
+    assert equal(end["weights"], best["weights"]) and equal(end["kept-rewriter"], best["kept-rewriter"])
+    assert runs.rows(straight)[2]["rewriter/grad_norm"] > 0  # it had learnt since
+
+
+@pytest.mark.slow
+def test_a_run_with_older_samples_goes_on_after_it_has_gone_back(folder: Path, model: Path) -> None:
+    """The versions that draw are not put back: the number of iterations is not either."""
+    older = BACK | {"sampling": {"staleness": 1}, "ema": None, "iterations": 4}
+    run = train(config(folder, model, **older))
+    assert [row["staleness"] for row in runs.rows(run)[-2:]] == [1.0, 1.0]
+    assert runs.rows(run)[2]["collapse/back"] == 1.0
