@@ -313,6 +313,11 @@ def measured(
     rollout = collect(acting.policy, acting.sampler, plan, frozen=acting.frozen, advance=partial(advance, 1))
     parts = env.parts if isinstance(env, RayRollouts) else [torch.arange(len(rollout.group))]
     seconds = time.perf_counter() - started
+    if env.dropped > dropped and not rollout.valid.any():
+        raise RuntimeError(
+            f"all {env.dropped - dropped} episodes of the rollout were lost by their simulators, which raise or end: "
+            "nothing was acted, so nothing can be learnt"
+        )
     return Acted(rollout, parts, env.waited_s - waited, env.dropped - dropped, seconds)
 
 

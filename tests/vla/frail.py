@@ -70,6 +70,18 @@ class Picky(Frail):
         return super().reset(seed=seed, options=options)
 
 
+class Old(Frail):
+    """Four values, as gym had them."""
+
+    def step(self, action: np.ndarray):
+        seen, reward, _, late, info = super().step(action)
+        return seen, reward, late, info
+
+
+def old() -> gymnasium.Env:
+    return Old()
+
+
 def picky(task: str = "") -> Picky:
     return Picky(task)
 

@@ -110,7 +110,14 @@ class Simulator:
         rewards, costs = np.zeros((2, self.reading.chunk), dtype=np.float32)
         for k in range(self.reading.chunk):
             action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
-            raw, reward, terminated, truncated, info = self.env.step(action)
+            told = self.env.step(action)
+            if not isinstance(told, tuple) or len(told) != 5:
+                count = f"{len(told)} values" if isinstance(told, tuple) else type(told).__name__
+                raise Misuse(
+                    f"step of {self.env.unwrapped} returned {count}: gymnasium's returns observation, reward, "
+                    "terminated, truncated, info"
+                )
+            raw, reward, terminated, truncated, info = told
             self.elapsed += 1
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
             success = self._success(info, bool(terminated) or bool(truncated) or (limit and not self.says_success))

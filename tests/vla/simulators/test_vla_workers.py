@@ -266,6 +266,7 @@ def test_misuse_is_told_at_once(workers: int) -> None:
             env.step(np.zeros((4, 2, env.action_dim), dtype=np.float32))
 
     fails("no 'success' in its info.*set environment.success_key", success_key="success")
+    fails("returned 4 values: gymnasium's returns observation, reward, terminated", FRAIL.replace(":make", ":old"))
     fails("has no 'missing'", FRAIL.replace(":make", ":missing"))
     fails("file 'nowhere.py' does not exist", "nowhere.py:make")
 
