@@ -47,7 +47,8 @@ def data_statistics(config: VLAConfig) -> Statistics:
 
 def normalised(policy: Any, frames: Batch) -> dict[str, Tensor]:
     """The numbers of frames as the policy reads and imitates them, [F, D] by name."""
-    found, robot = {}, getattr(policy, "robot", None)
+    robot: Any = getattr(policy, "robot", None)
+    found: dict[str, Tensor] = {}
     for name in (STATE, ENVIRONMENT):
         if name in getattr(robot, "vectors", ()) and name in frames:
             found[name] = robot.vector(frames, name, torch.device("cpu"))
