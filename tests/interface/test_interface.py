@@ -314,7 +314,8 @@ def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
     again = genrl.evaluate(root / "assets" / "tiny-t2i", PROMPTS, warm, num_inference_steps=2, guidance_scale=1.0)
     assert pipe.scheduler is scheduler and set(vars(pipe)) == before
     assert found == again
-    assert set(found) == {"eval/total_mean", "eval/warm_mean", "eval/warm_std", "eval/warm_failed"}
+    of_scores = {"eval/total_mean", "eval/total_se", "eval/warm_mean", "eval/warm_std", "eval/warm_failed"}
+    assert set(found) == of_scores | {"eval/high_frequencies"}
     of_run = genrl.evaluate(trained, PROMPTS, warm)
     assert of_run != found
     assert genrl.evaluate(trained, PROMPTS, warm, lora=trained / "lora") == of_run
