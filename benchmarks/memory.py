@@ -117,7 +117,7 @@ def peak_of(work: Callable[[], object]) -> int:
 
 def trial(run: DiffusionRun, size: int) -> int:
     """Peak bytes of what `sampling.fit_batch` tries with so many samples."""
-    found = peak_of(lambda: fit.attempt(run, size))
+    found = peak_of(lambda: fit.attempt(run, run.prompts, size))
     run.loop.optimizer.zero_grad(set_to_none=True)
     return found
 

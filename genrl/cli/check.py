@@ -156,7 +156,8 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
-    own = config.optimizer.model_fields_set & {"args", "betas"}
+    # AdamW is known to take betas: to ask it would import torch.
+    own = config.optimizer.args or (config.optimizer.betas is not None and config.optimizer.name != "adamw")
     if own or ":" in config.optimizer.name:  # only its own code tells whether it takes them
         from genrl.runtime.weights.optimizers import check_optimizer
 

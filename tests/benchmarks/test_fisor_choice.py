@@ -12,7 +12,7 @@ from genrl.vla.train import train
 from tests.run_folders import rows
 
 SMALL = (
-    *("trainer.episodes=12", "trainer.steps_per_iteration=3", "trainer.critics.batch_size=8", "trainer.candidates=4"),
+    *("trainer.episodes=12", "trainer.steps_per_iteration=3", "trainer.candidates=4"),
     *("evaluation.episodes=48", "evaluation.every=1", "evaluation.videos=0", "environment.max_steps=12"),
     *("iterations=1", "trackers=[]"),
 )

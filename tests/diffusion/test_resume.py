@@ -74,7 +74,9 @@ def test_gone_on_with_from_a_checkpoint(straight: Callable[[str], Path], tmp_pat
     """Weights, snapshots, optimiser, random numbers and metrics to the bit."""
     again = runs.resumed(straight(name), tmp_path, 2)
     assert runs.differences(straight(name), again) == []
-    names = {"weights", "optimizer", "snapshot-average", "kept-before"} | ({"snapshot-old"} if name == "diffusion_nft" else set())
+    names = {"weights", "optimizer", "snapshot-average", "kept-before"} | (
+        {"snapshot-old"} if name == "diffusion_nft" else set()
+    )
     assert runs.last_state(again).tensors.keys() == names
 
 

@@ -37,7 +37,7 @@ def test_train_resume_export(family: str, kind: str, again: bool, tmp_path: Path
     run = Path(config.output)
     trained = [row for row in rows(run) if "grad_norm" in row]
     assert len(trained) == 2 and all(abs(row["ratio/max"] - 1) < 1e-5 for row in trained)
-    assert all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
+    assert all(row["grad_norm"] > 0 for row in trained) and trained[0]["sampler/gap_max"] < 1e-4
 
     policy = load_trained(config, run)
     question = policy.encode(vlm_runs.first_question(config))
