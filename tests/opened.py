@@ -46,5 +46,6 @@ def saved_again(file: str) -> None:
         found = checkpoint.latest(Run(Path(config.output)).checkpoints)
         assert found is not None
         run.loop.restore(found)
+        run.begin(found)  # as the frame does: a run keeps some states only from here on
         run.loop.outdated = True
         run.loop.save()
