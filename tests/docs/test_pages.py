@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import typer
-import yaml
 
 from genrl.cli.app import app
 from genrl.config import load
 
 MOST_WORDS = 35
 LOADS = {"train", "check", "plan", "encode"}
-"""Commands whose first argument is a configuration, or the word FILE."""
+"""Commands whose first argument is a configuration: a file of the repository, or what `genrl init NAME` has written."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ["index.md", "start.md", "loop.md", "gallery.md", *(f"guides/{p.name}" for p in (DOCS / "guides").iterdir())]
 
@@ -64,18 +63,42 @@ def test_commands_exist_and_their_files_load(root: Path, monkeypatch: pytest.Mon
         context = group.commands[command].make_context(command, list(arguments), resilient_parsing=False)
         if command in LOADS:
             changes = [word for word in arguments[1:] if "=" in word and not word.startswith("-")]
-            load(context.params["file"] if "file" in context.params else arguments[0], changes)
+            load(recipe(root, Path(arguments[0])), changes)
 
 
-def test_yaml_blocks_are_sections(root: Path) -> None:
-    known = {"rewards", "environment", "task", "evaluation"}
+def recipe(root: Path, file: Path) -> Path:
+    """The recipe that a guide has written by `genrl init`, or the file as it is."""
+    return file if file.exists() else next((root / "configs").rglob(file.name))
+
+
+def test_yaml_blocks_hold_in_their_recipes(root: Path, tmp_path: Path) -> None:
+    """Each block, on top of the recipe that the page writes by `genrl init`, or trains first."""
     for name in PAGES:
-        for block in blocks(root / "docs" / name, "yaml"):
-            assert set(yaml.safe_load(block)) <= known, f"docs/{name}: {block}"
+        recipes = [root / "configs" / "quickstart.yaml"]
+        page = (DOCS / name).read_text(encoding="utf-8")
+        for found in re.finditer(r"genrl (?:init (\w+)|train (\S+\.yaml))|```yaml\n(.*?)```", page, re.DOTALL):
+            written, trained, block = found.groups()
+            if block is None:
+                recipes.append(recipe(root, Path(f"{written}.yaml" if written else trained)))
+                continue
+            (tmp_path / "page.yaml").write_text(f"include: {recipes[-1]}\n{block}")
+            load(tmp_path / "page.yaml")
 
 
 def test_start_shows_the_reward_as_it_is(root: Path) -> None:
     assert (root / "docs" / "example_reward.py").read_text().strip() in (root / "docs" / "start.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_call_on_the_front_page_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks(root / "docs" / "index.md", "python")
+    assert code.count("iterations=2)") == 1
+    few = {"num_inference_steps": 3, "group_size": 3, "prompts_per_iteration": 2, "batch_size": 3}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").symlink_to(root / "assets")
+    known: dict[str, Any] = {}
+    exec(compile(code.replace("iterations=2)", f"iterations=2, sampling={few})"), "docs/index.md", "exec"), known)
+    assert known["result"].complete and "reward/warm_mean" in known["result"].metrics[-1]
 
 
 @pytest.mark.slow
