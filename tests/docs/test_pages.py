@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from genrl.cli.app import app
 from genrl.config import load
@@ -68,21 +69,24 @@ def test_commands_exist_and_their_files_load(root: Path, monkeypatch: pytest.Mon
 
 def recipe(root: Path, file: Path) -> Path:
     """The recipe that a guide has written by `genrl init`, or the file as it is."""
-    return file if file.exists() else next((root / "configs").rglob(file.name))
+    return root / file if (root / file).exists() else next((root / "configs").rglob(file.name))
 
 
 def test_yaml_blocks_hold_in_their_recipes(root: Path, tmp_path: Path) -> None:
-    """Each block, on top of the recipe that the page writes by `genrl init`, or trains first."""
+    """Each block, in the recipe that the page writes by `genrl init` or trains, with the blocks between."""
     for name in PAGES:
-        recipes = [root / "configs" / "quickstart.yaml"]
+        said: dict[str, Any] = {"include": str(root / "configs" / "quickstart.yaml")}
         page = (DOCS / name).read_text(encoding="utf-8")
-        for found in re.finditer(r"genrl (?:init (\w+)|train (\S+\.yaml))|```yaml\n(.*?)```", page, re.DOTALL):
-            written, trained, block = found.groups()
+        places = re.finditer(r"genrl (?:init ([a-z]\w+)|train (\S+\.yaml))|```yaml\n(.*?)```", page, re.DOTALL)
+        for number, (written, trained, block) in enumerate(place.groups() for place in places):
             if block is None:
-                recipes.append(recipe(root, Path(f"{written}.yaml" if written else trained)))
+                base = recipe(root, Path(f"{written}.yaml" if written else trained))
+                said = said if said["include"] == str(base) else {"include": str(base)}
                 continue
-            (tmp_path / "page.yaml").write_text(f"include: {recipes[-1]}\n{block}")
-            load(tmp_path / "page.yaml")
+            said |= yaml.safe_load(block)
+            file = tmp_path / f"{name.replace('/', '_')}-{number}.yaml"
+            file.write_text(yaml.safe_dump(said))
+            load(file)
 
 
 def test_start_shows_the_reward_as_it_is(root: Path) -> None:
