@@ -61,7 +61,7 @@ def test_commands_exist_and_their_files_load(root: Path, monkeypatch: pytest.Mon
     group: Any = typer.main.get_command(app)
     for command, *arguments in (words for name in PAGES for words in commands(DOCS / name)):
         assert command in group.commands, f"genrl {command}"
-        context = group.commands[command].make_context(command, list(arguments), resilient_parsing=False)
+        group.commands[command].make_context(command, list(arguments), resilient_parsing=False)
         if command in LOADS:
             changes = [word for word in arguments[1:] if "=" in word and not word.startswith("-")]
             load(recipe(root, Path(arguments[0])), changes)

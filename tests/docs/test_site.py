@@ -20,8 +20,11 @@ import yaml
 
 from tests.browser import chromium
 
-NARROW = ("index", "methods", "configuration", "commands", "results", "notebooks/text_to_image", "guides/one_card")
-"""Pages with the widest tables, code and pictures."""
+NARROW = (
+    *("index", "methods", "configuration", "commands", "results", "notebooks/text_to_image", "guides/one_card"),
+    *("guides/editing", "diffusion_nft", "trees", "vla_offline"),
+)
+"""Pages with the widest tables, code, equations and pictures."""
 FIRST = {
     "custom reward": "guides/reward.html",
     "out of memory": "guides/one_card.html",
