@@ -89,6 +89,30 @@ def test_yaml_blocks_hold_in_their_recipes(root: Path, tmp_path: Path) -> None:
             load(file)
 
 
+FORM = ("Idea", "Equations", "When to use", "Settings that matter", "easured", "Cost")
+SHARED = {"methods.md", "forward_process.md", "vla_offline.md"}
+"""The comparison of all methods, what four of them share, and five methods that each have the parts of the form."""
+
+
+def test_every_method_has_one_page_in_one_form(root: Path) -> None:
+    nav = (root / "mkdocs.yml").read_text(encoding="utf-8")
+    names = re.findall(r": (\w+\.md)$", nav[nav.index("- Methods:") : nav.index("- Reference:")], re.MULTILINE)
+    for name in sorted(set(names) - SHARED):
+        heads = re.findall(r"^## (.*)$", (DOCS / name).read_text(encoding="utf-8"), re.MULTILINE)
+        assert [part for part in FORM if not any(part in head for head in heads)] == [], f"docs/{name}"
+
+
+def test_the_environment_of_a_guide_is_one() -> None:
+    (code,) = blocks(DOCS / "guides" / "agent.md", "python")
+    known: dict[str, Any] = {}
+    exec(compile(code, "docs/guides/agent.md", "exec"), known)
+    room = known["Corridor"]()
+    seen, _ = room.reset(seed=0)
+    walks = [room.step(action) for action in [int(room.goal == 7)] * 7]
+    assert seen in room.observation_space and walks[-1][4]["is_success"] is not None
+    assert any(ended and paid == 1.0 and info["is_success"] for _, paid, ended, _, info in walks)
+
+
 def test_start_shows_the_reward_as_it_is(root: Path) -> None:
     assert (root / "docs" / "example_reward.py").read_text().strip() in (root / "docs" / "start.md").read_text()
 
