@@ -120,12 +120,12 @@ def test_start_shows_the_reward_as_it_is(root: Path) -> None:
 @pytest.mark.slow
 def test_the_call_on_the_front_page_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks(root / "docs" / "index.md", "python")
-    assert code.count("iterations=2)") == 1
+    assert code.count("iterations=2,") == 1
     few = {"num_inference_steps": 3, "group_size": 3, "prompts_per_iteration": 2, "batch_size": 3}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(root / "assets")
     known: dict[str, Any] = {}
-    exec(compile(code.replace("iterations=2)", f"iterations=2, sampling={few})"), "docs/index.md", "exec"), known)
+    exec(compile(code.replace("iterations=2,", f"iterations=2, sampling={few}"), "docs/index.md", "exec"), known)
     assert known["result"].complete and "reward/warm_mean" in known["result"].metrics[-1]
 
 
