@@ -48,6 +48,8 @@ class Plan:
     guidance: int
     """Model calls per guided step: 1 or 2."""
     sample_calls: float
+    independent_calls: float
+    """Those of as many ends that share nothing."""
     train_calls: float
     """Forward calls in training, those without gradient included."""
     backward_calls: float
@@ -69,20 +71,21 @@ def plan(config: Config, components: tuple[Component, ...] = (), held_out: int |
     def guided(scale: float | None) -> int:
         return _guidance(scale, sampling.pipeline_args, components)
 
-    calls = trainer.calls(config, guided)
+    calls, both = trainer.calls(config, guided), guided(sampling.guidance_scale)
     trains_model, keep = config.model_iterations / config.iterations, config.economy.keep
     if keep is not None:
         trains_model *= keep / sampling.group_size
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     prompts = evaluation.num_prompts if held_out is None else min(evaluation.num_prompts, held_out)
-    pictures = prompts * evaluation.group_size * trainer.pictures_per_prompt
+    pictures = prompts * evaluation.group_size * calls.evaluated
     steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every
     return Plan(
         images=sampling.images_per_iteration,
         micro_batches=sum(map(len, trainer.cut(config, 1))),
         trained_steps=calls.trained,
-        guidance=guided(sampling.guidance_scale),
+        guidance=both,
         sample_calls=calls.sample,
+        independent_calls=sampling.images_per_iteration * sampling.num_inference_steps * calls.ends * both,
         train_calls=calls.train * trains_model,
         backward_calls=calls.backward * trains_model,
         optimizer_steps=config.optimizer_steps,

@@ -194,7 +194,9 @@ def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Itera
     if problem := experts_problem(config, len(networks)):
         yield tuple(config.sharded_by.split(".")), problem
     is_flow = is_flow_scheduler({**read("scheduler/scheduler_config.json"), **config.model.scheduler})
-    loop = loop_problems(str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches)
+    loop = loop_problems(
+        str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches is not None
+    )
     yield from ((tuple(key.split(".")), text) for key, text in loop)
     if "_class_name" in index and not networks:
         text = f"{index['_class_name']} has no denoiser: none of its components is called {', '.join(DENOISERS)}"
@@ -330,7 +332,7 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         yield key, str(error)
         return
     if (
-        config.trainer.differentiates_rewards
+        config.trainer.rewards_are == "differentiated"
         and reward.weight != 0
         and genrl_rewards.declaration(origin).gradients is False
     ):

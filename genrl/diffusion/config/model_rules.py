@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf, is_single_file
@@ -14,12 +14,12 @@ from genrl.config.sections import NO_INT4, OF_THE_FILE, missing_quantizer
 if TYPE_CHECKING:
     from genrl.config.sections import LoRA
     from genrl.diffusion.config.estimate import Component
-    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.schema import Config, DiffusionMethod
     from genrl.diffusion.config.sections import Model
 
 DENOISERS = ("transformer", "unet", "transformer_2")
 """Components that may be trained, the first one first."""
-CONTEXT = "distributed.context"
+CONTEXT: Final = "distributed.context"
 DIVIDED = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel")
 """Classes of denoisers whose plan in diffusers was tested here. LTX's fails on its masks; Qwen-Image divides prompts
 too, which have as many tokens as words; others have none."""
@@ -105,12 +105,17 @@ def _kernels(config: Config) -> Iterator[Finding]:
     if kernels.compile and config.shards:
         text = "weights come to the device by hooks, which break the graph at every block; write false"
         yield ("kernels.compile", config.sharded_by), text
-    if kernels.compile == "cuda_graphs" and trainer.detaches_unconditional:
+    if kernels.compile == "cuda_graphs" and detaches_unconditional(trainer):
         text = "an unconditional call without gradients would write over the graph of the one before; write true"
         yield ("kernels.compile", "trainer.guidance_in_training"), text
-    if kernels.compile == "cuda_graphs" and not trainer.one_call_at_a_time:
+    if kernels.compile == "cuda_graphs" and "recorded_calls" not in trainer.takes:
         text = f"{trainer.algorithm} makes further model calls before a backward pass, and a recorded call's memory is "
         yield ("kernels.compile", "trainer.algorithm"), f"{text}that of the one before; write true"
+
+
+def detaches_unconditional(trainer: DiffusionMethod) -> bool:
+    """Whether training has no gradient through guidance's unconditional prediction, by a method that has the key."""
+    return getattr(trainer, "guidance_in_training", None) == "detached"
 
 
 def _context(config: Config) -> Iterator[Finding]:
@@ -118,8 +123,8 @@ def _context(config: Config) -> Iterator[Finding]:
     if config.distributed.context == 1:
         return
     trainer, kernels = config.trainer, config.kernels
-    why = trainer.not_divided
-    if trainer.differentiates_rewards or trainer.keeps_graphs:
+    why = trainer.refuses.get(CONTEXT)
+    if trainer.rewards_are == "differentiated" or trainer.kept_graphs(config) > 0:
         why = "has gradients through several model calls, which was not tried"
     alone = config.model.offload.denoiser is not None and not config.distributed.fsdp
     for wrong, keys, text in (
@@ -169,7 +174,7 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
         ("distributed.fsdp", config.distributed.fsdp, "text encoders are not held in shards"),
         ("distributed.context", config.distributed.context > 1, "was not tried with it"),
         ("model.offload.denoiser", model.offload.denoiser, "text encoders are not held in shards"),
-        ("trainer.keep_graph", config.trainer.keeps_graphs, "kept graphs begin behind the text encoders"),
+        ("trainer.keep_graph", config.trainer.kept_graphs(config) > 0, "kept graphs begin behind the text encoders"),
         ("kernels.compile", config.kernels.compile == "cuda_graphs", "was not tried with recorded graphs"),
     ):
         if wrong:

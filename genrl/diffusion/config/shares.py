@@ -68,7 +68,7 @@ def waiting(config: Config, groups: int) -> str | None:
     if times >= WORTH_SAYING * groups:
         return None
     step = config.trainer.cut(config, groups)[0]
-    samples = "trees" if config.trainer.grows_trees else "samples"
+    samples = "trees" if config.trainer.branches == "trees" else "samples"
     return (
         f"{groups} {_unit(config)} share {len(step)} micro-batches of {max(step)} {samples} in an optimiser step, and "
         f"some wait: about {times:.2f} times as fast as one; with {remedy(config, groups)} none does"

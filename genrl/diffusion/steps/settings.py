@@ -100,8 +100,8 @@ class EveryStep(Stochastic):
     """A method that compares log-probabilities with the reference's at every step but the last, which has no noise."""
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def reference(self) -> Literal["begun"]:
+        return "begun"
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
@@ -162,20 +162,12 @@ class PolicyGradient(Stochastic, Updating):
         return Layout(self.noise_level)
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_weight > 0
+    def reference(self) -> Literal["begun"] | None:
+        return "begun" if self.kl_weight > 0 else None
 
     @property
-    def keeps_graphs(self) -> bool:
-        return self.keep_graph
-
-    @property
-    def varies(self) -> bool:
-        return self.layout.window is not None
-
-    @property
-    def grows_trees(self) -> bool:
-        return self.layout.tree is not None
+    def branches(self) -> Literal["trees"] | None:
+        return None if self.layout.tree is None else "trees"
 
     def rounds(self, config: Config) -> list[Round]:
         """The plans of a run, in the order in which they come. Raises ValueError for a plan that cannot be."""
@@ -282,7 +274,7 @@ class PolicyGradient(Stochastic, Updating):
     def kept_graphs(self, config: Config) -> float:
         """Micro-batches whose graphs are held at once, in the iteration that keeps most, by one process."""
         if not self.keep_graph:
-            return 1.0
+            return 0.0
         most = max(one.plan.training_calls(one.trained) for one in self.rounds(config))
         return most * config.sampling.prompts_per_iteration / config.sampling.batch_size
 

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -36,7 +36,7 @@ from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, descend
 
-__all__ = ["check", "loss", "train"]
+__all__ = ["loss", "train"]
 
 
 def train(run: DiffusionRun, settings: Draft) -> None:
