@@ -40,7 +40,7 @@ def summary(config: VLMConfig) -> list[RenderableType]:
         for row in part.trainer.iteration(part):
             table.add_row(*map(safe, row))
         if number == len(config.parts):
-            asked = "episodes" if part.trainer.acts else "questions"
+            asked = "episodes" if part.trainer.learns_from == "episodes" else "questions"
             add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
         found += [table, *_functions(part)]
     return found

@@ -133,7 +133,7 @@ class AnswersRun(VLMRun):
         choice: dict[str, float] = {}
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
-        for _ in range(config.trainer.rounds):
+        for _ in range(config.trainer.group_filter.rounds):
             loop.phase("answering", own * config.generation.group_size)
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
             chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
@@ -261,7 +261,7 @@ class AnswersRun(VLMRun):
         """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
         any; empty without one, and where these questions lack its columns."""
         number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
-        taught = [None if method.samples else method.demonstrations for method in methods]
+        taught = [None if method.learns_from != "data" else method.demonstrations for method in methods]
         known = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
         questions = self._held_out(whole)
         if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():

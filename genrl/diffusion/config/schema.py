@@ -23,7 +23,6 @@ from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:
     from genrl.data.prompts import Prompt, PromptRows
-    from genrl.diffusion.rollout.scoring import Scorers
 
 AdvantageScale = Literal["group", "global", "none"]
 GuidanceInTraining = Flag | Literal["detached"]
@@ -140,8 +139,9 @@ class DiffusionMethod(Method):
         """Copies of the trained parameters that a run comes to keep, by what they are for; the reference aside."""
         return []
 
-    def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
-        """Raise ValueError for rewards or prompts that it cannot use; called before the model is loaded."""
+    def check_data(self, config: Config, scorers: Any, prompts: list[Prompt]) -> None:
+        """Raise ValueError for rewards (`rollout.scoring.Scorers`) or prompts that it cannot use; called before the
+        model is loaded."""
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """What is wrong with files that it alone reads. train: the training prompts, None where they could not be read;

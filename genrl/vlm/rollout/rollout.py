@@ -415,7 +415,7 @@ def trained_on(config: VLMConfig, answers: Answers) -> Answers:
 
 def worth(config: VLMConfig, answers: Answers) -> list[int]:
     """Groups that the method is trained on (`VLMMethod.group_filter`)."""
-    rule = config.trainer.group_filter
+    rule = config.trainer.group_filter.rule
     if rule == "none" or not answers.rows:
         return list(range(len(answers.rows)))
     if rule == "spread":
