@@ -15,7 +15,7 @@ from typing import Any
 from genrl.config.folders import read_json
 from genrl.config.sections import LoRA
 from genrl.config.weight_files import DTYPE_BYTES, HeaderError, read_header, weight_files
-from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, DIVIDED, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 
@@ -261,3 +261,27 @@ def layer_problems(lora: LoRA, components: Collection[Component]) -> Iterator[tu
             names = ", ".join(denoiser.name for denoiser in denoisers)
             text = f"no adapted layer's name ends in {pattern}, and no component is called so; components: {names}; "
             yield f"model.lora.ranks.{pattern}", text + f"a layer: {adapted[0]}"
+
+
+def context_problems(config: Config, components: tuple[Component, ...]) -> Iterator[str]:
+    """Why the tokens of this pipeline's samples cannot be divided as `distributed.context` says."""
+    from genrl.diffusion.config.memory_estimate import text_tokens
+
+    count = config.distributed.context
+    vae = next((component.settings for component in components if component.name == "vae"), {})
+    for denoiser in (component for component in components if component.name in DENOISERS) if count > 1 else ():
+        if denoiser.kind not in DIVIDED:
+            yield f"diffusers divides no tokens of a {denoiser.kind}, or none that was tested; write 1"
+            continue
+        heads = denoiser.settings.get("num_attention_heads")
+        text = 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components)
+        numbers = [("heads of its attention", heads if isinstance(heads, int) else 0), ("tokens of its text", text)]
+        own = config.evaluation
+        judged = {name: side for name in ("height", "width") if (side := getattr(own, name)) is not None}
+        evaluated = config.model_copy(update={"sampling": config.sampling.model_copy(update=judged)})
+        for sized in (config, evaluated):
+            counts = token_counts(sized, denoiser.settings, vae)
+            numbers += [("tokens of a picture or video", number) for number in counts]
+        for what, number in dict.fromkeys(numbers):
+            if number % count:
+                yield f"{denoiser.name} has {number} {what}, which {count} processes cannot share evenly"

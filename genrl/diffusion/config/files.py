@@ -17,10 +17,9 @@ from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
 from genrl.data.sizes import NAMES, short_bucket, sized, unread
-from genrl.diffusion.config.estimate import layer_problems, read_components, side_step
+from genrl.diffusion.config.estimate import context_problems, layer_problems, read_components, side_step
 from genrl.diffusion.config.model_rules import (
     DENOISERS,
-    context_problems,
     experts_problem,
     missing_components,
     missing_packages,

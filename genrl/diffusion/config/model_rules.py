@@ -13,7 +13,6 @@ from genrl.config.sections import NO_INT4, OF_THE_FILE, missing_quantizer
 
 if TYPE_CHECKING:
     from genrl.config.sections import LoRA
-    from genrl.diffusion.config.estimate import Component
     from genrl.diffusion.config.schema import Config, DiffusionMethod
     from genrl.diffusion.config.sections import Model
 
@@ -179,31 +178,6 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
     ):
         if wrong:
             yield ("model.lora.text_encoders", other), f"{text}; leave one of them out"
-
-
-def context_problems(config: Config, components: tuple[Component, ...]) -> Iterator[str]:
-    """Why the tokens of this pipeline's samples cannot be divided as `distributed.context` says."""
-    from genrl.diffusion.config.estimate import token_counts
-    from genrl.diffusion.config.memory_estimate import text_tokens
-
-    count = config.distributed.context
-    vae = next((component.settings for component in components if component.name == "vae"), {})
-    for denoiser in (component for component in components if component.name in DENOISERS) if count > 1 else ():
-        if denoiser.kind not in DIVIDED:
-            yield f"diffusers divides no tokens of a {denoiser.kind}, or none that was tested; write 1"
-            continue
-        heads = denoiser.settings.get("num_attention_heads")
-        text = 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components)
-        numbers = [("heads of its attention", heads if isinstance(heads, int) else 0), ("tokens of its text", text)]
-        own = config.evaluation
-        judged = {name: side for name in ("height", "width") if (side := getattr(own, name)) is not None}
-        evaluated = config.model_copy(update={"sampling": config.sampling.model_copy(update=judged)})
-        for sized in (config, evaluated):
-            counts = token_counts(sized, denoiser.settings, vae)
-            numbers += [("tokens of a picture or video", number) for number in counts]
-        for what, number in dict.fromkeys(numbers):
-            if number % count:
-                yield f"{denoiser.name} has {number} {what}, which {count} processes cannot share evenly"
 
 
 def experts_problem(config: Config, denoisers: int) -> str | None:
