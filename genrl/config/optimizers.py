@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "adamw_8bit": Known("torchao.optim:AdamW8bit", 2 + 8 / 256, install="torchao"),
     "adafactor": Known("torch.optim:Adafactor", 0),
     "lion": Known("lion_pytorch:Lion", 4, shards=True, install="lion-pytorch"),
-    "muon": Known("genrl.runtime.weights.muon:Muon", 4),
+    "muon": Known("genrl.runtime.weights.optimizers:Muon", 4),
     "prodigy": Known("prodigyopt:Prodigy", 16, install="prodigyopt"),
 }
 LEAST_PRODIGY = 0.01

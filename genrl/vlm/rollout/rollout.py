@@ -15,9 +15,9 @@ from torch import Tensor
 import genrl_rewards
 from genrl.config.economy import Selection
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages import groups
 from genrl.objectives.advantages.pruning import max_variance
 from genrl.objectives.advantages.reward_shaping import over_views
-from genrl.objectives.tokens import group_filters
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
@@ -419,8 +419,8 @@ def worth(config: VLMConfig, answers: Answers) -> list[int]:
     if rule == "none" or not answers.rows:
         return list(range(len(answers.rows)))
     if rule == "spread":
-        kept = group_filters.with_spread(totals(config, answers.scores), answers.group)
+        kept = groups.with_spread(totals(config, answers.scores), answers.group)
     else:
         first = answers.scores[config.reward_labels[0]]
-        kept = group_filters.within(first, answers.group, low=-1.0)
+        kept = groups.within(first, answers.group, low=-1.0)
     return [g for g in range(len(answers.rows)) if bool(kept[g * answers.size])]
