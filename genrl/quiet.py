@@ -63,6 +63,6 @@ class Watcher:
 
 
 def watch() -> None:
-    """From here on, unless torchvision was imported before."""
+    """Watch for it from here on, unless torchvision was imported before."""
     if "torchvision" not in sys.modules and not any(isinstance(finder, Watcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, Watcher())

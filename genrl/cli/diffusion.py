@@ -87,7 +87,7 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
 
 
 def card_bytes(text: str) -> float:
-    """Of a card's memory as `--memory` is written. Raises BadParameter for what is no size."""
+    """Bytes of a card's memory as `--memory` is written. Raises BadParameter for what is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB)?", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"{text!r} is no size of memory; write for example 24GB", param_hint="--memory")

@@ -58,8 +58,9 @@ def _functions(config: VLMConfig) -> list[RenderableType]:
 
 
 def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
-    """With `card`, in bytes: the memory of one process, and in which ways the model can be trained on such cards.
-    Without, how to ask. Raises BadParameter for a model of another kind, or whose config.json is not here."""
+    """Tables of the memory of one process, and, with `card` in bytes, of the ways in which the model can be trained on
+    such cards. Without, how to ask. Raises BadParameter for a model of another kind, or whose config.json is not
+    here."""
     if card is None:
         return (
             ["memory: --memory 24GB estimates it from the model's config.json"] if config.vlm.output == "text" else []

@@ -30,7 +30,7 @@ MARGIN = 0.92
 
 
 def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
-    """With `sampling.fit_batch`, make `sampling.batch_size` what fits; a resumed run has it from its checkpoint.
+    """Make `sampling.batch_size` what fits, with `sampling.fit_batch`; a resumed run has it from its checkpoint.
 
     Raises RuntimeError where not even the smallest fits.
     """

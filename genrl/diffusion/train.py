@@ -237,7 +237,7 @@ def encode(config: Config, device: torch.device | str, tell: Tell) -> tuple[int,
 
 
 def _tell(process: Process, done: int, count: int) -> None:
-    """Of prompts encoded before training."""
+    """Tell how many prompts are encoded before training."""
     if done in (1, count) or done % 100 == 0:
         process.progress.say(f"encoded {done} of {count} prompts")
 

@@ -167,13 +167,13 @@ def _adapted(component: Component, targets: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def rank_of(lora: LoRA, component: str, module: str) -> int:
-    """Of one layer, as peft reads `ranks`."""
+    """Rank of one layer, as peft reads `ranks`."""
     named = (rank for pattern, rank in lora.ranks.items() if fits(pattern, module))
     return next(named, lora.ranks.get(component, lora.rank))
 
 
 def fits(pattern: str, module: str) -> bool:
-    """As peft matches `rank_pattern`."""
+    """Match a name as peft does by `rank_pattern`."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
@@ -193,12 +193,13 @@ def _near_square(number: int) -> tuple[int, int]:
 
 
 def matches(module: str, targets: tuple[str, ...]) -> bool:
-    """As peft matches `target_modules`."""
+    """Match a name as peft does by `target_modules`."""
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None:
-    """Of what the sides of pictures must be multiples, in pixels; None where these configurations do not tell."""
+    """Number of which the sides of pictures must be multiples, in pixels; None where these configurations do not
+    tell."""
     if not isinstance(channels := vae.get("block_out_channels"), list):
         return None
     return int(2 ** (len(channels) - 1) * _patch(denoiser))

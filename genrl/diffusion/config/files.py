@@ -264,7 +264,7 @@ def _scheduler(config: Config, scheduler: Mapping[str, Any], notes: list[str]) -
 
 
 def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:
-    """As it is trained with; empty where the folder has none."""
+    """Settings that it is trained with; empty where the folder has none."""
     held = read_json(folder / "scheduler" / "scheduler_config.json")
     return held | config.model.scheduler if held else held
 
@@ -308,7 +308,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
 
 
 def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
-    """Of `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
+    """Check `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
     sampling = config.sampling
     if not sampling.buckets:
         if written := [column for column in NAMES if column in found.column_names]:
@@ -349,7 +349,7 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
 
 
 def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
-    """Of each source, the columns that a reward reads and not every row has."""
+    """Name, for each source, the columns that a reward reads and not every row has."""
     for name, rows in found.items():
         missing = [column for column in columns if column not in rows.column_names]
         if missing:

@@ -93,8 +93,8 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
 
 
 def weight_bytes(config: Config, component: Component) -> int:
-    """Of one network on the device: as `model.dtype` holds it, or quantised with its scales; float32 where all weights
-    are trained; of a denoiser whose blocks wait on the CPU what is there at a time."""
+    """Bytes of one network on the device: as `model.dtype` holds it, or quantised with its scales; float32 where all
+    weights are trained; of a denoiser whose blocks wait on the CPU what is there at a time."""
     model = config.model
     held = 4 if component.name in DENOISERS and model.lora is None else HELD_BYTES[model.dtype]
     if component.name in DENOISERS and model.offload.denoiser:
@@ -224,7 +224,7 @@ def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
 
 
 def _kept_by_blocks(denoiser: Component, layers: int, picture: float) -> Kept:
-    """Of the mean block of a denoiser; picture: the picture's share of the tokens."""
+    """Numbers that the mean block of a denoiser keeps; picture: the picture's share of the tokens."""
     kept = KEPT.get(denoiser.kind, KEPT_ELSEWHERE)
     if denoiser.kind != "SD3Transformer2DModel":
         return kept

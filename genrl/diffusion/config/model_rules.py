@@ -143,7 +143,7 @@ def _context(config: Config) -> Iterator[Finding]:
 
 
 def _adapters(model: Model, lora: LoRA) -> Iterator[Finding]:
-    """Where a file says what the adapter is, and weights that an adapter cannot be on."""
+    """Refuse keys that the adapter's file decides, and weights that an adapter cannot be on."""
     for key in OF_THE_FILE if lora.begin is not None else ():
         if key in lora.model_fields_set:
             yield (f"model.lora.{key}", "model.lora.from"), "the adapter that is loaded has its own; leave it out"

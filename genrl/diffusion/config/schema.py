@@ -114,8 +114,8 @@ class DiffusionMethod(Method):
         return iterations
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
-        """Of each optimiser step of an iteration the sizes of its micro-batches, over all processes, the last of which
-        may be smaller: in samples, or trees where these are shared out."""
+        """Sizes of the micro-batches of each optimiser step of an iteration, over all processes, the last of which may
+        be smaller: in samples, or trees where these are shared out."""
         sizes = in_pieces(config.sampling.images_per_iteration, config.sampling.batch_size)
         bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
         return [sizes[first:last] for first, last in pairwise(bounds)]

@@ -44,7 +44,7 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
 
 
 def _uneven(config: Config, groups: int, unit: str) -> str | None:
-    """Where every model call is a collective, all processes must make as many in every update."""
+    """Say what is uneven: where every model call is a collective, all processes must make as many in every update."""
     key, sampling, updates = config.sharded_by, config.sampling, config.trainer.updates
     if not config.distributed.fsdp:
         return f"{key}: gradients of all weights that wait on the CPU are not summed over processes; use fsdp"

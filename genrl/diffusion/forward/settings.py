@@ -60,8 +60,8 @@ class Matching(Updating):
 
 
 def matching_calls(config: Config, guided: Guided, *, trained: float, states: float, train: float) -> Calls:
-    """Of samples drawn in all steps. trained: noise levels per sample; states: those trained in one pass over all
-    samples, guidance included; train: forward calls of training."""
+    """Model calls of a method whose samples are drawn in all steps. trained: noise levels per sample; states: those
+    trained in one pass over all samples, guidance included; train: forward calls of training."""
     sampling = config.sampling
     drawn = float(sampling.images_per_iteration * sampling.num_inference_steps)
     return Calls(drawn * guided(sampling.guidance_scale), train, states * config.trainer.epochs, trained)

@@ -207,7 +207,7 @@ class PipelineCalls:
 
 
 def _package(file: str) -> str:
-    """Of diffusers or this one, to which a file belongs."""
+    """Name of the package, diffusers or this one, to which a file belongs."""
     homes = {"diffusers": Path(diffusers.__file__).parent, "genrl": Path(__file__).parents[2]}
     return next((name for name, home in homes.items() if home in Path(file).parents), "")
 

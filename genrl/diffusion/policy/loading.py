@@ -53,7 +53,7 @@ def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
 
 
 def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[str, nn.Module]:
-    """These of a pipeline's networks, which it was loaded without."""
+    """Load those of a pipeline's networks which it was loaded without."""
     whole = _load(model, {name: part for name, part in pipe.components.items() if name not in names})
     return {name: part for name, part in whole.components.items() if name in names and part is not None}
 

@@ -165,7 +165,8 @@ class PolicyHead:
         return sample.to(torch.float32, copy=True)
 
     def denoised(self, latents: Tensor) -> Tensor:
-        """Of all that a pipeline's loop goes on with, what the last step led to: `true_state` of its leading part."""
+        """State that the last step led to, of all that a pipeline's loop goes on with: `true_state` of its leading
+        part."""
         return self.true_state(leading(latents, self._given.shape) if self._given is not None else latents)
 
     def expose(self, timesteps: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class PolicyHead:
         return sample if scale is None else scale(sample, *args, **kwargs)
 
     def note(self, state: Tensor) -> None:
-        """Of the parent's own step: what it led to."""
+        """Remember what the parent's own step led to."""
         self._state = self._given = state
         self.next_index += 1
 

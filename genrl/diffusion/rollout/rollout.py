@@ -301,7 +301,7 @@ def jobs_of(config: Config, sheet: Sheet, worker: Worker) -> Iterator[Job]:
 
 @torch.no_grad()
 def finish(policy: Policy, drawn: Drawn, size: int) -> Finished:
-    """With the pictures of the final states, decoded `size` at a time."""
+    """Add the pictures of the final states, decoded `size` at a time."""
     rows = _chunks(len(drawn.slots), size)
     images = [policy.decode(drawn.batch.take(some), drawn.final[some]).cpu() for some in rows]
     return Finished(drawn, torch.cat(images))

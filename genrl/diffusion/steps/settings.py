@@ -226,7 +226,7 @@ class PolicyGradient(Stochastic, Updating):
             yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
-        """Of each optimiser step the sizes of its micro-batches: of samples, or trees in the first iteration."""
+        """Sizes of the micro-batches of each optimiser step: of samples, or trees in the first iteration."""
         if self.layout.tree is None:
             return super().cut(config, num_processes)
         plan = self.rounds(config)[0].plan
@@ -242,8 +242,8 @@ class PolicyGradient(Stochastic, Updating):
         return most_micro_batches(config.sampling, self.layout)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
-        """Of windows and trees that move it is the mean over the run's iterations, of random ones the expectation.
-        What depends on the scores (pruned widths, contrasted samples) is counted as trained."""
+        """Model calls; of windows and trees that move the mean over the run's iterations, of random ones the
+        expectation. What depends on the scores (pruned widths, contrasted samples) is counted as trained."""
         guidance = guided(config.sampling.guidance_scale)
         train_guidance = guidance if self.guidance_in_training else 1
         rounds = self.rounds(config)
@@ -310,7 +310,7 @@ class Windowed(GroupRelative):
 
 
 def mean_of(config: Config, rounds: Sequence[Round], count: Callable[[Round], int]) -> float:
-    """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
+    """Mean over the run's iterations of what is counted per prompt, for all prompts of one."""
     per_prompt = math.fsum(one.share * count(one) for one in rounds)
     return round(config.sampling.prompts_per_iteration * per_prompt, 6)
 

@@ -120,7 +120,7 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
 
 @contextmanager
 def _naming_killed(run: Run, processes: int) -> Iterator[None]:
-    """Where processes can no longer speak to each other because one was killed, say which, and how to go on."""
+    """Say which process was killed, where the others can no longer speak to each other for that, and how to go on."""
     try:
         yield
     except RuntimeError as error:
@@ -137,7 +137,7 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
 
 @contextmanager
 def saved_on_error(loop: Loop) -> Iterator[None]:
-    """Where an error ends the block, the iterations that are finished are saved first, as where a signal does.
+    """Save the iterations that are finished before an error that ends the block goes on, as where a signal does.
 
     Of several processes only where all end by it together: a save is written by all of them.
     """

@@ -93,9 +93,9 @@ class Loop(State):
                 return
 
     def reschedule(self, settings: Optimizer, first: int, iterations: int) -> None:
-        """From here on the learning rate is that of a run of its own, which begins after `first` iterations and has so
-        many. Where it is just beginning, the optimiser forgets what it has averaged; so does a copy in float32 what is
-        too small to show in half precision."""
+        """Make the learning rate from here on that of a run of its own, which begins after `first` iterations and has
+        so many. Where it is just beginning, the optimiser forgets what it has averaged; so does a copy in float32 what
+        is too small to show in half precision."""
         rates = {group["name"]: settings.lr for group in self.optimizer.param_groups}
         self.schedule = Schedule(settings, rates, iterations, first=first)
         self.optimization.schedule = self.schedule
@@ -134,8 +134,8 @@ class Loop(State):
             self.check_stop()
 
     def check_stop(self, *, out_of_memory: bool = False) -> None:
-        """Where the iteration can be left: raise MemoryRanOut in all processes where memory ran out in one, Interrupted
-        where one was asked to end. All processes call it at the same place."""
+        """Leave the iteration here where it must be: raise MemoryRanOut in all processes where memory ran out in one,
+        Interrupted where one was asked to end. All processes call it at the same place."""
         if not self.can_be_left:
             return
         short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
@@ -146,9 +146,9 @@ class Loop(State):
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Where memory runs out within the block, the iteration is left for smaller micro-batches, if the run retries
-        and it can be left. The other processes hear of it where they next ask (`check_stop`), which must be the next
-        thing they ask each other."""
+        """Leave the iteration for smaller micro-batches where memory runs out within the block, if the run retries and
+        it can be left. The other processes hear of it where they next ask (`check_stop`), which must be the next thing
+        they ask each other."""
         try:
             yield
         except torch.OutOfMemoryError:

@@ -36,7 +36,7 @@ class Undo:
 
     @classmethod
     def of(cls, loop: State) -> Self:
-        """As it is now."""
+        """Copy of the loop's state as it is now."""
         copies = None
         if loop.weights.can_be_copied:
             copies = _Copies(

@@ -158,7 +158,7 @@ class Meter:
         self.note({"zero_std_ratio": statistics.zero_std_ratio, "group_std_mean": statistics.mean_std})
 
     def add_advantages(self, advantages: Tensor, clip: float) -> None:
-        """Of all processes alike; those of 0 are not trained."""
+        """Note advantages of all processes alike; those of 0 are not trained."""
         trained = advantages[advantages != 0]
         size = float(trained.abs().mean()) if len(trained) else 0.0
         clipped = float((trained.abs() >= clip).double().mean()) if len(trained) else 0.0

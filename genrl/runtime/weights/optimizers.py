@@ -32,7 +32,7 @@ class Masters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """As the class that is beside this one, but for what this one says."""
+        """Make a step as the class beside this one does, but for what this one says."""
         half = [p for p in self._parameters() if p.grad is not None and p.dtype in (torch.bfloat16, torch.float16)]
         before = {p: p.data for p in half}
         for p, values in before.items():
@@ -53,7 +53,7 @@ class Masters(torch.optim.Optimizer):
         self.applied = (float(torch.stack(rounded).sum()) / whole if whole else 1.0) if half else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer`, which would round what belongs to a parameter in half precision."""
+        """Restore as `torch.optim.Optimizer` does, which would round what belongs to a parameter in half precision."""
         super().load_state_dict(state_dict)
         for index, p in enumerate(self._parameters()):
             for name, value in state_dict["state"].get(index, {}).items():

@@ -40,7 +40,7 @@ def train(run: DiffusionRun, settings: DDPO) -> None:
 
 
 def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tensor:
-    """Of every sample, float64 [N]; the rewards of a prompt are remembered."""
+    """Advantage of every sample, float64 [N]; the rewards of a prompt are remembered."""
     seen, memory = run.loop.memory.get("prompt_rewards", {}), settings.history
     advantages, run.loop.memory["prompt_rewards"] = prompt_advantages(
         rollouts.total, rollouts.prompts, seen, buffer_size=memory.size, min_count=memory.min_count

@@ -40,7 +40,7 @@ class OfflineDPO(DiffusionDPO):
         yield from groups_of(2, config)  # a pair
 
     def calls(self, config: Config, guided: Guided) -> Calls:
-        """As online, but nothing is sampled."""
+        """Model calls as online, but nothing is sampled."""
         return super().calls(config, guided)._replace(sample=0.0)
 
     def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:

@@ -38,7 +38,7 @@ def train(run: DiffusionRun, settings: PaCoGRPO) -> None:
 
 
 def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:
-    """Of every sample, float64 [N]; 0 without a score, or in a group without spread."""
+    """Advantage of every sample, float64 [N]; 0 without a score, or in a group without spread."""
     weights = list(rollouts.weights.values())
     if not any(weights):  # a schedule may have all of them at 0 for a while
         return torch.zeros_like(rollouts.total)

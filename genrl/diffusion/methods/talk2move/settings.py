@@ -97,7 +97,7 @@ class Talk2Move(GroupRelative):
         return TRIED_PROMPTS * TRIED_SAMPLES * (steps - 1 + ends) / config.iterations
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """Where the chain is left, in words, and its first steps."""
+        """Say where the chain is left, and its first steps."""
         steps = config.sampling.num_inference_steps
         last = self.latest_exit(steps)
         rest = self.exit_calls(steps, last) - last

@@ -137,7 +137,8 @@ def draw(
 
 
 def take_shortcut(policy: Policy, batch: Batch, state: Tensor, sigmas: Tensor, exit_at: int, steps: int) -> Tensor:
-    """From the state at step `exit_at` [B, ...] to sigma = 0, in `steps` Euler steps (never more than the grid has)."""
+    """Go from the state at step `exit_at` [B, ...] to sigma = 0, in `steps` Euler steps (never more than the grid
+    has)."""
     levels = shortcut_sigmas(sigmas, exit_at, min(steps, len(sigmas) - 1 - exit_at))
     for sigma, sigma_next in pairwise(levels):
         state = kernels.ode(state, policy.velocity(batch, state, sigma), sigma, sigma_next).mean
