@@ -158,8 +158,7 @@ class AnswersRun(VLMRun):
                         found = augmented(config, found, gap, ask, loop.iteration)
                 if self.synthesis is not None:
                     picked = numbers[-self.synthesis.settings.questions :]
-                    asked = [self.synthesis.described(number) for number in picked]
-                    described = self._ask(asked, "describe", loop.iteration, first)
+                    described = self._described(self.synthesis, picked, first)
             loop.check_stop()
             # what selection passed over counts as asked, so that a resumed run goes on at the same question
             first += len(pool)
@@ -178,6 +177,11 @@ class AnswersRun(VLMRun):
             self.synthesis.park(picked, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
+
+    def _described(self, synthesis: Synthesis, numbers: Sequence[int], first: int) -> Answers:
+        """What the model says of the pictures of these questions, of which others are made."""
+        asked = [synthesis.described(number) for number in numbers]
+        return self._ask(asked, "describe", self.loop.iteration, first)
 
     def _answering(self) -> AbstractContextManager[None]:
         """`answering`, unless a server draws by itself."""
