@@ -264,7 +264,9 @@ class PolicyHead:
         step = Step(
             index=index,
             num_steps=len(self.full_timesteps),
+            # What is held has a graph where gradients run through the chain; what the pipeline changed has none.
             state=state if state is self._state else state.detach(),
+            # Means and densities are of float32, whatever the model computes in.
             model_output=sign * model_output.float(),
             sigma=sigma,
             sigma_next=sigma_next,
@@ -311,6 +313,7 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     parent, parametrisation = _parent_of(scheduler, config)
     # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
     overrides = {"clip_sample": config.get("clip_sample", False)} if parametrisation == "diffusion" else {}
+    # It is asked for its own grid later, by which it changes itself.
     own = deepcopy(scheduler)
     evenly = parametrisation == "diffusion" and not config.keys().isdisjoint({"solver_order", "predictor_order"})
 

@@ -100,6 +100,7 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
         stack.enter_context(tf32(config.tf32))
         claimed = claim(stack, config.output, resume, accelerator)
         stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
+        # Before anything is written, so that a start which fails here leaves nothing behind.
         prepared = kind.prepare(config, accelerator)
         with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
             process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
@@ -194,6 +195,7 @@ def shrink(loop: Loop, memory_hint: str) -> None:
 
     Raises RuntimeError where there is no smaller one.
     """
+    # What did not fit may hang in cycles, until whose end the device keeps it.
     gc.collect()
     loop.optimizer.zero_grad(set_to_none=True)
     empty_cache(loop.process.accelerator.device)

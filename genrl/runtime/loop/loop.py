@@ -69,6 +69,7 @@ class Loop(State):
             self._evaluated = True
             if collapse.to_be_saved(self):
                 self.save()
+        # A run that was stopped within an evaluation saved before it: the row that waited for it is written now.
         if self.unfinished_row is not None:
             row = self.unfinished_row | (self._evaluate() if self.evaluates_at(self.iteration) else {})
             if self.is_main:  # a run that was stopped again since has written this row before
@@ -86,6 +87,7 @@ class Loop(State):
             self.optimization.iteration = self.iteration
             self.optimization.updates = self.optimization.other_updates = 0
             self._seed_globals("iteration")
+            # Before anything is drawn: what drawing changes (counters of questions, histories) is to be undone, too.
             self._undo = Undo.of(self)
             self.process.progress.begin_iteration()
             yield self.iteration
@@ -138,6 +140,7 @@ class Loop(State):
         Interrupted where one was asked to end. All processes call it at the same place."""
         if not self.can_be_left:
             return
+        # Both are asked in one exchange: processes that asked different questions would wait for each other for ever.
         short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
         if short:
             raise MemoryRanOut
@@ -178,11 +181,13 @@ class Loop(State):
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: log, and, where due, evaluate and save."""
         self.process.check_folder()
+        # Figures after n finished iterations have the number n, as checkpoints do: 0 is the model before training.
         self.iteration += 1
         self._undo = None
         elapsed, last = time.perf_counter() - self.started, self.iteration == self.config.iterations
         row = dict(metrics) | {
             **self.optimization.figures(),
+            # The fullest process decides whether a run fits.
             "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
         }
         idle.note(self, row)
