@@ -1,4 +1,5 @@
-"""GRPO-Guard: importance ratios that are comparable between the steps of a chain (arXiv 2510.22319).
+"""Trust regions that know the Gaussian of a step. GRPO-Guard: importance ratios that are comparable between the steps
+of a chain (arXiv 2510.22319). Flow-DPPO: the KL of a step in the place of a clip (arXiv 2606.11025).
 
 The log-ratio of a Gaussian step under the policy that sampled it has the mean -KL, and a spread that changes from step
 to step with 1 / s: the upper clip bound is rarely reached. The guarded log-ratio removes the mean and multiplies
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, clipped_surrogate
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput, clipped_surrogate, importance_ratio
 
 
 def guard_log_ratio(next_state: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
@@ -50,3 +51,18 @@ def guard_surrogate(
         raise ValueError(f"a denoising step lowers sigma: delta must be positive, got {step.tolist()}")
     plain = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low, clip_high)
     return plain._replace(loss=plain.loss / step)
+
+
+def divergence_surrogate(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, divergence: Tensor, *, threshold: float
+) -> SurrogateOutput:
+    """`-A r`; 0 where the divergence has reached the threshold and A (r - 1) > 0: Flow-DPPO, [B].
+
+    divergence: KL(new || old) of the transition, [B] (`kl_gaussian`). The sign of r - 1 says whether the update would
+    lead further away; `clipped` marks those that are left out.
+    """
+    ratio = importance_ratio(log_prob, old_log_prob)
+    weight = advantage.detach().to(ratio.dtype)
+    dropped = (divergence.detach() >= threshold) & (weight * (ratio.detach() - 1.0) > 0)
+    # where, not a product: 0 times an infinite ratio would be NaN
+    return SurrogateOutput(torch.where(dropped, 0.0, -weight * ratio), ratio, dropped)
