@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
 from genrl.diffusion.steps.layout import Round
@@ -39,12 +38,6 @@ class FlowDPPO(Windowed):
     threshold: Positive = 1e-5
     """KL of a step from the policy that sampled, mean over the numbers of a latent, from which it may not move further
     (paper: 1e-5)."""
-
-    def problems(self, config: Config) -> Iterator[Finding]:
-        yield from super().problems(config)
-        if self.updates * self.epochs == 1:
-            text = "nothing has moved in the first update, so nothing is ever cut; use 2 (paper) or more"
-            yield ("trainer.updates_per_iteration", "trainer.inner_epochs"), text
 
     def further_replays(self, config: Config, rounds: Sequence[Round], replayed: float) -> float:
         """The means before the first update, of the samples that it does not train on."""
