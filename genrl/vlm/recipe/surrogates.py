@@ -253,8 +253,7 @@ class CumulativeMask(Rule):
     """What a token adds to the budget at least; at most twice as much."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        limits = {"delta": self.delta, "last": self.last, "slack": self.slack}
-        return token_trust.cumulative_mask_surrogate(*batch.terms, **limits)
+        return token_trust.cumulative_mask_surrogate(*batch.terms, delta=self.delta, last=self.last, slack=self.slack)
 
 
 class Quadratic(Rule):

@@ -11,6 +11,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
 from genrl.config.section import NonNegative, Positive, Section, Text
+from genrl.config.yaml_source import KeyPath
 from genrl.diffusion.config.schema import Calls, Guided
 from genrl.diffusion.steps.settings import METRICS, Windowed, mean_of
 
@@ -96,13 +97,17 @@ class OPD(Windowed):
         """LoRAs that are not there, and rows whose column names no teacher."""
         from genrl.diffusion.config.files import lora_problems
 
-        named = {("trainer", "teachers", k, "lora"): one.lora for k, one in enumerate(self.teachers) if one.lora}
+        named: dict[KeyPath, str] = {
+            ("trainer", "teachers", k, "lora"): one.lora for k, one in enumerate(self.teachers) if one.lora
+        }
         yield from lora_problems(named, notes)
-        known = {one.name for one in self.teachers}
-        for row in train.rows if train is not None and self.route is not None else ():
-            if row.columns.get(self.route) not in known:
-                said = f"row {row.line} has {self.route}: {row.columns.get(self.route)!r}"
-                yield ("trainer", "route"), f"{said}, which is none of the teachers {', '.join(sorted(known))}"
+        if train is None or self.route is None:
+            return
+        known = [one.name for one in self.teachers]
+        for row in train.rows:
+            if (named_there := row.columns.get(self.route)) not in known:
+                said = f"row {row.line} has {self.route}: {named_there!r}, which is none of the teachers"
+                yield ("trainer", "route"), f"{said} {', '.join(sorted(known))}"
                 return
 
     def calls(self, config: Config, guided: Guided) -> Calls:

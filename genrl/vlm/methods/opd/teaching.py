@@ -100,17 +100,17 @@ class Teachers:
                 if not len(rows):
                     continue
                 model, mask = self.models[name], answers.mask[rows].bool()
-                options = {"group": answers.group[rows], "temperature": temperature}
+                tokens, group = answers.tokens[rows], answers.group[rows]
                 with self._acting(name):
-                    one = model.log_probs(prompts, answers.tokens[rows], mask, **options)
+                    one = model.log_probs(prompts, tokens, mask, group=group, temperature=temperature)
                 log_prob[rows] = one.log_prob.float().cpu()
                 if not width:
                     continue
                 policy = self.run.policy
-                own = policy.log_probs(answers.prompts, answers.tokens[rows], mask, **options).states[mask]
+                now = policy.log_probs(answers.prompts, tokens, mask, group=group, temperature=temperature)
                 found = [
                     self._likeliest(model, theirs, mine, width, temperature)
-                    for theirs, mine in zip(one.states[mask].split(CHUNK), own.split(CHUNK), strict=True)
+                    for theirs, mine in zip(one.states[mask].split(CHUNK), now.states[mask].split(CHUNK), strict=True)
                 ]
                 for table, column in ((ids, 0), (values, 1)):
                     table[rows] = table[rows].masked_scatter(

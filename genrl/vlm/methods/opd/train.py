@@ -81,8 +81,8 @@ def loss(settings: OPD, policy: Policy, given: Recorded) -> dict[str, Tensor]:
         return answering.loss(settings, policy, given)
     asked: Asked = given.batch
     assert asked.preset is not None, "a method of answers has one"
-    options = {"group": asked.group, "temperature": asked.temperature}
-    now = policy.log_probs(asked.prompts, given["answers"], given["answered"], **options)
+    tokens, kept = given["answers"], given["answered"]
+    now = policy.log_probs(asked.prompts, tokens, kept, group=asked.group, temperature=asked.temperature)
     found = recipe_loss(asked.preset, now.log_prob.cpu(), {}, given)
     said = (given["extra/teacher_ids"], given["extra/teacher_rows"])
     far = divergence(settings, policy, now.states, given["answered"], *said, asked.temperature)
