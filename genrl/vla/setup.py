@@ -23,7 +23,6 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.data.recordings import Steps
 from genrl.vla.data.spread import data_statistics
-from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
 from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
 from genrl.vla.policies.lerobot import Adapt
@@ -35,6 +34,7 @@ from genrl.vla.policies.policy import (
     POINTS,
     STATE,
     Batch,
+    Inputs,
     Policy,
     PredictsActions,
     PredictsNoise,

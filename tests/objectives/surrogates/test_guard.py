@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.flow_dppo.train import divergence_surrogate
+from genrl.diffusion.methods.grpo_guard import train as guard
 from genrl.mdp import noise
-from genrl.objectives.surrogates import guard
 from genrl.objectives.surrogates.policy_losses import kl_gaussian
 from tests.golden_cases import Arrays, Case, check_all, error
 
@@ -133,7 +134,7 @@ def test_golden_flow_dppo(golden) -> None:
     moved = torch.stack([kl_gaussian(means[:, k], before[:, k], std[k].expand(len(means))[:, None, None, None])
                          for k in range(len(std))], 1)  # fmt: skip
     a.check("kl", moved)
-    found = guard.divergence_surrogate(new, old, advantage, moved, threshold=threshold)
+    found = divergence_surrogate(new, old, advantage, moved, threshold=threshold)
     a.check("loss", found.loss.detach())
     a.check("keep", ~found.clipped)
     a.check("grad_new_logp", torch.autograd.grad(found.loss.mean(), new)[0])
@@ -146,9 +147,9 @@ def test_the_divergence_cuts_only_what_leads_further_away() -> None:
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
     log_ratio = torch.tensor([0.1, -0.1, 0.1, -0.1])
     for moved, cut in ((1.0, [True, False, False, True]), (0.0, [False] * 4)):
-        found = guard.divergence_surrogate(log_ratio, torch.zeros(4), advantage, torch.full((4,), moved), threshold=0.5)
+        found = divergence_surrogate(log_ratio, torch.zeros(4), advantage, torch.full((4,), moved), threshold=0.5)
         assert found.clipped.tolist() == cut
         want = torch.where(torch.tensor(cut), 0.0, -advantage * log_ratio.exp())
         torch.testing.assert_close(found.loss, want)
-    big = guard.divergence_surrogate(torch.tensor([200.0]), torch.zeros(1), torch.ones(1), torch.ones(1), threshold=0.5)
+    big = divergence_surrogate(torch.tensor([200.0]), torch.zeros(1), torch.ones(1), torch.ones(1), threshold=0.5)
     assert float(big.loss) == 0  # an infinite ratio that is left out is no NaN

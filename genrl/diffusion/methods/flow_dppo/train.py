@@ -10,6 +10,9 @@ docs/flow_dppo.md has the equations and what is known of it.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from genrl.diffusion.methods.flow_dppo.settings import FlowDPPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.run import DiffusionRun
@@ -18,8 +21,7 @@ from genrl.diffusion.steps.old_means import OldMeans
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import actions_of, collect, penalised, update
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.guard import divergence_surrogate
-from genrl.objectives.surrogates.policy_losses import kl_gaussian
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput, importance_ratio, kl_gaussian
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 
@@ -50,3 +52,18 @@ def loss(settings: FlowDPPO, policy: Policy, given: Recorded) -> Tensors:
         new.log_prob, given["old_log_prob"], given["advantage"], moved, threshold=settings.threshold
     )
     return penalised(settings, surrogate, new, given, {"old_kl": (0.0, moved)})
+
+
+def divergence_surrogate(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, divergence: Tensor, *, threshold: float
+) -> SurrogateOutput:
+    """`-A r`; 0 where the divergence has reached the threshold and A (r - 1) > 0: Flow-DPPO, [B].
+
+    divergence: KL(new || old) of the transition, [B] (`kl_gaussian`). The sign of r - 1 says whether the update would
+    lead further away; `clipped` marks those that are left out.
+    """
+    ratio = importance_ratio(log_prob, old_log_prob)
+    weight = advantage.detach().to(ratio.dtype)
+    dropped = (divergence.detach() >= threshold) & (weight * (ratio.detach() - 1.0) > 0)
+    # where, not a product: 0 times an infinite ratio would be NaN
+    return SurrogateOutput(torch.where(dropped, 0.0, -weight * ratio), ratio, dropped)
