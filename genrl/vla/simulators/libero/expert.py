@@ -24,6 +24,8 @@ STEP = 0.05
 """Metres that the hand is sent by an action of 1."""
 GAIN = 1.5
 """It gets about half of the way until the next one."""
+PALM = 0.035
+"""Metres from between the finger tips up to where the palm would touch."""
 HOVER = 0.1
 """Metres above the place to grip from which the hand comes down."""
 
@@ -45,7 +47,7 @@ class Plan:
 PLANS = {
     "libero_object": Plan((0.0, 0.0, 0.0), carry=0.22, drop=0.2, near=0.03),
     # a bowl is taken by its rim: between the fingers there is no room for all of it
-    "libero_spatial": Plan((0.0, 0.045, 0.03), carry=0.12, drop=0.05, near=0.015),
+    "libero_spatial": Plan((0.0, 0.048, 0.02), carry=0.12, drop=0.05, near=0.015),
 }
 
 
@@ -78,19 +80,26 @@ def action(env: LiberoEnv) -> NDArray[np.float32]:
         raise no_expert(f"LIBERO's {env.task} (libero_object and libero_spatial have)")
     thing, target = env.things()[:2, :3]
     hand, shut, width = gripper(env)
-    place = thing + plan.grip
+    size = half_size(env)
+    by_rim = plan.grip[1] != 0.0
+    # a tall thing is taken below its top, where the palm does not reach it yet
+    place = thing + plan.grip + (0.0, 0.0, 0.0 if by_rim else max(0.0, size[2] - PALM))
+    # no wider open than the thing needs: its neighbours are near
+    ready = 0.0 if size[1] > 0.025 and not by_rim else 0.25
     off, beside = target - thing, float(np.linalg.norm((place - hand)[:2]))
     above, over = float(hand[2] - place[2]), float(np.linalg.norm(off[:2])) < plan.near
-    if shut == 1.0 and width > 0.004 and beside < 0.03 and abs(above) < 0.04:
+    if shut == 1.0 and width > 0.003 and beside < 0.03 and abs(above) < 0.04:
         return _carried(off, plan, over=over)
-    if over and shut > 0.0:
+    if over and shut > ready:
         return moved(np.zeros(3), grip=-1.0)  # let go before anything else: it falls
-    if beside < 0.03 and abs(above) < 0.025 and (shut > 0.0 or (beside < 0.018 and above < 0.01)) and width > 0.004:
-        return moved((place - hand) * (1, 1, 0), grip=1.0)
+    shutting = shut > ready and beside < 0.03 and abs(above) < 0.02 and width > 0.003
+    if shutting or (beside < 0.018 and abs(above) < 0.008):
+        return moved(place - hand, grip=1.0)
+    grip = float(np.sign(ready - shut))
     if beside > 0.03 and above < HOVER / 2:
-        return moved(np.array([0.0, 0.0, HOVER - above]), grip=-1.0)
-    height = HOVER if beside > 0.02 else 0.0
-    return moved(place + (0.0, 0.0, height) - hand, grip=-1.0)
+        return moved(np.array([0.0, 0.0, HOVER - above]), grip=grip)
+    height = HOVER if beside > 0.01 + 0.1 * max(0.0, HOVER / 2 - above) else 0.0
+    return moved(place + (0.0, 0.0, height) - hand, grip=grip)
 
 
 def _carried(off: NDArray[np.float64], plan: Plan, *, over: bool) -> NDArray[np.float32]:
@@ -102,6 +111,18 @@ def _carried(off: NDArray[np.float64], plan: Plan, *, over: bool) -> NDArray[np.
     if up > 0.04:
         return moved(np.array([0.0, 0.0, up]), grip=1.0)
     return moved(np.array([off[0], off[1], up]), grip=1.0)
+
+
+def half_size(env: LiberoEnv) -> NDArray[np.float64]:
+    """How far the thing reaches to either side of its place, along the world's axes [3]: the boxes around its shapes."""
+    inner, model, data = env.env.env, env.env.sim.model._model, env.env.sim.data._data
+    root = inner.obj_body_id[inner.obj_of_interest[0]]
+    shapes = [g for g in np.flatnonzero(model.geom_contype) if model.body_rootid[model.geom_bodyid[g]] == root]
+    turns = data.geom_xmat[shapes].reshape(-1, 3, 3)
+    boxes = model.geom_aabb[shapes]
+    middles = data.geom_xpos[shapes] + np.einsum("gij,gj->gi", turns, boxes[:, :3]) - data.xpos[root]
+    reach = np.abs(middles) + np.einsum("gij,gj->gi", np.abs(turns), boxes[:, 3:])
+    return reach.max(0)
 
 
 def gripper(env: LiberoEnv) -> tuple[NDArray[np.float64], float, float]:
