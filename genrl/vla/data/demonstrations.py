@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.config.plugins import find
+from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config import sections as settings
 from genrl.vla.config.files import is_recording
 from genrl.vla.config.names import EXPERTS, WORLDS
@@ -193,7 +194,7 @@ def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
 
 def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
     assert config.demonstrations is not None
-    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
+    dataset, camera = open_dataset(local_folder(folder, "dataset")), config.demonstrations.camera
     name = config.environment.name
     world = world_of(config) if name in WORLDS.built_in else None
     columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from genrl.vla.data.demonstrations import demonstrated
+from genrl.vla.data.lerobot_dataset import write_dataset
 from genrl.vla.evaluate import evaluation_episodes
-from genrl.vla.simulators.contract import Misuse, Reading, Run
+from genrl.vla.simulators.contract import Misuse, Reading, Run, Simulation
 from genrl.vla.simulators.libero import env as libero
-from genrl.vla.simulators.libero import package
+from genrl.vla.simulators.libero import expert, package
 from genrl.vla.simulators.simulator import Simulator, SlotHost
+from genrl.vla.simulators.tables import Simulators
+from genrl.vla.simulators.workers import FarSimulators, Process
 
 real = pytest.mark.skipif(bool(package.missing()), reason="; ".join(package.missing()) or "all of it is here")
 
@@ -224,3 +228,73 @@ def test_starts_are_read_without_unpickling_anything_else(tmp_path: Path) -> Non
     torch.save(Evil(), tmp_path / "evil.pruned_init")
     with pytest.raises(pickle.UnpicklingError):
         package.starts(tmp_path / "evil.pruned_init")
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    """Two real tasks in this process."""
+    made = [libero.LiberoEnv("libero_object/1"), libero.LiberoEnv("libero_spatial/2")]
+    yield made
+    for env in made:
+        env.close()
+
+
+@real
+@pytest.mark.slow
+class TestTheRealOne:
+    def test_lists(self) -> None:
+        folder = package.opened()
+        for suite, count in package.SUITES.items():
+            tasks = package.tasks_of(suite)
+            assert len(tasks) == count and all(task.language for task in tasks)
+            rows = package.starts(folder / "init_files" / tasks[0].problem_folder / tasks[0].init_states_file)
+            assert rows.ndim == 2 and len(rows) == 50
+
+    def test_pictures_of_several_are_those_of_each_alone(self) -> None:
+        """By processes of their own, which is what another environment cannot disturb."""
+        tasks = ("libero_object/1", "libero_spatial/2")
+        how = Reading(chunk=2, image_size=64, cameras=("image", "image2"))
+        seen = []
+        for workers in (0, 2):
+            described = libero.describe(tasks, how, {})
+            patient = {"timeout_s": 600.0, "start_timeout_s": 600.0}  # numba compiles in each process
+            made = Simulation("libero", num_envs=2, chunk=2, image_size=64, cameras=how.cameras, **patient)
+            tables = FarSimulators(described, made, Process, 2) if workers else Simulators(described, made)
+            tables.reset(seed=0, options={"episodes": np.arange(2)})
+            seen.append(tables.step(np.full((2, 2, 7), 0.3, dtype=np.float32))[0])
+            tables.close()
+        for name, value in seen[0].items():
+            assert np.array_equal(value, seen[1][name]), name
+            assert not name.startswith("pixels") or (value[0] != value[1]).any()
+
+    def test_a_start_is_a_function_of_its_number(self, two: Any) -> None:
+        """Whatever was before it: a gripper that is closed, things that lie elsewhere."""
+        for env in two:
+            seen = []
+            for _ in range(2):
+                first, _ = env.reset(seed=11, options={"start": 3})
+                action = np.array([0.4, 0.3, -0.6, 0.2, 0, 0, 1], dtype=np.float32)
+                shown = [first, *(env.step(action)[0] for _ in range(12))]
+                seen.append(np.stack([np.concatenate(list(row.values())) for row in shown]))
+            assert np.array_equal(*seen) and np.ptp(seen[0][:, :3], axis=0).max() > 0.01
+
+    def test_the_expert_succeeds_and_what_it_tries_out_has_not_happened(self, two: Any) -> None:
+        for env in two:
+            first, _ = env.reset(seed=0, options={"start": 0})
+            before, success = env.env.get_sim_state(), False
+            chunk = env.expert_chunk(4)
+            assert np.array_equal(before, env.env.get_sim_state()) and np.array_equal(chunk[0], expert.action(env))
+            while not success and env.elapsed < 150:
+                success = env.step(expert.action(env))[2]
+            assert success, env.task
+            assert np.array_equal(env.reset(seed=0, options={"start": 0})[0]["agent_pos"], first["agent_pos"])
+
+    def test_demonstrations_in_lerobots_format(self, tmp_path: Path) -> None:
+        cameras = ("image", "image2")
+        shown = demonstrated("libero", ("libero_object/1",), 1, seed=0, image_size=32, cameras=cameras)
+        (episode,) = write_dataset(tmp_path / "data", shown.episodes, fps=20).read(
+            ["observation.state", "action", "observation.images.image2"]
+        )
+        assert episode.columns["observation.state"].shape[1:] == (8,) and len(episode.instructions) < 150
+        assert episode.columns["observation.images.image2"].shape[1:] == (32, 32, 3)
+        assert set(episode.instructions) == set(shown.texts)

@@ -114,7 +114,7 @@ def _carried(off: NDArray[np.float64], plan: Plan, *, over: bool) -> NDArray[np.
 
 
 def half_size(env: LiberoEnv) -> NDArray[np.float64]:
-    """How far the thing reaches to either side of its place, along the world's axes [3]: the boxes around its shapes."""
+    """How far the thing reaches to either side of its place, along the world's axes [3], by boxes around its shapes."""
     inner, model, data = env.env.env, env.env.sim.model._model, env.env.sim.data._data
     root = inner.obj_body_id[inner.obj_of_interest[0]]
     shapes = [g for g in np.flatnonzero(model.geom_contype) if model.body_rootid[model.geom_bodyid[g]] == root]
