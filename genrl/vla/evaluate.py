@@ -52,7 +52,7 @@ class Judged(NamedTuple):
         )
 
     def of(self, success_key: str | None) -> Judged:
-        """Of an environment with this key: without one nothing says whether an episode succeeded."""
+        """Figures for an environment with this key: without one nothing says whether an episode succeeded."""
         return self._replace(measured=success_key is not None or any(self.success))
 
 

@@ -24,7 +24,6 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.data.recordings import Steps
 from genrl.vla.data.spread import data_statistics
-from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
 from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
 from genrl.vla.policies.lerobot import Adapt
@@ -36,6 +35,7 @@ from genrl.vla.policies.policy import (
     POINTS,
     STATE,
     Batch,
+    Inputs,
     Policy,
     PredictsActions,
     PredictsNoise,
@@ -81,7 +81,8 @@ def load_trained(
     device: torch.device | str = "cpu",
 ) -> Any:
     """The policy of a folder (or hub id) as LeRobot saves it, of a script (`python:NAME`), or of a run: after `step`
-    iterations, or of its newest checkpoint, whose adapters are merged into what the run began with. adapt: of a LeRobot folder.
+    iterations, or of its newest checkpoint, whose adapters are merged into what the run began with. adapt: of a LeRobot
+    folder.
 
     Raises ValueError for a run without such a checkpoint.
     """

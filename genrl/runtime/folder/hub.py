@@ -113,7 +113,8 @@ def _complete_front_matter(readme: Path, base: str | None) -> None:
 
 
 def licence_of(base: str) -> str | None:
-    """As the card of a model says, in its folder or on the hub; None where there is no card or it cannot be had."""
+    """Licence as the card of a model says, in its folder or on the hub; None where there is no card or it cannot be
+    had."""
     import httpx
     from huggingface_hub import ModelCard
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError

@@ -11,17 +11,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from genrl.objectives.advantages import groups, reward_shaping
-    from genrl.objectives.tokens import semi_online, token_advantages, token_weights, turn_credit
+    from genrl.objectives.tokens import token_advantages, token_credit, token_weights
     from genrl.objectives.tokens import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
     groups = lazily("genrl.objectives.advantages.groups")
     reward_shaping = lazily("genrl.objectives.advantages.reward_shaping")
-    semi_online = lazily("genrl.objectives.tokens.semi_online")
+    token_credit = lazily("genrl.objectives.tokens.token_credit")
     token_advantages = lazily("genrl.objectives.tokens.token_advantages")
     token_weights = lazily("genrl.objectives.tokens.token_weights")
     masking = lazily("genrl.objectives.tokens.tokens")
-    turn_credit = lazily("genrl.objectives.tokens.turn_credit")
 
 # --- estimators
 
@@ -208,7 +207,7 @@ class CriticAdvantage(Estimator):
 
 class SemiOnline(Estimator):
     """Credit of turns whose actions are compared with an expert's, [turn], [turn_reward] and [matched] [B, T]: UI-S1
-    (`semi_online.semi_online_advantages`)."""
+    (`token_credit.semi_online_advantages`)."""
 
     spread: ClassVar[float] = 0.3
     """Least standard deviation of a group's returns of turns; a group below is played again, from another start."""
@@ -225,7 +224,7 @@ class SemiOnline(Estimator):
         row, place = batch.mask.bool().nonzero(as_tuple=True)
         matched = batch.read("matched", self.name)[row, place].bool()
         of_expert = rewards.new_zeros(rewards.shape).bool().index_put((row, turns[row, place]), matched)
-        found = semi_online.semi_online_advantages(
+        found = token_credit.semi_online_advantages(
             rewards, of_expert, batch.group, gamma=self.gamma, episode=1.0, step=1.0
         )
         return of_tokens(found, turns, batch)
@@ -233,7 +232,7 @@ class SemiOnline(Estimator):
 
 class TurnLeaveOneOut(Estimator):
     """What the turns of an episode bring later, less the mean of the same turn in the others of its group, [turn] and
-    [turn_reward] [B, T]: TRLOO (`turn_credit.turn_leave_one_out`)."""
+    [turn_reward] [B, T]: TRLOO (`token_credit.turn_leave_one_out`)."""
 
     tensors = ("turn", "turn_reward")
     by_token: ClassVar[bool] = True
@@ -243,7 +242,7 @@ class TurnLeaveOneOut(Estimator):
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         turns, rewards = turns_of(batch, self.name)
-        return of_tokens(turn_credit.turn_leave_one_out(rewards, batch.group, gamma=self.gamma), turns, batch)
+        return of_tokens(token_credit.turn_leave_one_out(rewards, batch.group, gamma=self.gamma), turns, batch)
 
 
 class Hierarchical(Estimator):

@@ -147,6 +147,10 @@ class RecipeMethod(VLMMethod):
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)
+        yield from self.learned(config)
+
+    def learned(self, config: VLMConfig) -> Iterator[Row]:
+        """Rows of what is done with the samples."""
         yield "updates", f"{self.updates * self.epochs:,}", f"{self.epochs} passes"
         if "greedy" in self.reads:
             yield "greedy answers", f"{config.generation.prompts_per_iteration:,}", "one to each question"

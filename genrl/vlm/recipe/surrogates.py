@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from genrl.objectives.surrogates.policy_losses import SurrogateOutput
     from genrl.objectives.tokens import (
         group_losses,
-        masked_diffusion,
-        token_covariance,
         token_surrogates,
+        token_weights,
     )
     from genrl.objectives.tokens import (
         tokens as masking,
@@ -27,8 +26,7 @@ else:
     groups = lazily("genrl.objectives.advantages.groups")
     preference = lazily("genrl.objectives.preferences.preference")
     group_losses = lazily("genrl.objectives.tokens.group_losses")
-    masked_diffusion = lazily("genrl.objectives.tokens.masked_diffusion")
-    token_covariance = lazily("genrl.objectives.tokens.token_covariance")
+    token_weights = lazily("genrl.objectives.tokens.token_weights")
     token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
     masking = lazily("genrl.objectives.tokens.tokens")
 
@@ -148,7 +146,7 @@ class GeometricMean(Rule):
 
 class KlCov(Rule):
     """The plain ratio, and a penalty of moving the tokens whose log-probability and advantage vary together: KL-Cov
-    (`token_covariance`)."""
+    (`token_weights.token_covariance`)."""
 
     tensors = ("old",)
     name: Literal["kl_cov"] = "kl_cov"
@@ -157,10 +155,8 @@ class KlCov(Rule):
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
         assert batch.advantage is not None, "it is estimated before"
-        together = token_covariance.token_covariance(
-            batch.read("old_log_prob", self.name), batch.advantage, batch.scored
-        )
-        return {"kl_cov": token_covariance.kl_cov_tokens(together, batch.scored, share=self.share)}
+        together = token_weights.token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
+        return {"kl_cov": token_weights.kl_cov_tokens(together, batch.scored, share=self.share)}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         return token_surrogates.kl_cov_surrogate(*batch.terms, batch.read("kl_cov", self.name), beta=1.0)
@@ -210,7 +206,7 @@ class Vespo(Rule):
 
 class LinearBound(Rule):
     """A linear lower bound of the objective, of samples of a masked diffusion model's evidence bound in place of
-    log-probabilities of tokens: BGPO (`masked_diffusion.linear_bound_loss`)."""
+    log-probabilities of tokens: BGPO (`group_losses.linear_bound_loss`)."""
 
     of_rows = True
     tensors = ("bound",)
@@ -224,7 +220,7 @@ class LinearBound(Rule):
         log_prob, old, advantage, mask = batch.terms
         ratio = masking.mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
         return SurrogateOutput(
-            masked_diffusion.linear_bound_loss(log_prob, old, advantage)[:, None],
+            group_losses.linear_bound_loss(log_prob, old, advantage)[:, None],
             ratio,
             ratio.new_zeros(ratio.shape).bool(),
         )

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.grpo_guard import train as guard
 from genrl.mdp import noise
-from genrl.objectives.surrogates import guard
 from tests.golden_cases import Arrays, Case, check_all, error
 
 Errors = dict[str, tuple[float, float]]
