@@ -12,7 +12,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-ASSETS = ("prompts", "references", "edits", "tiny-t2i", "tiny-vla", "tiny-vlm")
+ASSETS = ("prompts", "references", "edits", "tiny-shapes", "tiny-t2i", "tiny-vla", "tiny-vlm")
 
 
 class WithRecipes(build_py):

@@ -153,7 +153,7 @@ def place(rng: np.random.Generator, groups: tuple[Group, ...], relation: str | N
     while True:
         radii = rng.uniform(8, 10.5, size=len(kinds))
         centres = [rng.uniform(1.2 * r + 1, SIZE - 1.2 * r - 1, size=2) for r in radii]
-        if not _apart(centres, radii) or (relation and not _clearly(relation, centres[0], centres[1])):
+        if not _apart(centres, radii) or (relation and not clearly(relation, centres[0], centres[1])):
             continue
         return tuple(
             Thing(colour, shape, float(c[0]), float(c[1]), float(r))
@@ -166,7 +166,7 @@ def _apart(centres: list[np.ndarray], radii: np.ndarray) -> bool:
     return all(np.hypot(*(centres[i] - centres[j])) >= 1.08 * (radii[i] + radii[j]) + 4 for i, j in pairs)
 
 
-def _clearly(relation: str, first: np.ndarray, second: np.ndarray) -> bool:
+def clearly(relation: str, first: np.ndarray, second: np.ndarray) -> bool:
     dx, dy = first - second
     along, across = {
         "to the left of": (-dx, dy),
