@@ -119,9 +119,8 @@ def loss(settings: VPTR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     return {"loss": weighted_cloning(acting, given)}
 
 
-# The value function of videos, and how it is trained (ICVF, arXiv 2304.04782).
-
-# Intent-conditioned value functions: what passive data say of reaching outcomes (ICVF, arXiv 2304.04782).
+# Intent-conditioned value functions: what passive data say of reaching outcomes, and how they learn it (ICVF, arXiv
+# 2304.04782).
 
 
 def icvf_errors(
