@@ -227,9 +227,14 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     lora = config.model.lora
     if lora is None:
         return
-    named: list[tuple[KeyPath, str]] = [] if lora.begin is None else [(("model", "lora", "from"), lora.begin)]
-    named += [(("model", "lora", "frozen", number), source) for number, source in enumerate(lora.frozen)]
-    for key, source in named:
+    named: dict[KeyPath, str] = {} if lora.begin is None else {("model", "lora", "from"): lora.begin}
+    named |= {("model", "lora", "frozen", number): source for number, source in enumerate(lora.frozen)}
+    yield from lora_problems(named, notes)
+
+
+def lora_problems(named: Mapping[KeyPath, str], notes: list[str]) -> Iterator[FileFinding]:
+    """LoRAs by key that are not there, or are none."""
+    for key, source in named.items():
         folder = Path(source).expanduser()
         if folder.exists() and not (folder.is_file() or any(folder.glob("*.safetensors"))):
             yield key, f"{folder} holds no LoRA: there is no .safetensors file in it"

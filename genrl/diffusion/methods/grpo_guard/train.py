@@ -10,28 +10,16 @@ docs/grpo_guard.md has the equations and curves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.grpo_guard.settings import GRPOGuard
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.old_means import OldMeans
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
-from genrl.diffusion.steps.transitions import (
-    Action,
-    Actions,
-    actions_of,
-    collect,
-    penalised,
-    replayed_before,
-    step_of,
-    update,
-)
+from genrl.diffusion.steps.transitions import actions_of, collect, penalised, update
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.policy_losses import SurrogateOutput, clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
@@ -49,29 +37,10 @@ def train(run: DiffusionRun, settings: GRPOGuard) -> None:
         edges = estimate(run, settings, rollouts, steps, advantages, meter)
         # 4. Update.
         actions = actions_of(run, settings, rollouts, edges)
-        means = means_before(run, settings, rollouts, actions)
-        old_mean, keep_mean = partial(old_mean_of, means), partial(note_mean, means)
-        update(run, settings, rollouts, edges, loss, meter, actions=actions, further=old_mean, seen=keep_mean)
-        del rollouts, actions, means, old_mean, keep_mean
+        means = OldMeans.of(run, settings, rollouts, actions)
+        update(run, settings, rollouts, edges, loss, meter, actions=actions, further=means.known, seen=means.note)
+        del rollouts, actions, means
         run.finish(meter.result() | steps.metrics)
-
-
-@torch.no_grad()
-def means_before(run: DiffusionRun, settings: GRPOGuard, rollouts: Rollouts, actions: Actions) -> dict[int, Tensor]:
-    """Number of a transition -> its mean before the first update, [B, ...], but for those of the first update."""
-    later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
-    every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
-    return {one.number: replayed_before(run, step_of(run, settings, one.piece, one.step)).mean for one in every}
-
-
-def old_mean_of(means: Mapping[int, Tensor], action: Action) -> dict[str, Tensor]:
-    """What the loss reads of the policy that sampled; nothing in the first update, whose own evaluation is that."""
-    return {"old_mean": means[action.number]} if action.number in means else {}
-
-
-def note_mean(means: dict[int, Tensor], action: Action, results: Tensors) -> None:
-    """Keep the evaluation of the first update for the epochs that follow."""
-    means.setdefault(action.number, results["mean"].detach())
 
 
 def loss(settings: GRPOGuard, policy: Policy, given: Recorded) -> Tensors:
