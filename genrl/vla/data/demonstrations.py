@@ -82,6 +82,8 @@ def world_of(config: VLAConfig, default: Sequence[str] = ()) -> World:
     return made
 
 
+Look = Callable[[], NDArray[Any]]
+"""What an environment shows now."""
 Act = Callable[[dict[str, NDArray[np.float64]]], NDArray[Any]]
 """The expert's action from what is observed; it is clipped to [-1, 1]."""
 
@@ -109,7 +111,7 @@ def expert_episodes(
     the seed, and of no rollout's starts.
     Raises RuntimeError where fewer than one attempt in five succeeds.
     """
-    names = {IMAGES + camera: (camera,) for camera in cameras} or {IMAGE: ()}
+    names: dict[str, Sequence[str]] = {IMAGES + camera: [camera] for camera in cameras}
     for task in tasks:
         env, found, attempt = make(task), 0, 0
         while found < count:
@@ -119,7 +121,8 @@ def expert_episodes(
                     "allow more steps"
                 )
             key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
-            look = {name: partial(env.picture, image_size, *camera) for name, camera in names.items() if image_size}
+            looks = (names or {IMAGE: []}) if image_size else {}
+            look: dict[str, Look] = {name: partial(env.picture, image_size, *camera) for name, camera in looks.items()}
             look |= {POINTS: partial(env.points, points)} if points else {}
             episode = _episode(env, expert(env), int(key >> np.uint64(33)), max_steps, look)
             attempt += 1
@@ -129,7 +132,7 @@ def expert_episodes(
         env.close()
 
 
-def _episode(env: Any, act: Act, seed: int, max_steps: int, look: dict[str, Callable[[], Any]]) -> Episode | None:
+def _episode(env: Any, act: Act, seed: int, max_steps: int, look: dict[str, Look]) -> Episode | None:
     """One episode of the expert, or None where it does not succeed. look: column -> what it shows."""
     observation, _ = env.reset(seed=seed)
     states, surroundings, actions = [], [], []

@@ -122,7 +122,8 @@ def half_size(env: LiberoEnv) -> NDArray[np.float64]:
     boxes = model.geom_aabb[shapes]
     middles = data.geom_xpos[shapes] + np.einsum("gij,gj->gi", turns, boxes[:, :3]) - data.xpos[root]
     reach = np.abs(middles) + np.einsum("gij,gj->gi", np.abs(turns), boxes[:, 3:])
-    return reach.max(0)
+    half: NDArray[np.float64] = reach.max(0)
+    return half
 
 
 def gripper(env: LiberoEnv) -> tuple[NDArray[np.float64], float, float]:

@@ -112,8 +112,8 @@ def opened(assets: str = "") -> Path:
     file = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero")) / "config.yaml"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        paths = {"benchmark_root": folder, "bddl_files": folder / "bddl_files", "init_states": folder / "init_files"}
-        paths |= {"datasets": folder.parent / "datasets", "assets": place}
+        paths: dict[str, Path | None] = {"benchmark_root": folder, "bddl_files": folder / "bddl_files"}
+        paths |= {"init_states": folder / "init_files", "datasets": folder.parent / "datasets", "assets": place}
         file.write_text(yaml.safe_dump({name: str(path) for name, path in paths.items()}))
     library: Any = import_module("libero.libero")
     if hasattr(library, "get_assets_path"):
