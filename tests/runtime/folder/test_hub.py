@@ -104,7 +104,7 @@ def test_a_name_that_is_none_and_nobody_logged_in_are_refused(server: Hub, monke
 def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
     server: Hub, root: Path, tmp_path: Path
 ) -> None:
-    text = (root / "configs/quickstart.yaml").read_text().replace("assets/prompts/shapes_train.txt", "prompts.txt")
+    text = (root / "configs/quickstart.yaml").read_text().replace("assets/prompts/things_train.txt", "prompts.txt")
     files = {"sub/mine.yaml": text.encode() + b"output: /etc\n", "sub/prompts.txt": b"a red star\n"}
     server.repos["lab/stars"] = files
     file, overrides = ours.fetch("hub:lab/stars/sub/mine.yaml")
@@ -112,7 +112,7 @@ def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
     config = load(file, overrides)
     assert isinstance(config, Config) and config.output == "runs/stars"
     assert Path(str(config.prompts.train)).read_text() == "a red star\n"
-    assert config.prompts.eval == "assets/prompts/shapes_eval.txt"
+    assert config.prompts.eval == "assets/prompts/things_eval.txt"
     server.repos["lab/code"] = {"config.yaml": b"rewards: [{name: bad.py}]\n", "bad.py": b"raise SystemExit\n"}
     file, overrides = ours.fetch("hub:lab/code/config.yaml")
     assert overrides == ["output=runs/code"] and not file.with_name("bad.py").exists()
