@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from genrl.runtime.loop.running import Run as Running
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
+from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.devices import empty_cache, tf32
 from genrl.runtime.weights.optimizers import check_optimizer
 
@@ -116,6 +118,25 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
         if process.is_main:
             run.conclude()
         return Ended(claimed.run.folder, run.hand_over(), run.loop.is_complete, process.stop.exit_code)
+
+
+def look(config: RunConfig) -> ContactSheet:
+    """A few samples of the run that a configuration describes, drawn and scored: opened as `run` does, in a folder that
+    does not stay, and nothing is trained. Raises what `run` does before its first iteration."""
+    check_optimizer(config.optimizer)
+    kind = kind_of(config)
+    for method in methods_of(config):
+        code_of(method)
+    accelerator = make_accelerator(config.distributed.timeout_s)
+    set_seed(config.seed)
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)), "run")
+        config = config.model_copy(update={"output": str(place), "trackers": ()})
+        stack.enter_context(tf32(config.tf32))
+        claimed = claim(stack, config.output, None, accelerator)
+        prepared = kind.prepare(config, accelerator)
+        process = begin(stack, claimed, config, accelerator, unit=kind.unit)
+        return kind.open(config, process, prepared, stack).look()
 
 
 @contextmanager
