@@ -47,6 +47,8 @@ def read(run: Path) -> Entries:
     """All entries of a run folder, metrics first. Raises FileNotFoundError where there are no metrics in it."""
     entries = dict(_metrics(run / "metrics.jsonl"))
     for file in sorted(path for path in run.rglob("*") if path.is_file()):
+        if file.parent.name == "sheet":  # a view for people of what other entries hold
+            continue
         name = file.relative_to(run).as_posix()
         if name == "metrics.jsonl" or any(fnmatchcase(name, pattern) for pattern in IGNORED_FILES):
             continue

@@ -85,19 +85,16 @@ def _look(file: Path, overrides: list[str] | None, out: Path) -> None:
 
     seen = look(config)
     sheet.save(seen, out)
-    table = Table("sample", "", "", show_lines=False)
+    table = Table("sample", "", "")
     for number, one in enumerate(seen.looks, start=1):
-        table.add_row(str(number), "asked", safe(one.text[:200]))
-        for name, value in one.facts.items():
-            table.add_row("", safe(name), safe(value[:200]))
+        for name, value in {"asked": one.text, **one.facts}.items():
+            table.add_row(str(number) if name == "asked" else "", safe(name), safe(value[:200]))
         table.add_section()
-    console.print(table)
-    if seen.numbers:
-        head, *rows = seen.numbers
-        numbers = Table(*(Column(safe(name), overflow="fold") for name in head))
-        for row in rows:
-            numbers.add_row(*map(safe, row))
-        console.print(numbers)
+    head, *rows = seen.numbers or [[]]
+    numbers = Table(*(Column(safe(name), overflow="fold") for name in head))
+    for row in rows:
+        numbers.add_row(*map(safe, row))
+    console.print(table, *([numbers] if rows else []))
     console.print(f"look at it: {safe(str(sheet.write_page(out, file.stem)))}", soft_wrap=True)
 
 

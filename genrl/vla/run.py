@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -259,16 +259,17 @@ class VLARun(Run[VLAConfig]):
             self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(mine)))
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
-        watched = Watched(self.table)
+        watched = Watched()
         with unsharded(self.policy):
             own = evaluate(
                 Acting(self.policy, sampler_of(config, self.policy), self.frozen),
-                cast("Environment", watched),
+                self.table,
                 episodes=len(mine),
                 seed=settings.seed,
                 first=mine.start,
                 clips=settings.videos if self.process.rank == 0 else 0,
                 advance=self.loop.advance_or_leave,
+                watch=watched,
             )
         return of_all(own).of(config.environment.success_key), watched
 
