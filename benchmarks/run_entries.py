@@ -30,6 +30,7 @@ VARYING_METRICS = ("timing/*", "memory/*", "*_per_s", "workers/*")
 IGNORED_FILES = (
     *("config.yaml", "*/config.yaml", "run.json", "run.lock"),  # paths, times, versions
     "*manifest.json",  # hashes of the other files
+    "samples/sheet/*",  # a view for people of what other entries hold
     "tensorboard/*",  # the metrics again, with times
     *("report.html", "*README.md"),  # prose about the run
     "*adapter_config.json",  # PEFT writes a set in it, in another order in each process; ranks are those of the tensors
