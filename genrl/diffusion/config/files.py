@@ -87,7 +87,7 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
         yield key, f"{path} is a file; {text}"
     elif path.is_dir():
         if not (path / "model_index.json").is_file():
-            yield key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline"
+            yield key, f"{path} {_no_pipeline(path)}"
         elif not read_json(path / "model_index.json"):
             yield key, f"{path / 'model_index.json'} is not a JSON object"
         else:
@@ -386,3 +386,11 @@ def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Itera
 def declared_columns(origin: genrl_rewards.Origin) -> tuple[str, ...]:
     """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
     return genrl_rewards.declaration(origin).columns
+
+
+def _no_pipeline(folder: Path) -> str:
+    """Why a folder without model_index.json cannot be trained."""
+    if (folder / "modular_model_index.json").is_file():
+        text = "is a ModularPipeline, which is run in blocks: there is no one call of it that training could replay"
+        return f"{text}; give the same model as a DiffusionPipeline, a folder or hub id with a model_index.json"
+    return "has no model_index.json, so it is not a saved diffusers pipeline"
