@@ -63,9 +63,7 @@ ROOT = Path(__file__).parents[2]
     ("config", "said"),
     [
         ("quickstart", ["reward shapes", "shapes/strict", "drawn, as rewards see it, 64 x 64"]),
-        pytest.param(
-            "vlm/quickstart", ["exact expects", "as number", "shown to the model"], marks=pytest.mark.slow
-        ),
+        pytest.param("vlm/quickstart", ["exact expects", "as number", "shown to the model"], marks=pytest.mark.slow),
         pytest.param("vlm/vl_dac", ["said, step 1", "return"], marks=pytest.mark.slow),
         pytest.param("vla/flow_sde", ["film, ", "observation.state[2]", "success"], marks=pytest.mark.slow),
         pytest.param("vla/sft_act", ["action[0]", "normalised"], marks=pytest.mark.slow),

@@ -344,6 +344,8 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         yield key, f"{reward.name} {text}"
     if origin.kind == "file":
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+        if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=False):
+            yield key, f"{reward.name}: {wrong}"
     yield from _missing(reward.name, declared_columns(origin), found)
 
 

@@ -254,6 +254,8 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             continue
         if origin.kind == "file":
             notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+            if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=True):
+                yield ("rewards", index, "name"), f"{reward.name}: {wrong}"
         if config.vlm.output not in OUTPUTS.built_in:
             continue  # what it makes is known when training starts
         declared = genrl_rewards.declaration(origin)
