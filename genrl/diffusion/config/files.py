@@ -12,7 +12,7 @@ import genrl_rewards
 from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import file_problem, pipeline_problems
+from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -342,6 +342,7 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
     if origin.kind == "object" and (reward.isolate or (config.engine is not None and config.engine.reward_workers)):
         text = "was made in this process and cannot be sent to another; put it into a file, and name file.py:name"
         yield key, f"{reward.name} {text}"
+    yield from ((("rewards", index, "args", name), text) for name, text in arguments_problems(reward.args))
     if origin.kind == "file":
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
         if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=False):
