@@ -166,7 +166,7 @@ def measure(changes: Sequence[str], row: str, path: str) -> dict[str, Any]:
         "parts": parts,
         "over_formula": most / sum(parts.values()),
         "activations_over_formula": (most - before - gradients) / activations,
-        "line_over_peak": None if config.trainer.keeps_graphs else (one + (batch - 1) * (two - one)) / most,
+        "line_over_peak": None if config.trainer.kept_graphs(config) else (one + (batch - 1) * (two - one)) / most,
     }
 
 

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import genrl_rewards
-from genrl.objectives.advantages.aggregation import coefficient_of_variation, log_tame_advantages
+from genrl.diffusion.methods.paco_grpo.train import coefficient_of_variation, log_tame_advantages
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.playground.tasks.pairs import QUESTION
 from genrl.vlm import tasks

@@ -7,8 +7,7 @@ classes of methods (`genrl.FlowGRPO`) and of sections (`genrl.Sampling`) are wha
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from genrl.quiet import hush
-from genrl.torchvision_import import watch
+from genrl.quiet import hush, watch
 
 if TYPE_CHECKING:
     __version__: str

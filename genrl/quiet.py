@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 MEANINGLESS = {
     # kernels for CUDA alone; where that is, the line stays
@@ -35,3 +39,30 @@ def hush() -> None:
     """Leave those lines out, from here on: before the packages are imported, since they log on import."""
     for name in MEANINGLESS:
         logging.getLogger(name).addFilter(is_worth_showing)
+
+
+# Makes a torchvision that does not fit this torch importable, when it is imported first.
+#
+# `from diffusers import ...` and transformers import it where it is installed; in a script that has imported genrl they
+# work then as the command line does.
+
+
+class Watcher:
+    """Finds no module: it is asked before torchvision is found, and never again."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None, after torchvision's operators were declared where they cannot be loaded."""
+        if name == "torchvision":
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+            from genrl_rewards.models.torchvision_compat import ensure  # imports torch, as torchvision does
+
+            ensure()
+        return None
+
+
+def watch() -> None:
+    """Watch for it from here on, unless torchvision was imported before."""
+    if "torchvision" not in sys.modules and not any(isinstance(finder, Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Watcher())

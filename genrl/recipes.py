@@ -28,7 +28,7 @@ class Recipe:
 
     @property
     def written(self) -> str:
-        """Its file's name in a folder of one's own."""
+        """Name of its file in a folder of one's own."""
         return self.name.replace("/", "_") + ".yaml"
 
     @property
@@ -38,7 +38,7 @@ class Recipe:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Its keys, on top of those of the file that it includes."""
+        """Keys that it has, on top of those of the file that it includes."""
         own: dict[str, Any] = plain(self.text)
         base = plain((self.file.parent / own["include"]).read_text(encoding="utf-8")) if "include" in own else {}
         return {**base, **own}

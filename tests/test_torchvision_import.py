@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from genrl.torchvision_import import Watcher, watch
+from genrl.quiet import Watcher, watch
 
 BROKEN = """
 import torch

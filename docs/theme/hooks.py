@@ -108,7 +108,9 @@ def repository_file(path: Path, config: Any) -> File:
         body = "\n".join(names)
     else:
         body = path.read_text(encoding="utf-8").rstrip("\n")
-    text = f"# {inside}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{body}\n````\n"
+    # a search finds what pages say before it finds files
+    front = "---\nsearch: {boost: 0.1}\n---\n\n"
+    text = f"{front}# {inside}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{body}\n````\n"
     return File.generated(config, uri, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
 
 

@@ -73,10 +73,17 @@ def check(
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
 
     from genrl.cli.diffusion import card_bytes
-    from genrl.cli.tables import console, print_keys, safe
 
     card = None if memory is None else card_bytes(memory)
-    file, changes = opened(files[0], overrides)
+    if _show(*opened(files[0], overrides), card=card, rows=rows, explain=explain):
+        raise typer.Exit(1)
+
+
+def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool, explain: bool) -> int:
+    """Print what one configuration is and costs, and what of it was not checked; returns how many rows would fail."""
+    from genrl.cli.tables import console, print_keys, safe
+    from genrl.cli.unchecked import unchecked
+
     checked = examine(file, changes)
     console.print("[green]valid[/green]")
     for note in checked.notes:
@@ -91,12 +98,9 @@ def check(
         console.print(part)
     if explain:
         print_keys(checked.config)
-    from genrl.cli.unchecked import unchecked
-
     known = bool(cards) if checked.config.kind == "diffusion" else card is not None
     console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=known)))}")
-    if failing:
-        raise typer.Exit(1)
+    return failing
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,8 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
-    # AdamW is known to take betas: to ask it would import torch.
-    own = config.optimizer.args or (config.optimizer.betas is not None and config.optimizer.name != "adamw")
-    if own or ":" in config.optimizer.name:  # only its own code tells whether it takes them
+    # What the table of optimisers does not say only their own code tells, for which torch is imported.
+    if config.optimizer.args or ":" in config.optimizer.name:
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)

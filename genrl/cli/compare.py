@@ -212,7 +212,7 @@ def _scorers(first: Side, second: Side, asked: Asked) -> Iterator[Scorers]:
         for run, name in ((first.run, first.name), (second.run, second.name)):
             own = () if run is None else run.rewards
             # One that is trained beside the model is another one in every run.
-            new = tuple(one for one in own if run and (one not in seen or run.trainer.trains_reward))
+            new = tuple(one for one in own if run and (one not in seen or run.trainer.rewards_are == "trained"))
             seen += own
             if run is not None and new:
                 yield rewards_of_run(run.model_copy(update={"rewards": new}), Path(name))

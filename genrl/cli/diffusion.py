@@ -87,7 +87,7 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
 
 
 def card_bytes(text: str) -> float:
-    """Of a card's memory as `--memory` is written. Raises BadParameter for what is no size."""
+    """Bytes of a card's memory as `--memory` is written. Raises BadParameter for what is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB)?", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"{text!r} is no size of memory; write for example 24GB", param_hint="--memory")
@@ -109,7 +109,7 @@ def _plan_table(config: Config, cost: Plan) -> Table:
     from genrl.diffusion.config.shares import even
 
     sampling, trainer = config.sampling, config.trainer
-    mean = " on average" if trainer.varies else ""
+    mean = "" if cost.trained_steps.is_integer() else " on average"
     step = f" x {cost.guidance} (guidance)" if cost.guidance > 1 else ""
     each = cost.sample_calls / cost.guidance / cost.images
     shared = each != sampling.num_inference_steps  # by trees, or by a tail in fewer steps
@@ -130,7 +130,7 @@ def _plan_table(config: Config, cost: Plan) -> Table:
         "model calls, training",
         number(cost.train_calls),
         f"{number(cost.trained_steps)} trained steps{mean}; {number(cost.backward_calls)} "
-        f"{'of sampling ' if trainer.keeps_graphs else ''}with gradient cost about 3 times",
+        f"{'of sampling ' if trainer.kept_graphs(config) else ''}with gradient cost about 3 times",
     )
     table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")
     table.add_section()

@@ -49,20 +49,21 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
 
     cost = estimate(config, tuple(components))
     yield from config.trainer.rollout(config, cost.guidance)
-    yield from _totals(config, cost, config.trainer.independent_calls(config) * cost.guidance)
+    yield from _totals(config, cost)
 
 
-def _totals(config: Config, cost: Plan, independent: float) -> Iterator[str]:
-    """Model calls of an iteration. independent: those of as many rollouts that share nothing."""
+def _totals(config: Config, cost: Plan) -> Iterator[str]:
+    """Model calls of an iteration."""
     from genrl.cli.tables import number
 
+    independent = cost.independent_calls
     prompts = f"{config.sampling.prompts_per_iteration} prompts x {config.sampling.group_size}"
     yield from ("", f"an iteration, {prompts} = {cost.images} images, mean of {config.iterations}:")
     yield (
         f"model calls in sampling: {number(cost.sample_calls)}, {cost.sample_calls / cost.images:.2f} per image; "
         f"independent rollouts: {number(independent)}, ratio {cost.sample_calls / independent:.3f}"
     )
-    which = "of those in sampling" if config.trainer.keeps_graphs else "of them"
+    which = "of those in sampling" if config.trainer.kept_graphs(config) else "of them"
     yield (
         f"model calls in training: {number(cost.train_calls)}, {cost.train_calls / cost.images:.2f} per image; "
         f"{number(cost.backward_calls)} {which} with gradient"

@@ -157,7 +157,7 @@ def print_replay(replayed: Replay) -> None:
 
 
 def replay_verdict(replayed: Replay) -> Iterator[str]:
-    """Where the numbers stop being finite, in words."""
+    """Say where the numbers stop being finite."""
     from genrl.runtime.loop.guards import non_finite
 
     given = non_finite({k: v for k, v in replayed.dump.batch.items() if not k.startswith("weights/")})

@@ -18,7 +18,7 @@ console = Console(highlight=False)
 
 
 def printable(text: str) -> str:
-    """Without terminal control characters: what is printed may come from prompts, keys and model files."""
+    """Remove terminal control characters: what is printed may come from prompts, keys and model files."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 

@@ -40,7 +40,7 @@ def summary(config: VLMConfig) -> list[RenderableType]:
         for row in part.trainer.iteration(part):
             table.add_row(*map(safe, row))
         if number == len(config.parts):
-            asked = "episodes" if part.trainer.acts else "questions"
+            asked = "episodes" if part.trainer.learns_from == "episodes" else "questions"
             add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
         found += [table, *_functions(part)]
     return found
@@ -58,8 +58,9 @@ def _functions(config: VLMConfig) -> list[RenderableType]:
 
 
 def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
-    """With `card`, in bytes: the memory of one process, and in which ways the model can be trained on such cards.
-    Without, how to ask. Raises BadParameter for a model of another kind, or whose config.json is not here."""
+    """Tables of the memory of one process, and, with `card` in bytes, of the ways in which the model can be trained on
+    such cards. Without, how to ask. Raises BadParameter for a model of another kind, or whose config.json is not
+    here."""
     if card is None:
         return (
             ["memory: --memory 24GB estimates it from the model's config.json"] if config.vlm.output == "text" else []

@@ -26,7 +26,7 @@ def explained(section: type[Any], values: Mapping[str, Any], error: ValidationEr
 
 
 def _place(section: type[Any], values: Mapping[str, Any]) -> tuple[KeyPath, dict[str, Any] | None]:
-    """Where the section stands in a configuration, and one that says nothing else."""
+    """Path of the section in a configuration, and one that says nothing else."""
     if issubclass(section, RunConfig):
         return (), dict(values)
     if issubclass(section, Method):
@@ -46,7 +46,7 @@ def _place(section: type[Any], values: Mapping[str, Any]) -> tuple[KeyPath, dict
 
 
 def _paths(node: Schema, title: str, path: KeyPath) -> Iterator[tuple[str, ...]]:
-    """To each section of this class."""
+    """Paths to each section of this class."""
     for key, child in node.get("properties", {}).items():
         for branch in (child, *child.get("anyOf", ())):
             if branch.get("title") == title:

@@ -62,7 +62,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def origin_of(path: KeyPath, origins: Origins) -> Origin:
-    """Where `path` was written, or the nearest section around it."""
+    """Find where `path` was written, or the nearest section around it."""
     for end in range(len(path), -1, -1):
         if path[:end] in origins:
             return origins[path[:end]]

@@ -61,7 +61,7 @@ def json_schema(methods: Iterable[type[Method]] = ()) -> dict[str, Any]:
 
 
 def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:
-    """Where a method is chosen."""
+    """Places of a schema where a method is chosen."""
     if isinstance(node, Mapping):
         if isinstance(node, dict) and "discriminator" in node and names <= set(_tags(node)):
             yield node
@@ -114,7 +114,7 @@ def tag_of(section: Schema) -> str | None:
 
 
 def _union(section: Schema) -> Schema:
-    """Of a section that may be null, or that may not be written whole, what it is else."""
+    """Schema of what a section is that may be null, or that may not be written whole."""
     if "discriminator" in section:
         return section
     return next((kind for kind in section.get("anyOf", ()) if "discriminator" in kind), section)

@@ -48,7 +48,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Origins]:
-    """As `load`, with where each key was written: for messages of later checks (`check_files`)."""
+    """Do as `load`, and say where each key was written: for messages of later checks (`check_files`)."""
     path = Path(path)
     tree = _with_base(_read(path), path)
     problems = [problem for text in overrides if (problem := _override(tree, text))]
@@ -75,7 +75,7 @@ def load_given(
 
 
 def kind_of(path: str | Path) -> Kind:
-    """Of the run that a file describes, whatever else it lacks. Raises ConfigError where it cannot be read."""
+    """Kind of the run that a file describes, whatever else it lacks. Raises ConfigError where it cannot be read."""
     return kind_of_data(_with_base(_read(Path(path)), Path(path)).value)
 
 

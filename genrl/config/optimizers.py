@@ -14,20 +14,21 @@ from genrl.config.section import Count, Fraction, NonNegative, Positive, Section
 
 class Known(NamedTuple):
     """One optimiser. source: "module:class"; state_bytes: per trained parameter; shards: whether its state is saved and
-    put back where weights are sharded; install: its package."""
+    put back where weights are sharded; betas: whether it takes them; install: its package."""
 
     source: str
     state_bytes: float
     shards: bool = False
+    betas: bool = True
     install: str = ""
 
 
 OPTIMIZERS = {
     "adamw": Known("torch.optim:AdamW", 8, shards=True),
     "adamw_8bit": Known("torchao.optim:AdamW8bit", 2 + 8 / 256, install="torchao"),
-    "adafactor": Known("torch.optim:Adafactor", 0),
+    "adafactor": Known("torch.optim:Adafactor", 0, betas=False),
     "lion": Known("lion_pytorch:Lion", 4, shards=True, install="lion-pytorch"),
-    "muon": Known("genrl.runtime.weights.muon:Muon", 4),
+    "muon": Known("genrl.runtime.weights.optimizers:Muon", 4),
     "prodigy": Known("prodigyopt:Prodigy", 16, install="prodigyopt"),
 }
 LEAST_PRODIGY = 0.01
@@ -80,6 +81,8 @@ class Optimizer(Section):
         if sharded_by is not None and (known is None or not known.shards):
             can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
+        if self.betas is not None and known is not None and not known.betas:
+            yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
         if self.schedule == "constant" and self.schedule_iterations is not None:
             text = "a constant rate does not fall; write schedule: linear or cosine, or leave it out"
             yield ("optimizer.schedule_iterations", "optimizer.schedule"), text

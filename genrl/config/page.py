@@ -153,7 +153,7 @@ def _shown(value: Any) -> str:
         return "see below"
     if isinstance(value, float):
         return f"{value:g}"
-    return json.dumps(value)
+    return json.dumps(value, default=lambda one: one.model_dump(exclude_defaults=True))  # of a section in a list
 
 
 if __name__ == "__main__":

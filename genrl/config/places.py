@@ -21,7 +21,7 @@ _LONGEST = 400
 
 
 def folders(origin: Origin) -> list[Path]:
-    """Where a path that was written there is looked up, in this order."""
+    """Folders in which a path that was written there is looked up, in this order."""
     file = Path(origin.label)
     if origin.line is None or not file.is_file():  # an override, or an argument in a script
         return [Path()]

@@ -69,7 +69,8 @@ class LoRA(LowRank):
 
     @model_serializer(mode="wrap")
     def _as_written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what the file of `from` says itself: written down as a default it would look as if it were wanted."""
+        """Leave out what the file of `from` says itself: written down as a default it would look as if it were
+        wanted."""
         values: dict[str, Any] = plain(self)
         return values if self.begin is None else {k: v for k, v in values.items() if k not in OF_THE_FILE}
 

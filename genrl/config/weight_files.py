@@ -43,7 +43,7 @@ def read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """With the place in the file at which a tensor ends."""
+    """Entries of a header, each with the place in the file at which its tensor ends."""
     with path.open("rb") as stream:
         start = stream.read(8)
         if POINTER.startswith(start) and start:

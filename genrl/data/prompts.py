@@ -61,7 +61,7 @@ class Prompt:
 
     @property
     def bucket(self) -> tuple[tuple[str, int], ...]:
-        """Its size, to be compared and counted."""
+        """Size of its samples, to be compared and counted."""
         return tuple(self.size.items())
 
 

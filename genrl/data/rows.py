@@ -110,7 +110,7 @@ def _paths(name: str, value: Any, folder: Path | None, several: bool) -> Any:
 
 
 def no_column(column: str, columns: Iterable[str]) -> str:
-    """That a row or a table lacks this column, in words, with the nearest name among those it has."""
+    """Message that a row or a table lacks this column, with the nearest name among those it has."""
     close = get_close_matches(column, [*columns], n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(map(repr, columns))[:200] or "no others"  # the row's own names, so of any length

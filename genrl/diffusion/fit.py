@@ -30,7 +30,7 @@ MARGIN = 0.92
 
 
 def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
-    """With `sampling.fit_batch`, make `sampling.batch_size` what fits; a resumed run has it from its checkpoint.
+    """Make `sampling.batch_size` what fits, with `sampling.fit_batch`; a resumed run has it from its checkpoint.
 
     Raises RuntimeError where not even the smallest fits.
     """
@@ -48,7 +48,7 @@ def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
 def sizes(config: Config) -> list[int]:
     """The present size of micro-batches and the smaller ones that can be taken."""
     sampling = config.sampling
-    together = config.trainer.whole_groups or config.economy.keep is not None
+    together = config.trainer.compares == "in_batch" or config.economy.keep is not None
     return halvings(sampling.batch_size, sampling.group_size if together else 1)
 
 

@@ -26,7 +26,8 @@ class Before:
 
 
 def thumbnails(images: Tensor) -> Tensor:
-    """Of pictures [B, 3, H, W] (videos [B, F, 3, H, W]: their mean over time) in [0, 1]: uint8 [B, 3 * SIDE * SIDE]."""
+    """Small copies of pictures [B, 3, H, W] (videos [B, F, 3, H, W]: their mean over time) in [0, 1]: uint8 [B, 3 *
+    SIDE * SIDE]."""
     still = images.mean(1) if images.dim() == 5 else images
     return (functional.adaptive_avg_pool2d(still.float(), SIDE) * 255).round().to(torch.uint8).flatten(1)
 

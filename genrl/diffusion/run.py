@@ -105,7 +105,7 @@ class DiffusionRun(Run[Config]):
 
     @property
     def iteration_rows(self) -> list[int]:
-        """Their numbers."""
+        """Numbers of this iteration's rows."""
         return iteration_rows(self.config, self.prompts, self.iteration, self.known)
 
     @property
@@ -217,7 +217,7 @@ class DiffusionRun(Run[Config]):
         self.loop.check_stop()
 
     def take(self, rollouts: Rollouts) -> Rollouts:
-        """These are the samples of this iteration; training begins, with those that are returned."""
+        """Take over the samples of this iteration; training begins, with those that are returned."""
         self._sample_calls = self.policy.model_calls - self._calls
         self.loop.check_stop()
         self._train_started = time.perf_counter()
@@ -329,7 +329,7 @@ class DiffusionRun(Run[Config]):
         return sizes(self.config)
 
     def resize(self, size: int) -> None:
-        """From here on micro-batches have this size."""
+        """Give micro-batches this size from here on."""
         sampling = self.config.sampling.model_copy(update={"batch_size": size})
         self.loop.config = self.config.model_copy(update={"sampling": sampling})
         self.replays = False  # other shapes may run other kernels

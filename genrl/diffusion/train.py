@@ -13,10 +13,9 @@ import torch
 from accelerate import Accelerator
 
 import genrl_rewards
-from genrl.config.method import code_of
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
-from genrl.diffusion.config.model_rules import experts_problem
+from genrl.diffusion.config.model_rules import detaches_unconditional, experts_problem
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
@@ -158,10 +157,9 @@ def check_rewards(
     config: Config, scorers: Scorers, prompts: list[prompt_files.Prompt], eval_prompts: list[prompt_files.Prompt]
 ) -> None:
     """ValueError for rewards that the method cannot use, or that need columns which the prompts lack or cannot read."""
-    if config.trainer.checks_data:
-        code_of(config.trainer).module.check(config, scorers, prompts)
+    config.trainer.check_data(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
-        if not config.trainer.trains_reward and genrl_rewards.is_trainable(scorer):
+        if config.trainer.rewards_are != "trained" and genrl_rewards.is_trainable(scorer):
             raise ValueError(
                 f"reward {label!r} is trained beside the model, which this algorithm does not do (adv_grpo does)"
             )
@@ -239,7 +237,7 @@ def encode(config: Config, device: torch.device | str, tell: Tell) -> tuple[int,
 
 
 def _tell(process: Process, done: int, count: int) -> None:
-    """Of prompts encoded before training."""
+    """Tell how many prompts are encoded before training."""
     if done in (1, count) or done % 100 == 0:
         process.progress.say(f"encoded {done} of {count} prompts")
 
@@ -259,7 +257,7 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
 
 def detach_where_asked(config: Config, policy: Policy, prompt: prompt_files.Prompt) -> None:
     """No gradient through guidance's unconditional prediction, where the method asks for that."""
-    if config.trainer.detaches_unconditional:
+    if detaches_unconditional(config.trainer):
         Unconditional(policy, probe_of(config, prompt))
 
 
@@ -301,10 +299,10 @@ def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None 
         seed=config.seed,
         sharding=sharding,
         pipe=policy.pipe,
-        refers_to_base=config.trainer.refers_to_base,
+        refers_to_base=config.trainer.reference == "base",
     )
     policy.singly = weights.in_step
-    if weights.refers_to_snapshot and config.uses_reference:
+    if weights.refers_to_snapshot and config.trainer.reference is not None:
         weights.snapshot(REFERENCE)
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():

@@ -266,7 +266,7 @@ def _run(config: RunConfig, folder: Path | None, script: Script) -> Result:
 
 
 def _kind(config: Any, **given: Any) -> Kind:
-    """Of the run. Raises ValueError where it is none or several."""
+    """Kind of the run. Raises ValueError where it is none or several."""
     kinds: dict[str, Kind] = {"model": "diffusion", "vlm": "vlm", "policy": "vla", "environment": "vla"}
     found = {kinds[name] for name, thing in given.items() if thing is not None}
     if "vlm" in found:

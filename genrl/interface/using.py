@@ -264,7 +264,7 @@ def rewards_of_run(config: Config, run: Path) -> Scorers:
     from genrl.runtime.weights.devices import default_device
 
     scorers = open_scorers(config, default_device())
-    if config.trainer.trains_reward:
+    if config.trainer.rewards_are == "trained":
         module_of(config.trainer).load_trained(scorers, run)
     return scorers
 

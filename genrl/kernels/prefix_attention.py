@@ -148,7 +148,7 @@ class Slots(NamedTuple):
 
 
 def slots(row_of: Tensor, prefixes: int) -> Slots:
-    """Where each row stands among those of its prefix. row_of: int64 [R], the prefix of each row."""
+    """Place of each row among those of its prefix. row_of: int64 [R], the prefix of each row."""
     order = row_of.argsort(stable=True)
     counts = torch.bincount(row_of, minlength=prefixes)
     first = counts.cumsum(0) - counts

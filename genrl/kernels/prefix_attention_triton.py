@@ -197,8 +197,8 @@ class Tiles(NamedTuple):
 
 
 def tiles(row: int, backward: bool) -> Tiles:
-    """By the bytes of a head's row alone: no tuning at import, the same order of sums on every device. Such that no
-    target of `aot.py` spills."""
+    """Choose tiles by the bytes of a head's row alone: no tuning at import, the same order of sums on every device.
+    Such that no target of `aot.py` spills."""
     if interprets():
         return Tiles(16, 16, 4, 1)
     if backward:
@@ -280,5 +280,5 @@ class PrefixAttention(torch.autograd.Function):
 
 
 def offsets_of(row_of: Tensor, prefixes: int) -> Tensor:
-    """Where the rows of each prefix begin among the rows in order, [N + 1]. row_of: int64 [R]."""
+    """Offsets at which the rows of each prefix begin among the rows in order, [N + 1]. row_of: int64 [R]."""
     return torch.nn.functional.pad(torch.bincount(row_of, minlength=prefixes).cumsum(0), (1, 0))

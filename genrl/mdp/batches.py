@@ -31,7 +31,8 @@ def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, i
 def bucketed_indices(
     buckets: Sequence[Hashable], prompts_per_iteration: int, together: int, *, seed: int, iteration: int
 ) -> list[int]:
-    """As `prompt_indices`, where `together` rows in a row of slots are of one bucket. buckets: that of every row.
+    """Deal prompts as `prompt_indices` does, where `together` rows in a row of slots are of one bucket. buckets: that
+    of every row.
 
     An epoch holds as many rows of each bucket as `together` divides, chosen and cut by a permutation keyed by (seed,
     epoch, bucket), and the pieces in an order keyed by (seed, epoch): at most together - 1 rows of a bucket sit out an

@@ -22,7 +22,7 @@ def draw(log_prob: Tensor, noise: Tensor) -> Tensor:
 
 
 def chosen(log_prob: Tensor, tokens: Tensor) -> Tensor:
-    """Of [..., K] those of the tokens int64 [...], [...]."""
+    """Log-probabilities [...] of the tokens int64 [...], out of [..., K]."""
     return log_prob.gather(-1, tokens[..., None])[..., 0]
 
 

@@ -150,18 +150,18 @@ class Cards:
 
 
 def value(rank: str) -> int:
-    """Of a card in a formula."""
+    """Number that a card is in a formula."""
     return min(RANKS.index(rank) + 1, 10)
 
 
 def points(hand: list[str]) -> int:
-    """Of a hand in blackjack: one ace counts 11 where that is not above 21."""
+    """Points of a hand in blackjack: one ace counts 11 where that is not above 21."""
     total = sum(map(value, hand))
     return total + 10 if "A" in hand and total + 10 <= 21 else total
 
 
 def worth(formula: str) -> Fraction | None:
-    """Of a formula of whole numbers, + - * / and brackets; None where it is none."""
+    """Value of a formula of whole numbers, + - * / and brackets; None where it is none."""
 
     def of(node: ast.AST) -> Fraction:
         if isinstance(node, ast.BinOp):

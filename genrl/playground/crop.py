@@ -60,7 +60,7 @@ class Thing(NamedTuple):
 
     @property
     def middle(self) -> tuple[float, float]:
-        """In the large picture."""
+        """Middle in the large picture."""
         return RAW / CELLS * (self.cell % CELLS + 0.5), RAW / CELLS * (self.cell // CELLS + 0.5)
 
 
@@ -120,7 +120,7 @@ class Crop:
         """Nothing to close."""
 
     def _shown(self, box: Box) -> Told:
-        """Of one part: itself, or the question for its sub-agent."""
+        """Show one part: itself, or the question for its sub-agent."""
         part = cut_out(self.large, box)
         return ("larger : ", Question((part, EXAMINE)), " . ") if self.agents else (part, "larger")
 

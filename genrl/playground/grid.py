@@ -80,7 +80,7 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
         return self.seen(), reward, success, self.elapsed >= self.max_steps and not success, {"success": success}
 
     def moved(self, pose: Pose, action: int) -> Pose:
-        """Where an action leads."""
+        """Pose to which an action leads."""
         (row, column), facing = pose
         if action < 2:
             return (row, column), (facing + (-1, 1)[action]) % 4
@@ -115,7 +115,7 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
         return np.rot90(square, facing)[:VIEW, far // 2 : far // 2 + VIEW]
 
     def seen(self) -> NDArray[np.uint8]:
-        """The same as pixels."""
+        """Picture of it as pixels."""
         shown, left = _painted(self.view()), VIEW // 2 * CELL
         shown[-CELL:, left : left + CELL] = _agent(0)
         return shown

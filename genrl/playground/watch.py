@@ -44,7 +44,7 @@ def held_out(colour: str, first: int) -> bool:
 
 
 def frame(thing: Thing | None) -> Image.Image:
-    """With this thing, or empty."""
+    """Draw a frame with this thing, or empty."""
     return Image.fromarray(draw(Scene("single", () if thing is None else (thing,)), PICTURE))
 
 

@@ -20,9 +20,11 @@ from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
 
 
-def evaluation_episodes(seed: int, count: int) -> NDArray[np.uint64]:
-    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many."""
-    return np.uint64(derive_seed(seed, "evaluation")) + np.arange(count, dtype=np.uint64)
+def evaluation_episodes(seed: int, count: int, *, in_order: bool = False) -> NDArray[np.uint64]:
+    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many.
+    in_order: from 0 on, so that the listed starts of every task come one after the other."""
+    first = 0 if in_order else derive_seed(seed, "evaluation")
+    return np.uint64(first) + np.arange(count, dtype=np.uint64)
 
 
 class Judged(NamedTuple):
@@ -50,7 +52,7 @@ class Judged(NamedTuple):
         )
 
     def of(self, success_key: str | None) -> Judged:
-        """Of an environment with this key: without one nothing says whether an episode succeeded."""
+        """Figures for an environment with this key: without one nothing says whether an episode succeeded."""
         return self._replace(measured=success_key is not None or any(self.success))
 
 
@@ -73,7 +75,7 @@ def evaluate(
     are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with
     the episodes of a round; watch: with what the policy reads of the running slots, and the robot's actions.
     """
-    numbers = evaluation_episodes(seed, first + episodes)
+    numbers = evaluation_episodes(seed, first + episodes, in_order=env.in_order)
     found = Judged([], [], [], [], [])
     for begin in range(first, first + episodes, env.num_envs):
         wanted = min(env.num_envs, first + episodes - begin)

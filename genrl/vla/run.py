@@ -40,8 +40,7 @@ from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.sheet import Watched, of_episodes
 from genrl.vla.simulators.contract import Environment
-from genrl.vla.update.decoupled import importance_figures, weighed
-from genrl.vla.update.scores import context_of
+from genrl.vla.update.scores import context_of, importance_figures, weighed
 from genrl.vla.update.settings import Update
 
 FPS = 4

@@ -84,7 +84,7 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
         if config.trainer.imitates == "always":
             frames = frames_of(config, policy)[0]
             check_spread(policy, frames)
-    elif config.trainer.makes_policy:
+    elif config.trainer.imitates == "never":
         policy = _module(config).new_policy(config)
     else:
         frames, words = frames_of(config, None)
@@ -119,7 +119,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
         policy = policy.to(process.accelerator.device)
     processes = process.accelerator.num_processes
     own = config.environment.num_envs // processes
-    acts_there = config.environment.workers == "ray" and config.trainer.acts_on_actors
+    acts_there = config.environment.workers == "ray" and "actors" in config.trainer.takes
     opened = open_rollouts if acts_there else open_tables
     env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)

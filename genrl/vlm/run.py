@@ -135,7 +135,7 @@ class AnswersRun(VLMRun):
         choice: dict[str, float] = {}
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
-        for _ in range(config.trainer.rounds):
+        for _ in range(config.trainer.group_filter.rounds):
             loop.phase("answering", own * config.generation.group_size)
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
             chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
@@ -160,8 +160,7 @@ class AnswersRun(VLMRun):
                         found = augmented(config, found, gap, ask, loop.iteration)
                 if self.synthesis is not None:
                     picked = numbers[-self.synthesis.settings.questions :]
-                    asked = [self.synthesis.described(number) for number in picked]
-                    described = self._ask(asked, "describe", loop.iteration, first)
+                    described = self._described(self.synthesis, picked, first)
             loop.check_stop()
             # what selection passed over counts as asked, so that a resumed run goes on at the same question
             first += len(pool)
@@ -182,6 +181,11 @@ class AnswersRun(VLMRun):
             self.synthesis.park(picked, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
+
+    def _described(self, synthesis: Synthesis, numbers: Sequence[int], first: int) -> Answers:
+        """What the model says of the pictures of these questions, of which others are made."""
+        asked = [synthesis.described(number) for number in numbers]
+        return self._ask(asked, "describe", self.loop.iteration, first)
 
     def _answering(self) -> AbstractContextManager[None]:
         """`answering`, unless a server draws by itself."""
@@ -283,7 +287,7 @@ class AnswersRun(VLMRun):
         """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
         any; empty without one, and where these questions lack its columns."""
         number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
-        taught = [None if method.samples else method.demonstrations for method in methods]
+        taught = [None if method.learns_from != "data" else method.demonstrations for method in methods]
         known = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
         questions = self._held_out(whole)
         if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():

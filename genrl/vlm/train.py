@@ -20,7 +20,7 @@ from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.recipe.advantages import ConsistencyBonus
+from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
@@ -42,10 +42,9 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
     if config.distributed.fsdp and num_processes == 1:
         raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
     for part in config.parts:
-        key, number = part.trainer.shared(part)
+        key, number, least = part.trainer.shared(part)
         if number % num_processes:
             raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
-        least = part.trainer.at_least(part)
         if least is not None and least[1] < num_processes:
             raise ValueError(
                 f"{least[0]}: {least[1]} is less than one for each of {num_processes} processes; write more"
@@ -61,13 +60,13 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
     the first one does not fit into the model."""
     opened = open_rewards(config)
     questions = Questions(config, "train")
-    for label, reward in opened.items() if config.trainer.samples else ():
+    for label, reward in opened.items() if config.trainer.learns_from != "data" else ():
         if read := survey(label, reward, questions.columns()):
             read.tell(logger)
-    key, number = config.trainer.shared(config)
+    key, number, _ = config.trainer.shared(config)
     if len(questions) < number:
         raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")
-    if config.trainer.samples:
+    if config.trainer.learns_from != "data":
         policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
     if config.trainer.demonstrations is not None:
         tell(policy, [questions[0]], config.trainer.demonstrations[1])
@@ -78,7 +77,7 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
 def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
     """The model, seen to fit its questions or its environment, before anything is written."""
     policy = open_policy(config, accelerator.device)
-    if config.trainer.acts:
+    if config.trainer.learns_from == "episodes":
         episodes.check_environment(config, policy)
     else:
         for part in config.parts:
@@ -88,7 +87,9 @@ def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
 
 def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun | EpisodesRun:
     """What one process trains with; `stack` closes it."""
-    return (episodes.open_run if config.trainer.acts else open_answers)(config, process, policy, stack)
+    return (episodes.open_run if config.trainer.learns_from == "episodes" else open_answers)(
+        config, process, policy, stack
+    )
 
 
 def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
@@ -110,7 +111,7 @@ def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
 def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:
     """The model as a run trains it."""
     policy = open_policy(config, device)
-    if config.trainer.acts:
+    if config.trainer.learns_from == "episodes":
         actor = Actor(policy, episodes.critic_of(config, policy))
         return Reopened(actor, trained_weights(policy, {}), {"model": policy.model}, Asked.from_dump)
     heads = heads_of(config, policy)

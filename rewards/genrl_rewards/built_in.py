@@ -22,7 +22,7 @@ class BuiltIn(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Its module."""
+        """Module that holds it."""
         return f"genrl_rewards.scorers.{self.place}"
 
 

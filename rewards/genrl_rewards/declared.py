@@ -59,7 +59,7 @@ def declared(file: Path | None, attribute: str) -> Declared:
 
 
 def declared_by(reward: Any, *, trainable: bool) -> Declared:
-    """The same of a function, an instance or a class that is there."""
+    """Declaration of a function, an instance or a class that is there."""
     call = reward.__call__ if inspect.isclass(reward) else reward
     parameters = list(inspect.signature(call).parameters.values())[1 if inspect.isclass(reward) else 0 :]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

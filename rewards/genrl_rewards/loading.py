@@ -182,7 +182,7 @@ def _found(origin: Origin) -> Any:
 
 
 def missing_packages(packages: tuple[str, ...]) -> str:
-    """Those of the packages (import names) that are not installed, separated by commas."""
+    """Names of the packages (import names) that are not installed, separated by commas."""
     return ", ".join(package for package in packages if importlib.util.find_spec(package) is None)
 
 

@@ -91,7 +91,7 @@ def check_picture(source: Source, name: str | None = None) -> tuple[int, int]:
 
 
 def picture_size(source: Source, name: str | None = None, *, sound: bool = False) -> tuple[int, int]:
-    """The same of its header alone, unless it is to be `sound`."""
+    """Size of a picture by its header alone, unless it is to be `sound`."""
     from PIL import Image
 
     with _named(name or name_of(source)):

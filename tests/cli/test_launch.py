@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from genrl.cli.launch import launch
+from genrl.cli.train import launch
 
 PROGRAM = """
 import os, signal, sys, time

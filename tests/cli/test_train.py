@@ -36,7 +36,7 @@ class TestLaunch:
             return 143
 
         arguments = ["train", "small.yaml", *option, "model.path=org/model", "seed=2"]
-        monkeypatch.setattr("genrl.cli.launch.launch", launch)
+        monkeypatch.setattr("genrl.cli.train.launch", launch)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(sys, "argv", ["genrl", *arguments])
         run(*arguments, code=143)

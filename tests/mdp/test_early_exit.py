@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.mdp import early_exit, schedules
+from genrl.diffusion.methods.talk2move import train as early_exit
+from genrl.mdp import schedules
 from tests.golden_cases import Arrays
 from tests.reference.grids import shifted_grid
 

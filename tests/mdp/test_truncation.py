@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import truncation
+from genrl.diffusion.methods.draft import train as truncation
 
 
 @given(st.integers(1, 40), st.data())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from genrl.objectives.collapse import Score, has_fallen, has_left, is_better
+from genrl.runtime.loop.collapse import Score, has_fallen, has_left, is_better
 
 
 def test_no_better_than_noise_does_not_count() -> None:

@@ -12,8 +12,18 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, Demonstrations, demons
 from genrl.playground.minitable.demonstrations import minitable_episodes, minitable_rest
 from genrl.vla.data.frames import episode_frames, frame_statistics
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig, TinyFlowConfig, TinyFlowVLA
-from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, NoiseHead, tokenise, vocabulary
+from genrl.vla.policies.policy import (
+    ENVIRONMENT,
+    IMAGE,
+    POINTS,
+    STATE,
+    TOKENS,
+    Batch,
+    Inputs,
+    NoiseHead,
+    tokenise,
+    vocabulary,
+)
 
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)

@@ -66,6 +66,8 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "divergence": torch.nn.functional.pad(divergence, (0, pad))[group],  # of the group, not of a row's tokens
             "value": tokens(0.5 * draw(rows, LENGTH)),
             "accuracy": accuracy,
+            "right": accuracy,
+            "proxy": tokens(old + 0.2),
             "scores": 3.0 + draw(rows),
             "task": group % 2,
             "components": draw(rows, 2),

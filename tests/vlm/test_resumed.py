@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.recipe.advantages import ConsistencyBonus
+from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows
 from tests.vlm import test_economy, test_music, test_sequence_training, tiny_musicgen, vlm_runs

@@ -19,7 +19,7 @@ from genrl.runtime.loop.loop import Loop
 from genrl.vlm.evaluate import judge
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.recipe.advantages import ConsistencyBonus
+from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.run import AnswersRun

@@ -47,23 +47,20 @@ def problems(config: Config) -> Iterator[Finding]:
 def _batches(config: Config) -> Iterator[Finding]:
     """How many samples a group and a micro-batch have to have."""
     sampling, trainer = config.sampling, config.trainer
-    size, group, wanted = sampling.batch_size, sampling.group_size, trainer.samples_per_group
+    size, group = sampling.batch_size, sampling.group_size
     total, pieces, updates = sampling.images_per_iteration, sampling.micro_batches, trainer.updates
-    if group < 2 and not trainer.stands_alone:
+    if group < 2 and trainer.compares is not None:
         text = "one sample of a prompt has nothing to be compared with; use a group of 2 or more"
         yield ("sampling.group_size", "trainer.algorithm"), text
-    if updates > pieces and not trainer.grows_trees:
+    if updates > pieces and trainer.branches != "trees":
         text = f"{total} samples in batches of {size} are {pieces} micro-batches, too few for {updates} updates"
         keys = ("trainer.updates_per_iteration", "sampling.batch_size")
         yield keys, f"{text}; use {pieces} or less, or a smaller batch"
-    if wanted is not None and group != wanted:
-        text = f"{trainer.algorithm} has groups of {wanted}, found {group}; write {wanted}"
-        yield ("sampling.group_size", "trainer.algorithm"), text
-    elif trainer.whole_groups and size % group:
+    if trainer.compares == "in_batch" and size % group:
         near = max(group, size // group * group)
         text = f"{trainer.algorithm} needs whole groups in a batch, but {size} is no multiple of {group}; use {near}"
         yield ("sampling.batch_size", "sampling.group_size", "trainer.algorithm"), text
-    if trainer.deterministic and sampling.same_initial_noise:
+    if trainer.transition is None and not trainer.reads_pictures and sampling.same_initial_noise:
         text = f"{trainer.algorithm} samples deterministically: a group from one noise is one picture many times"
         yield ("sampling.same_initial_noise", "trainer.algorithm"), f"{text}; write false"
     if sampling.fit_batch and config.shards:
@@ -84,7 +81,8 @@ def _buckets(config: Config) -> Iterator[Finding]:
         near = max(together, sampling.prompts_per_iteration // together * together)
         text = f"a micro-batch is {together} prompts of one size; use {near} prompts, or a smaller batch"
         yield ("sampling.prompts_per_iteration", "sampling.batch_size", at), text
-    for why in (trainer.one_size, "grows trees, which are mixed in micro-batches" if trainer.grows_trees else ""):
+    trees = "grows trees, which are mixed in micro-batches" if trainer.branches == "trees" else ""
+    for why in (trainer.refuses.get("sampling.buckets"), trees):
         if why:
             text = f"{trainer.algorithm} {why}; remove the buckets, or use flow_grpo or diffusion_nft"
             yield (at, "trainer.algorithm"), text
@@ -126,7 +124,7 @@ def _left(steps: int, strength: float) -> set[int]:
 
 
 def _rewards(config: Config) -> Iterator[Finding]:
-    if all(reward.weight == 0 for reward in config.rewards) and config.trainer.needs_reward:
+    if all(reward.weight == 0 for reward in config.rewards) and "no_reward" not in config.trainer.takes:
         keys = tuple(f"rewards.{index}.weight" for index in range(len(config.rewards)))
         yield keys, "all weights are 0, so there is nothing to train on; give one reward a weight"
     for index, reward in enumerate(config.rewards):
@@ -176,7 +174,7 @@ def _precision(config: Config) -> Iterator[Finding]:
     if dtype == "float16" and config.model.lora is None:
         text = "trained float16 weights lose small updates and overflow; use float32 with autocast: float16, or lora"
         yield ("model.dtype", "model.lora"), text
-    why = config.trainer.not_in_float16
+    why = config.trainer.refuses.get("float16")
     if why and "float16" in (dtype, autocast):
         key, instead = ("model.dtype", "float32") if dtype == "float16" else ("model.autocast", "null")
         text = f"float16 needs a loss of known size, and that of {config.trainer.algorithm} has none ({why})"
@@ -202,16 +200,19 @@ def engine_rules(config: Config) -> Iterator[Finding]:
     if engine is None:
         return
     name, workers = trainer.algorithm, engine.reward_workers
-    candidates = trainer.branches and not trainer.grows_trees
-    needed = trainer.trains_reward or trainer.differentiates_rewards
+    graphs = trainer.kept_graphs(config) > 0
     for wrong, keys, text in (
         (
             trainer.reads_pictures,
             (at, "trainer.algorithm"),
             f"{name} trains on given pictures: there is nothing to draw",
         ),
-        (trainer.keeps_graphs, ("trainer.keep_graph", at), "the graphs of sampling stay in the process that drew"),
-        (candidates, (at, "trainer.algorithm"), f"{name} keeps the candidates of each step beside the samples"),
+        (graphs, ("trainer.keep_graph", at), "the graphs of sampling stay in the process that drew"),
+        (
+            trainer.branches == "candidates",
+            (at, "trainer.algorithm"),
+            f"{name} keeps the candidates of each step beside the samples",
+        ),
         (config.shards, (config.sharded_by, at), "every rollout worker holds the whole model"),
         (config.distributed.context > 1, ("distributed.context", at), "a rollout worker computes its samples alone"),
         (config.kernels.compile, ("kernels.compile", at), "a graph compiled elsewhere may round differently"),
@@ -219,7 +220,7 @@ def engine_rules(config: Config) -> Iterator[Finding]:
     ):
         if wrong:
             yield keys, f"{text}; leave one out, or write engine: null"
-    if workers and needed:
+    if workers and trainer.rewards_are != "scored":
         text = f"{name} needs the reward's weights or gradients, which are where it is trained; write 0"
         yield ("engine.reward_workers", "trainer.algorithm"), text
     for number, reward in enumerate(config.rewards if workers else ()):
@@ -236,9 +237,9 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
     older = f"{trainer.algorithm} learns from samples of the present weights"
     guided = getattr(trainer, "guidance_in_training", True)
     for wrong, keys, text in (
-        (not trainer.takes_older_samples, (at, "trainer.algorithm"), older),
-        (trainer.grows_trees, (at, "trainer.tree"), "trees were not tried with it"),
-        (trainer.keeps_graphs, ("trainer.keep_graph", at), "kept graphs are of the weights that drew"),
+        ("older_samples" not in trainer.takes, (at, "trainer.algorithm"), older),
+        (trainer.branches == "trees", (at, "trainer.tree"), "trees were not tried with it"),
+        (trainer.kept_graphs(config) > 0, ("trainer.keep_graph", at), "kept graphs are of the weights that drew"),
         (not guided, (at, "trainer.guidance_in_training"), "samples would be weighted by another policy than trained"),
         (config.distributed.context > 1, ("distributed.context", at), "was not tried with it"),
         (config.shards, (config.sharded_by, at), "weights in shards are not kept for later"),
@@ -269,14 +270,14 @@ def economy_rules(config: Config) -> Iterator[Finding]:
     if economy.keep is None:
         return
     size, group = sampling.batch_size, sampling.group_size
-    if not trainer.takes_part_of_groups or trainer.grows_trees:
+    if "part_of_groups" not in trainer.takes or trainer.branches == "trees":
         text = f"{name} reads whole groups; leave it out, or use flow_grpo without a tree, or diffusion_nft"
         yield ("economy.keep", "trainer.algorithm"), text
     elif size % group:
         text = f"each micro-batch is to keep as many samples, so {size} must be whole groups of {group}"
         near = max(1, round(size / group)) * group
         yield ("sampling.batch_size", "sampling.group_size", "economy.keep"), f"{text}; use {near}"
-    if trainer.keeps_graphs:
+    if trainer.kept_graphs(config) > 0:
         yield ("trainer.keep_graph", "economy.keep"), "kept graphs are of all samples; write false"
     if config.kernels.compile:
         text = "smaller micro-batches are replayed by another graph; write false, or leave keep out"

@@ -15,7 +15,7 @@ from typing import Any
 from genrl.config.folders import read_json
 from genrl.config.sections import LoRA
 from genrl.config.weight_files import DTYPE_BYTES, HeaderError, read_header, weight_files
-from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
+from genrl.diffusion.config.model_rules import DENOISERS, DIVIDED, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
 
@@ -48,6 +48,8 @@ class Plan:
     guidance: int
     """Model calls per guided step: 1 or 2."""
     sample_calls: float
+    independent_calls: float
+    """Those of as many ends that share nothing."""
     train_calls: float
     """Forward calls in training, those without gradient included."""
     backward_calls: float
@@ -69,20 +71,21 @@ def plan(config: Config, components: tuple[Component, ...] = (), held_out: int |
     def guided(scale: float | None) -> int:
         return _guidance(scale, sampling.pipeline_args, components)
 
-    calls = trainer.calls(config, guided)
+    calls, both = trainer.calls(config, guided), guided(sampling.guidance_scale)
     trains_model, keep = config.model_iterations / config.iterations, config.economy.keep
     if keep is not None:
         trains_model *= keep / sampling.group_size
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     prompts = evaluation.num_prompts if held_out is None else min(evaluation.num_prompts, held_out)
-    pictures = prompts * evaluation.group_size * trainer.pictures_per_prompt
+    pictures = prompts * evaluation.group_size * calls.evaluated
     steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every
     return Plan(
         images=sampling.images_per_iteration,
         micro_batches=sum(map(len, trainer.cut(config, 1))),
         trained_steps=calls.trained,
-        guidance=guided(sampling.guidance_scale),
+        guidance=both,
         sample_calls=calls.sample,
+        independent_calls=sampling.images_per_iteration * sampling.num_inference_steps * calls.ends * both,
         train_calls=calls.train * trains_model,
         backward_calls=calls.backward * trains_model,
         optimizer_steps=config.optimizer_steps,
@@ -164,13 +167,13 @@ def _adapted(component: Component, targets: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def rank_of(lora: LoRA, component: str, module: str) -> int:
-    """Of one layer, as peft reads `ranks`."""
+    """Rank of one layer, as peft reads `ranks`."""
     named = (rank for pattern, rank in lora.ranks.items() if fits(pattern, module))
     return next(named, lora.ranks.get(component, lora.rank))
 
 
 def fits(pattern: str, module: str) -> bool:
-    """As peft matches `rank_pattern`."""
+    """Match a name as peft does by `rank_pattern`."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
@@ -190,12 +193,13 @@ def _near_square(number: int) -> tuple[int, int]:
 
 
 def matches(module: str, targets: tuple[str, ...]) -> bool:
-    """As peft matches `target_modules`."""
+    """Match a name as peft does by `target_modules`."""
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None:
-    """Of what the sides of pictures must be multiples, in pixels; None where these configurations do not tell."""
+    """Number of which the sides of pictures must be multiples, in pixels; None where these configurations do not
+    tell."""
     if not isinstance(channels := vae.get("block_out_channels"), list):
         return None
     return int(2 ** (len(channels) - 1) * _patch(denoiser))
@@ -258,3 +262,27 @@ def layer_problems(lora: LoRA, components: Collection[Component]) -> Iterator[tu
             names = ", ".join(denoiser.name for denoiser in denoisers)
             text = f"no adapted layer's name ends in {pattern}, and no component is called so; components: {names}; "
             yield f"model.lora.ranks.{pattern}", text + f"a layer: {adapted[0]}"
+
+
+def context_problems(config: Config, components: tuple[Component, ...]) -> Iterator[str]:
+    """Why the tokens of this pipeline's samples cannot be divided as `distributed.context` says."""
+    from genrl.diffusion.config.memory_estimate import text_tokens
+
+    count = config.distributed.context
+    vae = next((component.settings for component in components if component.name == "vae"), {})
+    for denoiser in (component for component in components if component.name in DENOISERS) if count > 1 else ():
+        if denoiser.kind not in DIVIDED:
+            yield f"diffusers divides no tokens of a {denoiser.kind}, or none that was tested; write 1"
+            continue
+        heads = denoiser.settings.get("num_attention_heads")
+        text = 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components)
+        numbers = [("heads of its attention", heads if isinstance(heads, int) else 0), ("tokens of its text", text)]
+        own = config.evaluation
+        judged = {name: side for name in ("height", "width") if (side := getattr(own, name)) is not None}
+        evaluated = config.model_copy(update={"sampling": config.sampling.model_copy(update=judged)})
+        for sized in (config, evaluated):
+            counts = token_counts(sized, denoiser.settings, vae)
+            numbers += [("tokens of a picture or video", number) for number in counts]
+        for what, number in dict.fromkeys(numbers):
+            if number % count:
+                yield f"{denoiser.name} has {number} {what}, which {count} processes cannot share evenly"

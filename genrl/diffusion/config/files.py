@@ -17,10 +17,9 @@ from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
 from genrl.data.sizes import NAMES, short_bucket, sized, unread
-from genrl.diffusion.config.estimate import layer_problems, read_components, side_step
+from genrl.diffusion.config.estimate import context_problems, layer_problems, read_components, side_step
 from genrl.diffusion.config.model_rules import (
     DENOISERS,
-    context_problems,
     experts_problem,
     missing_components,
     missing_packages,
@@ -194,7 +193,9 @@ def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Itera
     if problem := experts_problem(config, len(networks)):
         yield tuple(config.sharded_by.split(".")), problem
     is_flow = is_flow_scheduler({**read("scheduler/scheduler_config.json"), **config.model.scheduler})
-    loop = loop_problems(str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches)
+    loop = loop_problems(
+        str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches is not None
+    )
     yield from ((tuple(key.split(".")), text) for key, text in loop)
     if "_class_name" in index and not networks:
         text = f"{index['_class_name']} has no denoiser: none of its components is called {', '.join(DENOISERS)}"
@@ -226,9 +227,14 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     lora = config.model.lora
     if lora is None:
         return
-    named: list[tuple[KeyPath, str]] = [] if lora.begin is None else [(("model", "lora", "from"), lora.begin)]
-    named += [(("model", "lora", "frozen", number), source) for number, source in enumerate(lora.frozen)]
-    for key, source in named:
+    named: dict[KeyPath, str] = {} if lora.begin is None else {("model", "lora", "from"): lora.begin}
+    named |= {("model", "lora", "frozen", number): source for number, source in enumerate(lora.frozen)}
+    yield from lora_problems(named, notes)
+
+
+def lora_problems(named: Mapping[KeyPath, str], notes: list[str]) -> Iterator[FileFinding]:
+    """LoRAs by key that are not there, or are none."""
+    for key, source in named.items():
         folder = Path(source).expanduser()
         if folder.exists() and not (folder.is_file() or any(folder.glob("*.safetensors"))):
             yield key, f"{folder} holds no LoRA: there is no .safetensors file in it"
@@ -263,7 +269,7 @@ def _scheduler(config: Config, scheduler: Mapping[str, Any], notes: list[str]) -
 
 
 def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:
-    """As it is trained with; empty where the folder has none."""
+    """Settings that it is trained with; empty where the folder has none."""
     held = read_json(folder / "scheduler" / "scheduler_config.json")
     return held | config.model.scheduler if held else held
 
@@ -307,7 +313,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
 
 
 def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
-    """Of `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
+    """Check `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
     sampling = config.sampling
     if not sampling.buckets:
         if written := [column for column in NAMES if column in found.column_names]:
@@ -330,7 +336,7 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         yield key, str(error)
         return
     if (
-        config.trainer.differentiates_rewards
+        config.trainer.rewards_are == "differentiated"
         and reward.weight != 0
         and genrl_rewards.declaration(origin).gradients is False
     ):
@@ -351,7 +357,7 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
 
 
 def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
-    """Of each source, the columns that a reward reads and not every row has."""
+    """Name, for each source, the columns that a reward reads and not every row has."""
     for name, rows in found.items():
         missing = [column for column in columns if column not in rows.column_names]
         if missing:

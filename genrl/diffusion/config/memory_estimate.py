@@ -93,8 +93,8 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
 
 
 def weight_bytes(config: Config, component: Component) -> int:
-    """Of one network on the device: as `model.dtype` holds it, or quantised with its scales; float32 where all weights
-    are trained; of a denoiser whose blocks wait on the CPU what is there at a time."""
+    """Bytes of one network on the device: as `model.dtype` holds it, or quantised with its scales; float32 where all
+    weights are trained; of a denoiser whose blocks wait on the CPU what is there at a time."""
     model = config.model
     held = 4 if component.name in DENOISERS and model.lora is None else HELD_BYTES[model.dtype]
     if component.name in DENOISERS and model.offload.denoiser:
@@ -176,8 +176,8 @@ def snapshots(config: Config) -> list[str]:
     names = ["average (ema)"] if config.ema is not None else []
     names += config.trainer.snapshots(config)
     lora = config.model.lora
-    is_base = lora is not None and (config.trainer.refers_to_base or not (lora.begin or lora.frozen))
-    if config.uses_reference and not is_base:  # else it is the model without adapters
+    is_base = lora is not None and (config.trainer.reference == "base" or not (lora.begin or lora.frozen))
+    if config.trainer.reference is not None and not is_base:  # else it is the model without adapters
         names.append("reference")
     return names
 
@@ -197,8 +197,8 @@ def _trained(config: Config, trained: int) -> list[tuple[str, int]]:
 def _activations(config: Config, components: tuple[Component, ...]) -> tuple[str, int]:
     """Kept for the backward pass of a micro-batch, or of all whose graphs are kept."""
     kept = _kept_bytes(config, components)
-    if config.trainer.keeps_graphs:  # one process; several share it
-        return "activations kept from sampling (rough)", round(kept * config.trainer.kept_graphs(config))
+    if graphs := config.trainer.kept_graphs(config):  # one process; several share it
+        return "activations kept from sampling (rough)", round(kept * graphs)
     return "activations of one micro-batch (rough)", kept
 
 
@@ -224,7 +224,7 @@ def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
 
 
 def _kept_by_blocks(denoiser: Component, layers: int, picture: float) -> Kept:
-    """Of the mean block of a denoiser; picture: the picture's share of the tokens."""
+    """Numbers that the mean block of a denoiser keeps; picture: the picture's share of the tokens."""
     kept = KEPT.get(denoiser.kind, KEPT_ELSEWHERE)
     if denoiser.kind != "SD3Transformer2DModel":
         return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from genrl.config.errors import Finding
 from genrl.config.folders import is_gguf, is_single_file
@@ -13,13 +13,12 @@ from genrl.config.sections import NO_INT4, OF_THE_FILE, missing_quantizer
 
 if TYPE_CHECKING:
     from genrl.config.sections import LoRA
-    from genrl.diffusion.config.estimate import Component
-    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.schema import Config, DiffusionMethod
     from genrl.diffusion.config.sections import Model
 
 DENOISERS = ("transformer", "unet", "transformer_2")
 """Components that may be trained, the first one first."""
-CONTEXT = "distributed.context"
+CONTEXT: Final = "distributed.context"
 DIVIDED = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel")
 """Classes of denoisers whose plan in diffusers was tested here. LTX's fails on its masks; Qwen-Image divides prompts
 too, which have as many tokens as words; others have none."""
@@ -105,12 +104,17 @@ def _kernels(config: Config) -> Iterator[Finding]:
     if kernels.compile and config.shards:
         text = "weights come to the device by hooks, which break the graph at every block; write false"
         yield ("kernels.compile", config.sharded_by), text
-    if kernels.compile == "cuda_graphs" and trainer.detaches_unconditional:
+    if kernels.compile == "cuda_graphs" and detaches_unconditional(trainer):
         text = "an unconditional call without gradients would write over the graph of the one before; write true"
         yield ("kernels.compile", "trainer.guidance_in_training"), text
-    if kernels.compile == "cuda_graphs" and not trainer.one_call_at_a_time:
+    if kernels.compile == "cuda_graphs" and "recorded_calls" not in trainer.takes:
         text = f"{trainer.algorithm} makes further model calls before a backward pass, and a recorded call's memory is "
         yield ("kernels.compile", "trainer.algorithm"), f"{text}that of the one before; write true"
+
+
+def detaches_unconditional(trainer: DiffusionMethod) -> bool:
+    """Whether training has no gradient through guidance's unconditional prediction, by a method that has the key."""
+    return getattr(trainer, "guidance_in_training", None) == "detached"
 
 
 def _context(config: Config) -> Iterator[Finding]:
@@ -118,8 +122,8 @@ def _context(config: Config) -> Iterator[Finding]:
     if config.distributed.context == 1:
         return
     trainer, kernels = config.trainer, config.kernels
-    why = trainer.not_divided
-    if trainer.differentiates_rewards or trainer.keeps_graphs:
+    why = trainer.refuses.get(CONTEXT)
+    if trainer.rewards_are == "differentiated" or trainer.kept_graphs(config) > 0:
         why = "has gradients through several model calls, which was not tried"
     alone = config.model.offload.denoiser is not None and not config.distributed.fsdp
     for wrong, keys, text in (
@@ -139,7 +143,7 @@ def _context(config: Config) -> Iterator[Finding]:
 
 
 def _adapters(model: Model, lora: LoRA) -> Iterator[Finding]:
-    """Where a file says what the adapter is, and weights that an adapter cannot be on."""
+    """Refuse keys that the adapter's file decides, and weights that an adapter cannot be on."""
     for key in OF_THE_FILE if lora.begin is not None else ():
         if key in lora.model_fields_set:
             yield (f"model.lora.{key}", "model.lora.from"), "the adapter that is loaded has its own; leave it out"
@@ -169,36 +173,11 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
         ("distributed.fsdp", config.distributed.fsdp, "text encoders are not held in shards"),
         ("distributed.context", config.distributed.context > 1, "was not tried with it"),
         ("model.offload.denoiser", model.offload.denoiser, "text encoders are not held in shards"),
-        ("trainer.keep_graph", config.trainer.keeps_graphs, "kept graphs begin behind the text encoders"),
+        ("trainer.keep_graph", config.trainer.kept_graphs(config) > 0, "kept graphs begin behind the text encoders"),
         ("kernels.compile", config.kernels.compile == "cuda_graphs", "was not tried with recorded graphs"),
     ):
         if wrong:
             yield ("model.lora.text_encoders", other), f"{text}; leave one of them out"
-
-
-def context_problems(config: Config, components: tuple[Component, ...]) -> Iterator[str]:
-    """Why the tokens of this pipeline's samples cannot be divided as `distributed.context` says."""
-    from genrl.diffusion.config.estimate import token_counts
-    from genrl.diffusion.config.memory_estimate import text_tokens
-
-    count = config.distributed.context
-    vae = next((component.settings for component in components if component.name == "vae"), {})
-    for denoiser in (component for component in components if component.name in DENOISERS) if count > 1 else ():
-        if denoiser.kind not in DIVIDED:
-            yield f"diffusers divides no tokens of a {denoiser.kind}, or none that was tested; write 1"
-            continue
-        heads = denoiser.settings.get("num_attention_heads")
-        text = 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components)
-        numbers = [("heads of its attention", heads if isinstance(heads, int) else 0), ("tokens of its text", text)]
-        own = config.evaluation
-        judged = {name: side for name in ("height", "width") if (side := getattr(own, name)) is not None}
-        evaluated = config.model_copy(update={"sampling": config.sampling.model_copy(update=judged)})
-        for sized in (config, evaluated):
-            counts = token_counts(sized, denoiser.settings, vae)
-            numbers += [("tokens of a picture or video", number) for number in counts]
-        for what, number in dict.fromkeys(numbers):
-            if number % count:
-                yield f"{denoiser.name} has {number} {what}, which {count} processes cannot share evenly"
 
 
 def experts_problem(config: Config, denoisers: int) -> str | None:

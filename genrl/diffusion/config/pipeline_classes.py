@@ -232,7 +232,7 @@ def _written(node: ast.expr) -> str:
 
 
 def _default(arguments: ast.arguments, name: str) -> float | None:
-    """Of an argument that may be given by position, where it is a number."""
+    """Default of an argument that may be given by position, where it is a number."""
     named = [one.arg for one in arguments.args]
     found = dict(zip(reversed(named), reversed(arguments.defaults), strict=False)).get(name)
     return float(found.value) if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) else None

@@ -22,10 +22,12 @@ from genrl.diffusion.config.sections import Engine, Evaluation, Kernels, Model, 
 from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:
-    from genrl.data.prompts import PromptRows
+    from genrl.data.prompts import Prompt, PromptRows
 
 AdvantageScale = Literal["group", "global", "none"]
 GuidanceInTraining = Flag | Literal["detached"]
+
+Refusable = Literal["distributed.context", "sampling.buckets", "float16"]
 
 Guided = Callable[[float | None], int]
 """Model calls of a step under a guidance scale, 1 or 2; None is the pipeline's default."""
@@ -41,6 +43,10 @@ class Calls(NamedTuple):
     """Calls that a gradient runs through."""
     trained: float
     """Denoising steps, or noise levels, trained per sample."""
+    ends: float = 1.0
+    """States that sampling ends with, for each sample: candidates count."""
+    evaluated: int = 1
+    """Pictures that an evaluation draws of each prompt."""
 
 
 class DiffusionMethod(Method):
@@ -48,41 +54,17 @@ class DiffusionMethod(Method):
 
     kind: ClassVar[Kind] = "diffusion"
 
-    deterministic: ClassVar[bool] = False
-    """Whether samples are drawn without noise: then a group from one initial noise would be one picture many times."""
-    whole_groups: ClassVar[bool] = False
-    """Whether the loss compares the samples of a group, which are then in one micro-batch."""
-    samples_per_group: ClassVar[int | None] = None
-    """How many samples a group has to have; None = any number."""
     needs_flow: ClassVar[bool] = False
     """Whether the model has to predict a velocity."""
-    refers_to_base: ClassVar[bool] = False
-    """Whether its reference is the model without adapters, also where training goes on with one (`model.lora.from`)."""
-    needs_reward: ClassVar[bool] = True
-    """Whether one reward at least must have a weight."""
-    differentiates_rewards: ClassVar[bool] = False
-    """Whether gradients come through the rewards and the decoder."""
-    trains_reward: ClassVar[bool] = False
-    """Whether one of the rewards is trained beside the model. Its module has `load_trained(scorers, folder)`, by which
-    `genrl eval RUN` puts the reward into the state of the run's newest checkpoint."""
+    rewards_are: ClassVar[Literal["scored", "differentiated", "trained"]] = "scored"
+    """What it takes of the rewards: scores; gradients too, through them and the decoder; or one of them is trained
+    beside the model: its module has `load_trained(scorers, folder)`, by which `genrl eval RUN` puts the reward into
+    the state of the run's newest checkpoint."""
     reads_pictures: ClassVar[bool] = False
     """Whether it reads the pictures of a data set by itself, row by row."""
-    checks_data: ClassVar[bool] = False
-    """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
-    not_in_float16: ClassVar[str] = ""
-    """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
-    not_divided: ClassVar[str] = ""
-    """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
-    takes_older_samples: ClassVar[bool] = False
-    """Whether samples may have been drawn by the weights of earlier iterations (`sampling.staleness`)."""
-    takes_part_of_groups: ClassVar[bool] = False
-    """Whether it can be trained on some of the samples of each group, as on all (`economy.keep`)."""
-    one_size: ClassVar[str] = ""
-    """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
-    one_call_at_a_time: ClassVar[bool] = False
-    """Whether each backward pass follows its model call at once, so that recorded CUDA graphs serve."""
-    pictures_per_prompt: ClassVar[int] = 1
-    """Pictures that an evaluation draws of each prompt."""
+    refuses: ClassVar[Mapping[Refusable, str]] = {}
+    """What it cannot go with, and why. `distributed.context`: several processes computing a sample together;
+    `sampling.buckets`: samples of several sizes; `float16`, whose loss scale is for means of terms of order 1."""
 
     @property
     def updates(self) -> int:
@@ -95,14 +77,16 @@ class DiffusionMethod(Method):
         return 1
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether training evaluates the model before training."""
-        return self.refers_to_base
+    def reference(self) -> Literal["begun", "base"] | None:
+        """The model before training that training evaluates: as it began, or without adapters, also where training goes
+        on with one (`model.lora.from`); None = it evaluates none."""
+        return None
 
     @property
-    def stands_alone(self) -> bool:
-        """Whether a sample has a use without others of its prompt."""
-        return False
+    def compares(self) -> Literal["groups", "in_batch"] | None:
+        """Whether a sample is compared with others of its prompt; in_batch: by the loss, so that a group is in one
+        micro-batch."""
+        return "groups"
 
     @property
     def transition(self) -> str | None:
@@ -115,29 +99,10 @@ class DiffusionMethod(Method):
         return "mean"
 
     @property
-    def keeps_graphs(self) -> bool:
-        """Whether the graphs of sampling are kept for training."""
-        return False
-
-    @property
-    def varies(self) -> bool:
-        """Whether iterations train different steps."""
-        return False
-
-    @property
-    def grows_trees(self) -> bool:
-        """Whether samples share prefixes, so that updates and processes share out trees."""
-        return False
-
-    @property
-    def branches(self) -> bool:
-        """Whether a state goes on in several ways."""
-        return self.grows_trees
-
-    @property
-    def detaches_unconditional(self) -> bool:
-        """Whether training has no gradient through guidance's unconditional prediction."""
-        return getattr(self, "guidance_in_training", None) == "detached"
+    def branches(self) -> Literal["trees", "candidates"] | None:
+        """Whether a state goes on in several ways: in trees, which updates and processes share out, or to candidates of
+        which one goes on."""
+        return None
 
     @property
     def other_guidance(self) -> tuple[float, ...]:
@@ -149,8 +114,8 @@ class DiffusionMethod(Method):
         return iterations
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
-        """Of each optimiser step of an iteration the sizes of its micro-batches, over all processes, the last of which
-        may be smaller: in samples, or trees where these are shared out."""
+        """Sizes of the micro-batches of each optimiser step of an iteration, over all processes, the last of which may
+        be smaller: in samples, or trees where these are shared out."""
         sizes = in_pieces(config.sampling.images_per_iteration, config.sampling.batch_size)
         bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
         return [sizes[first:last] for first, last in pairwise(bounds)]
@@ -166,17 +131,17 @@ class DiffusionMethod(Method):
         train = float(images * self.epochs * guidance)
         return Calls(float(images * config.sampling.num_inference_steps * guidance), train, train, 1.0)
 
-    def independent_calls(self, config: Config) -> float:
-        """Model calls of sampling as many ends independently, guidance aside."""
-        return float(config.sampling.images_per_iteration * config.sampling.num_inference_steps)
-
     def kept_graphs(self, config: Config) -> float:
-        """Micro-batches whose graphs are held at once, at most."""
-        return 1.0
+        """Micro-batches whose graphs of sampling are kept for training at once, at most; 0 = none are."""
+        return 0.0
 
     def snapshots(self, config: Config) -> list[str]:
         """Copies of the trained parameters that a run comes to keep, by what they are for; the reference aside."""
         return []
+
+    def check_data(self, config: Config, scorers: Any, prompts: list[Prompt]) -> None:
+        """Raise ValueError for rewards (`rollout.scoring.Scorers`) or prompts that it cannot use; called before the
+        model is loaded."""
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """What is wrong with files that it alone reads. train: the training prompts, None where they could not be read;
@@ -273,10 +238,6 @@ class Config(RunConfig):
     def reward_labels(self) -> tuple[str, ...]:
         """A short, unique name for each reward, in their order: `shapes`, `Brightness`, `ocr-2`."""
         return labels_of([reward.name for reward in self.rewards])
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.trainer.uses_reference
 
     @property
     def sharded_by(self) -> str:

@@ -44,7 +44,7 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
 
 
 def _uneven(config: Config, groups: int, unit: str) -> str | None:
-    """Where every model call is a collective, all processes must make as many in every update."""
+    """Say what is uneven: where every model call is a collective, all processes must make as many in every update."""
     key, sampling, updates = config.sharded_by, config.sampling, config.trainer.updates
     if not config.distributed.fsdp:
         return f"{key}: gradients of all weights that wait on the CPU are not summed over processes; use fsdp"
@@ -68,7 +68,7 @@ def waiting(config: Config, groups: int) -> str | None:
     if times >= WORTH_SAYING * groups:
         return None
     step = config.trainer.cut(config, groups)[0]
-    samples = "trees" if config.trainer.grows_trees else "samples"
+    samples = "trees" if config.trainer.branches == "trees" else "samples"
     return (
         f"{groups} {_unit(config)} share {len(step)} micro-batches of {max(step)} {samples} in an optimiser step, and "
         f"some wait: about {times:.2f} times as fast as one; with {remedy(config, groups)} none does"

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import genrl_rewards
-from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -32,7 +31,7 @@ class RewardGradient(NamedTuple):
     """float32 [B]."""
 
 
-def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+def check(config: Config, scorers: Scorers) -> None:
     """Raise ValueError, naming the key, where a reward that is trained on has no gradients.
 
     Of what is loaded; what the source of a reward declares is checked with the files (`genrl.diffusion.config.files`).

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive
-from genrl.diffusion.config.schema import AdvantageScale, Calls, DiffusionMethod, GuidanceInTraining, Guided, Updating
+from genrl.diffusion.config.schema import (
+    AdvantageScale,
+    Calls,
+    DiffusionMethod,
+    GuidanceInTraining,
+    Guided,
+    Refusable,
+    Updating,
+)
 
 if TYPE_CHECKING:
+    from genrl.data.prompts import Prompt
     from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.rollout.scoring import Scorers
 
 
 FORWARD_ERROR = {
@@ -41,7 +51,6 @@ EMA_DECAY = {
 class Matching(Updating):
     """A method that trains a flow model at noise levels of its own finished samples."""
 
-    deterministic: ClassVar[bool] = True
     needs_flow: ClassVar[bool] = True
 
     advantage_scale: AdvantageScale = "global"
@@ -51,11 +60,18 @@ class Matching(Updating):
 
 
 def matching_calls(config: Config, guided: Guided, *, trained: float, states: float, train: float) -> Calls:
-    """Of samples drawn in all steps. trained: noise levels per sample; states: those trained in one pass over all
-    samples, guidance included; train: forward calls of training."""
+    """Model calls of a method whose samples are drawn in all steps. trained: noise levels per sample; states: those
+    trained in one pass over all samples, guidance included; train: forward calls of training."""
     sampling = config.sampling
     drawn = float(sampling.images_per_iteration * sampling.num_inference_steps)
     return Calls(drawn * guided(sampling.guidance_scale), train, states * config.trainer.epochs, trained)
+
+
+def groups_of(count: int, config: Config) -> Iterator[Finding]:
+    """Refuse groups of another size."""
+    if config.sampling.group_size != count:
+        text = f"{config.trainer.algorithm} has groups of {count}, found {config.sampling.group_size}; write {count}"
+        yield ("sampling.group_size", "trainer.algorithm"), text
 
 
 def too_many_levels(chosen: int, available: int, key: str) -> Iterator[Finding]:
@@ -98,10 +114,13 @@ class Preference(Updating):
 
     title: ClassVar[str] = "Preferences between pictures"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    whole_groups: ClassVar[bool] = True
 
     inner_epochs: Count = 1
     """Passes over the pairs of one iteration."""
+
+    @property
+    def compares(self) -> Literal["in_batch"]:
+        return "in_batch"
 
 
 class DiffusionDPO(Preference):
@@ -109,7 +128,7 @@ class DiffusionDPO(Preference):
 
     title: ClassVar[str] = "Diffusion-DPO"
     metrics: ClassVar[Mapping[str, MetricDoc]] = FORWARD_ERROR
-    not_in_float16: ClassVar[str] = "the gradient grows with beta"
+    refuses: ClassVar[Mapping[Refusable, str]] = {"float16": "the gradient grows with beta"}
 
     beta: Positive
     """Sharpness of the preference."""
@@ -123,8 +142,8 @@ class DiffusionDPO(Preference):
     unconditional prediction. If it is an input of the model (FLUX.1-dev), it stays."""
 
     @property
-    def uses_reference(self) -> bool:
-        return self.reference_every is None
+    def reference(self) -> Literal["begun"] | None:
+        return "begun" if self.reference_every is None else None
 
     @property
     def other_guidance(self) -> tuple[float, ...]:
@@ -144,13 +163,16 @@ class DiffusionDPO(Preference):
 class Differentiating(DiffusionMethod):
     """A method whose gradients come through the rewards and the decoder."""
 
-    deterministic: ClassVar[bool] = True
-    differentiates_rewards: ClassVar[bool] = True
+    rewards_are = "differentiated"
 
     @property
-    def stands_alone(self) -> bool:
+    def compares(self) -> None:
         """A gradient needs no comparison."""
-        return True
+
+    def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+        from genrl.diffusion.forward.direct import check
+
+        check(config, scorers)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

@@ -98,7 +98,7 @@ def activate(denoiser: AdaptedDenoiser, adapter: str = ADAPTER) -> None:
 
 
 def activate_all(pipe: Pipeline) -> None:
-    """In a pipeline that is not trained: run with every adapter that is loaded."""
+    """Let a pipeline that is not trained run with every adapter that is loaded."""
     for part in _adapted(pipe).values():
         part.set_adapter(list(part.peft_config))
 

@@ -47,7 +47,7 @@ def _rest(x: Tensor, attended: Tensor, mods: Sequence[Tensor], mlp: nn.Module, e
 
 
 def _finite(x: Tensor) -> Tensor:
-    """As these models do in float16."""
+    """Clamp numbers as these models do in float16."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 

@@ -61,8 +61,10 @@ class PipelineCalls:
     ) -> Any:
         """One pipeline call. Returns its pictures, or None where the call was left from within a step."""
         call: Callable[..., Any] = type(self.pipe).__call__
+        # Pipelines are called under `no_grad` by a decorator; below it is the same call, with gradients.
         if grad:
             call = call.__wrapped__  # type: ignore[attr-defined]
+        # On the CPU: a seed is the same noise on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in batch.initial_seeds]
         if not self._tells_ends:
             request.on_end = None
@@ -91,6 +93,7 @@ class PipelineCalls:
                 raise
             raise ValueError(said) from error
         finally:
+            # Nothing of this call may reach the next one, which may be a plain one.
             self.head.request, self._injected = Request(), None
 
     def _explained(self, error: Exception) -> str | None:
@@ -162,6 +165,7 @@ class PipelineCalls:
 
         @functools.wraps(original)
         def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            # Prompts are encoded by now, and nothing else of the call is wanted.
             if self._only_encode:
                 raise Leave
             made = original(*args, **kwargs)
@@ -207,7 +211,7 @@ class PipelineCalls:
 
 
 def _package(file: str) -> str:
-    """Of diffusers or this one, to which a file belongs."""
+    """Name of the package, diffusers or this one, to which a file belongs."""
     homes = {"diffusers": Path(diffusers.__file__).parent, "genrl": Path(__file__).parents[2]}
     return next((name for name, home in homes.items() if home in Path(file).parents), "")
 

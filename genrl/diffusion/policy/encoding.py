@@ -119,6 +119,7 @@ def memoise_encode_prompt(
             return _to(memo.last.value, arguments["device"])
         memo.last = None  # a batch of another micro-batch is not held beside its own
         grad, kept = trained and torch.is_grad_enabled(), _Once() if trained else memo.kept
+        # What is kept must not hold a graph.
         with torch.set_grad_enabled(grad), _on_demand(memo.encoders if offload else [], memo.home) as fetch:
 
             def encode(given: dict[str, Any]) -> Any:

@@ -132,7 +132,7 @@ def _files_of(folder: Path) -> list[str]:
 
 
 def _felled(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """As JSON; its tensors go into `tensors`."""
+    """Value as JSON; its tensors go into `tensors`."""
     if isinstance(value, Tensor):
         tensors[str(len(tensors))] = value.contiguous().clone()  # two may share memory, which files do not
         return {"tensor": str(len(tensors) - 1)}

@@ -82,7 +82,8 @@ def _settings(adapted: Any) -> dict[str, Any]:
 
 
 def _save_adapter(denoiser: AdaptedDenoiser, folder: Path) -> None:
-    """As `denoiser.save_lora_adapter` does, which casts the model first; a quantised one cannot be cast."""
+    """Save an adapter as `denoiser.save_lora_adapter` does, which casts the model first; a quantised one cannot be
+    cast."""
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(_settings(denoiser), indent=2, sort_keys=True)}
     folder.mkdir(parents=True, exist_ok=True)
     state = {
@@ -143,7 +144,7 @@ def _load_again(policy: Policy, folder: Path) -> None:
 
 
 def _read_plainly(pipe: Pipeline, folder: Path) -> None:
-    """As a user of diffusers alone loads it, since that is what is to be proven: not by the reader of all forms."""
+    """Load it as a user of diffusers alone does, since that is what is to be proven: not by the reader of all forms."""
     for name in denoisers_of(pipe):
         part: Any = pipe.components[name]
         place = folder / name if name.endswith(SECOND) else folder

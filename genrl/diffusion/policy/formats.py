@@ -119,7 +119,7 @@ def require_alike(
 
 
 def merged_is_alike(config: Config, lora: Path, out: Path, probe: Batch) -> None:
-    """The same for a pipeline into which adapters were merged, beside the base model with them."""
+    """Compare a pipeline into which adapters were merged with the base model that has them beside it."""
     assert config.model.lora is not None
     model, settings = unquantised(config.model), config.model.lora
 

@@ -22,7 +22,7 @@ class Pipeline(Protocol):
 
     @property
     def _execution_device(self) -> Any:
-        """Where a call computes."""
+        """Device on which a call computes."""
 
     @property
     def components(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Decoder(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """Precision of its weights."""
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ class Checkpointing(Protocol):
     """A network that can compute its activations twice instead of keeping them."""
 
     def enable_gradient_checkpointing(self) -> None:
-        """From here on."""
+        """Compute activations again in backward passes, from here on."""
 
 
 @runtime_checkable
@@ -99,7 +99,7 @@ class AdaptedDenoiser(Adapted, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """Precision of its weights."""
 
     def set_adapter(self, name: str | list[str], /) -> None:
         """Use this adapter, or these, alone."""
@@ -108,7 +108,7 @@ class AdaptedDenoiser(Adapted, Protocol):
         """Write an adapter without the pipeline, for `load_lora_adapter`."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """Of the model and its adapters."""
+        """Parameters of the model and its adapters."""
 
     def delete_adapters(self, name: str, /) -> None:
         """Remove an adapter."""

@@ -9,20 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline
+from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from genrl.diffusion.config.combinations import OURS
 from genrl.diffusion.config.files import folder_problems
-from genrl.diffusion.config.model_rules import is_text_encoder
+from genrl.diffusion.config.model_rules import is_text_encoder, missing_components, missing_packages, quantized
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file
+from genrl.runtime.weights.quantization import quantization_config
 from genrl_rewards.given import is_given, take
 from genrl_rewards.models.accounts import accounted
 
@@ -50,7 +53,7 @@ def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
 
 
 def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[str, nn.Module]:
-    """These of a pipeline's networks, which it was loaded without."""
+    """Load those of a pipeline's networks which it was loaded without."""
     whole = _load(model, {name: part for name, part in pipe.components.items() if name not in names})
     return {name: part for name, part in whole.components.items() if name in names and part is not None}
 
@@ -105,3 +108,32 @@ def check_call_arguments(pipe: Pipeline, arguments: Iterable[str], section: str 
         nearest = f"did you mean {near[0]}? " if near else ""
         remedy = "; set it to null" if own and section is not None else "; remove it"
         raise ValueError(f"{key}: {kind.__name__} takes no such argument{remedy}; {nearest}it takes {', '.join(legal)}")
+
+
+# Weights held in fewer bits (`model.quantize`), as diffusers and transformers quantise them while they load.
+
+
+def quantization(model: Model) -> PipelineQuantizationConfig | None:
+    """What `DiffusionPipeline.from_pretrained` is to be told; None where nothing is quantised.
+
+    Raises ValueError, naming the key, for a component that the pipeline lacks, a package that is not installed, or a
+    device that cannot.
+    """
+    if model.quantize is None:
+        return None
+    for key, problem in missing_packages(model):
+        raise ValueError(f"{key}: {problem}")
+    index = DiffusionPipeline.load_config(model.path, revision=model.revision)
+    for key, problem in missing_components(model, index):
+        raise ValueError(f"{key}: {problem}")
+    libraries = {name: entry[0] for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
+    kinds = quantized(model, libraries)
+    if "nf4" in kinds.values() and not (torch.cuda.is_available() or torch.xpu.is_available()):
+        raise ValueError(
+            "model.quantize: nf4 is computed by bitsandbytes, for which diffusers asks for a GPU, and there is none "
+            "here; write int8 or fp8"
+        )
+    loaders = {name: transformers if libraries[name] == "transformers" else diffusers for name in kinds}
+    dtype = getattr(torch, model.dtype)
+    mapping = {name: quantization_config(kind, loaders[name], dtype) for name, kind in kinds.items()}
+    return PipelineQuantizationConfig(quant_mapping=mapping)

@@ -213,8 +213,8 @@ def _place(
 
 
 def _shaped(value: Tensor, part: str, module: nn.Module) -> Tensor:
-    """In the dimensions of the layer: some programs keep matrices of linear layers as convolutions of 1 x 1, or those
-    as matrices."""
+    """Bring a matrix into the dimensions of the layer: some programs keep matrices of linear layers as convolutions of
+    1 x 1, or those as matrices."""
     if part == "lora_magnitude_vector":
         return value.flatten() if value.dim() == 2 and value.shape[1] == 1 else value
     if isinstance(module, nn.Linear) and value.dim() == 4 and value.shape[2:] == (1, 1):
@@ -295,7 +295,7 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
 
 
 def _pattern(patterns: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
-    """As peft matches `rank_pattern` and `alpha_pattern`."""
+    """Value for a layer, as peft matches `rank_pattern` and `alpha_pattern`."""
     found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", layer))
     return next(found, default)
 

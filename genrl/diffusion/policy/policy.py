@@ -292,12 +292,12 @@ class Untouched:
 
 
 def guided(batch: Batch, scale: float | None) -> Batch:
-    """The same conditions under this guidance; None = as they are."""
+    """Conditions as they are, under this guidance; None = theirs."""
     return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
 
 
 def without_guidance(policy: Policy, batch: Batch) -> Batch:
-    """The same conditions for a policy that is trained without guidance.
+    """Conditions as they are, for a policy that is trained without guidance.
 
     Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
     would be another condition than that of sampling. Beside it such pipelines extrapolate by `true_cfg_scale` where

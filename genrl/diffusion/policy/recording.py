@@ -81,6 +81,7 @@ class Recording:
         if self.predict:
             self.predicted = predicted_clean(head, step)
         branching = self.children if self.stop is not None and i == self.stop - 1 else None
+        # A step without noise (the last one of most kernels) has no density, and so nothing that could be trained.
         if i in self.stochastic and bool((transition.std > 0).all()):
             self.final = self._record(step, transition, branching)
         elif branching is not None:
@@ -105,6 +106,7 @@ class Recording:
         if i in self.keep:
             self.graphs[i] = recorded
         self.states[i], self.next_states[i] = step.state, drawn
+        # Children are rows of the next segment, of which there are more than here.
         if branching is None:
             self.states[i + 1] = drawn
         return drawn

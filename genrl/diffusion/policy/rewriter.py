@@ -153,7 +153,8 @@ class Rewriter:
         return found if closed and found and fits(found) else None  # not closed: the last tag stands before the first
 
     def log_probs(self, written: Written) -> Tensor:
-        """Of each token under the present weights, float32 [R, L], with gradients; teacher forcing without a cache."""
+        """Log-probability of each token under the present weights, float32 [R, L], with gradients; teacher forcing
+        without a cache."""
         count, new = written.tokens.shape
         rows = _repeated(written.asked, count)
         del rows["attention_mask"]  # of one prompt, nothing is padded
@@ -261,7 +262,7 @@ def _outside(model: Any) -> list[str]:
 
 
 def _repeated(asked: Inputs, count: int) -> dict[str, Tensor]:
-    """The same for `count` rows: everything has its rows, or its pictures' patches, along dimension 0."""
+    """Repeat inputs for `count` rows: everything has its rows, or its pictures' patches, along dimension 0."""
     return {name: torch.cat([value] * count) for name, value in asked.items()}
 
 
@@ -305,7 +306,7 @@ class TextRoom:
                 self.name, self.tokenizer, self.limit = name, part, limit
 
     def length(self, text: str) -> int:
-        """Its tokens, those of the beginning and the end included."""
+        """Number of its tokens, those of the beginning and the end included."""
         return len(self.tokenizer(text, verbose=False).input_ids) if self.tokenizer is not None else 0
 
     def __call__(self, text: str) -> bool:

@@ -14,7 +14,7 @@ States are kept here in float32 whatever the model's dtype: the pipeline sees th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -165,7 +165,8 @@ class PolicyHead:
         return sample.to(torch.float32, copy=True)
 
     def denoised(self, latents: Tensor) -> Tensor:
-        """Of all that a pipeline's loop goes on with, what the last step led to: `true_state` of its leading part."""
+        """State that the last step led to, of all that a pipeline's loop goes on with: `true_state` of its leading
+        part."""
         return self.true_state(leading(latents, self._given.shape) if self._given is not None else latents)
 
     def expose(self, timesteps: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class PolicyHead:
         return sample if scale is None else scale(sample, *args, **kwargs)
 
     def note(self, state: Tensor) -> None:
-        """Of the parent's own step: what it led to."""
+        """Remember what the parent's own step led to."""
         self._state = self._given = state
         self.next_index += 1
 
@@ -263,7 +264,9 @@ class PolicyHead:
         step = Step(
             index=index,
             num_steps=len(self.full_timesteps),
+            # What is held has a graph where gradients run through the chain; what the pipeline changed has none.
             state=state if state is self._state else state.detach(),
+            # Means and densities are of float32, whatever the model computes in.
             model_output=sign * model_output.float(),
             sigma=sigma,
             sigma_next=sigma_next,
@@ -307,21 +310,10 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     Raises ValueError as `scheduler_refusal` and `require_flow_step` have it.
     """
     config = dict(scheduler.config)
-    bases = [one for one in type(scheduler).__mro__ if one.__module__.startswith("diffusers.")]
-    kind = bases[0].__name__ if bases else type(scheduler).__name__  # of a class of one's own: what it derives from
-    if refusal := scheduler_refusal(kind, config):
-        raise ValueError(refusal)
-    parent: Any
-    parametrisation: Parametrisation
-    overrides: dict[str, Any]
-    if is_flow_scheduler({"_class_name": kind, **config}):
-        parent, parametrisation, overrides = type(scheduler), "flow", {}
-        require_flow_step(scheduler)
-    else:
-        # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
-        parent, parametrisation = DDIMScheduler, "diffusion"
-        overrides = {"clip_sample": config.get("clip_sample", False)}
-
+    parent, parametrisation = _parent_of(scheduler, config)
+    # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
+    overrides = {"clip_sample": config.get("clip_sample", False)} if parametrisation == "diffusion" else {}
+    # It is asked for its own grid later, by which it changes itself.
     own = deepcopy(scheduler)
     evenly = parametrisation == "diffusion" and not config.keys().isdisjoint({"solver_order", "predictor_order"})
 
@@ -362,3 +354,15 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
         head.final_alpha_cumprod = torch.as_tensor(final).clone()
     head.request = Request()
     return head
+
+
+def _parent_of(scheduler: Any, config: Mapping[str, Any]) -> tuple[Any, Parametrisation]:
+    """The class that a head derives from, and what its model predicts. Raises ValueError as `as_policy_head`."""
+    bases = [one for one in type(scheduler).__mro__ if one.__module__.startswith("diffusers.")]
+    kind = bases[0].__name__ if bases else type(scheduler).__name__  # of a class of one's own: what it derives from
+    if refusal := scheduler_refusal(kind, config):
+        raise ValueError(refusal)
+    if is_flow_scheduler({"_class_name": kind, **config}):
+        require_flow_step(scheduler)
+        return type(scheduler), "flow"
+    return DDIMScheduler, "diffusion"

@@ -41,7 +41,7 @@ class Batch:
 
     @cached_property
     def initial_seeds(self) -> list[int]:
-        """Of the initial noise, one per sample. Every call of the pipeline asks for them."""
+        """Seeds of the initial noise, one per sample. Every call of the pipeline asks for them."""
         return [derive_seed(*key, "initial") for key in self.initial_keys or self.keys]
 
     def take(self, rows: Sequence[int]) -> Batch:
@@ -104,7 +104,7 @@ class Kernel:
         return Kernel(self.name, self.levels.get(index, self.noise_level))
 
     def transition(self, step: Step, head: PolicyHead) -> Transition:
-        """Of this step of a pipeline whose scheduler is `head`."""
+        """Transition of this step of a pipeline whose scheduler is `head`."""
         x, out = step.state, step.model_output
         a = self.levels.get(step.index, self.noise_level)
         if head.parametrisation == "diffusion":
@@ -277,7 +277,7 @@ def of_rows(transition: Transition, rows: Tensor) -> Transition:
 
 
 def step_noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children: Children | None) -> Tensor:
-    """Of the actions of a step, [B, ...] or [C, ...], on the CPU."""
+    """Noise of the actions of a step, [B, ...] or [C, ...], on the CPU."""
     if children is None:
         return torch.stack([keyed_noise(shape, *key, "step", step) for key in keys])
     bases: Sequence[NoiseKey | None] = children.base_keys or [None] * len(children.keys)

@@ -124,12 +124,15 @@ class _Forest:
         if segment.start >= solver_from:
             return  # all of it is the solver's
         stop = min(segment.stop, solver_from)
+        # A segment branches at its last step if at all, so that each row has one node before that step.
         last = [self._down(node, stop - 1 - segment.start) for node in self.nodes]
         branches = any(int(self.tree.num_children[node]) > 1 for node in last)
+        # Nodes without children are candidates with which no chain goes on.
         chosen = [row for row, node in enumerate(last) if int(self.tree.num_children[node]) > 0]
         nodes: list[int] = []
         parents: list[int] = []
         finals: list[Tensor] = []
+        # A tree widens on its way down: what began as one call of a few roots becomes several of `batch_size` rows.
         for first in range(0, len(chosen), self.batch_size):
             rows = chosen[first : first + self.batch_size]
             children = [(k, child) for k, row in enumerate(rows) for child in self.tree.children(last[row])]
@@ -183,6 +186,7 @@ class _Forest:
         return node
 
     def _keyed(self, batch: Batch, slots: Sequence[int]) -> Batch:
+        # The noise of an edge belongs to the slot that it leads to, however trees are cut into calls.
         keys: list[NoiseKey] = [(*key[:-1], slot) for key, slot in zip(batch.keys, slots, strict=True)]
         return Batch(batch.prompts, keys, batch.sampling, batch.initial_keys, batch.inputs)
 
@@ -195,6 +199,7 @@ class _Forest:
                 [self._solve(rows, levels) for rows in torch.arange(len(self.nodes)).split(self.batch_size)]
             )
         slots = self.slots
+        # Rows come as they were run; whoever scores and trains them counts slots.
         order = sorted(range(len(slots)), key=slots.__getitem__)
         return Drawn([slots[k] for k in order], self.batch.take(order), self.states[order], sigmas, self.pieces)
 

@@ -69,7 +69,7 @@ class RewardActor:
     """The rewards in another process."""
 
     def versions(self) -> dict[str, str]:
-        """Of what computes here."""
+        """Versions of what computes here."""
         return versions()
 
     def open(self, config: str, folder: str, threads: int) -> Opened:

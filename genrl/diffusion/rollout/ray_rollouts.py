@@ -82,7 +82,7 @@ class RolloutActor:
     version = 0
 
     def versions(self) -> dict[str, str]:
-        """Of what computes here."""
+        """Versions of what computes here."""
         return versions()
 
     def open(self, config: str, folder: str, threads: int) -> dict[str, str]:
@@ -269,7 +269,7 @@ class OnDevice(NamedTuple):
 
 
 def packed(thing: Any) -> Any:
-    """With all tensors on the CPU, and none a view of a larger one, which would be sent whole."""
+    """Move all tensors to the CPU, and make none a view of a larger one, which would be sent whole."""
 
     def pack(tensor: Tensor) -> Any:
         if tensor.device.type != "cpu":
@@ -285,8 +285,8 @@ def unpacked(thing: Any, device: torch.device) -> Any:
 
 
 def _mapped(thing: Any, kind: type, change: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
-    """With all of this kind within changed, each once. known: id -> the thing, kept so that its id stays its own, and
-    what became of it."""
+    """Change all of this kind within, each once. known: id -> the thing, kept so that its id stays its own, and what
+    became of it."""
     if isinstance(thing, kind):
         if id(thing) not in known:
             known[id(thing)] = thing, change(thing)

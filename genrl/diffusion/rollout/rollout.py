@@ -172,6 +172,7 @@ def batch_inputs(columns: Mapping[str, str], rows: Sequence[Prompt]) -> dict[str
     return {argument: [_picture(row.columns[column]) for row in rows] for argument, column in columns.items()}
 
 
+# All samples of a group are given the same picture.
 @lru_cache(maxsize=256)
 def _picture(path: str) -> Image.Image:
     return genrl_rewards.open_picture(path)
@@ -200,6 +201,7 @@ def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int, kn
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
     """Slots of the roots of each micro-batch, in the order of training."""
     cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
+    # Whole micro-batches are shuffled, never samples: which ones are run together decides their bits.
     order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
     return [cut[k] for k in order]
 
@@ -294,6 +296,7 @@ Finishing = Iterator[tuple[int, Finished]]
 
 def jobs_of(config: Config, sheet: Sheet, worker: Worker) -> Iterator[Job]:
     """What this process has to draw."""
+    # Dealt like cards, so that the micro-batches of each update go to all processes.
     for position in range(worker.process, len(sheet.plan), worker.num_processes):
         slots = sheet.plan[position]
         yield Job(position, slots, sheet.batch(config, slots))
@@ -301,7 +304,8 @@ def jobs_of(config: Config, sheet: Sheet, worker: Worker) -> Iterator[Job]:
 
 @torch.no_grad()
 def finish(policy: Policy, drawn: Drawn, size: int) -> Finished:
-    """With the pictures of the final states, decoded `size` at a time."""
+    """Add the pictures of the final states, decoded `size` at a time."""
+    # A decoder takes more memory for a picture than the steps that led to it.
     rows = _chunks(len(drawn.slots), size)
     images = [policy.decode(drawn.batch.take(some), drawn.final[some]).cpu() for some in rows]
     return Finished(drawn, torch.cat(images))

@@ -299,7 +299,7 @@ class Scoring:
             self._queues[label].submit(partial(ask, {label: reward}, slots, images))
 
     def _answers(self) -> list[Found]:
-        """Of all that `_queue` asked. Each call has its own limit: while one lasts, this process is alive."""
+        """Answers to all that `_queue` asked. Each call has its own limit: while one lasts, this process is alive."""
         queues = self._queues.values()
         return [item for queue in queues for items in queue.results(self.beat, self.beat) for item in items]
 

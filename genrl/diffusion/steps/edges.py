@@ -120,7 +120,8 @@ def tree_edges(
     clip: float,
     iteration: int,
 ) -> Edges:
-    """Of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of sampling.
+    """Edges of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of
+    sampling.
 
     A leaf without a score (NaN reward) is left out of the values above it.
     """

@@ -135,7 +135,7 @@ def fixed_window(window: Window, *, steps: int, iteration: int, iterations: int)
 
 
 def random_windows(window: Window, *, steps: int) -> dict[range, float]:
-    """Where a random window may be, each with its probability. Raises ValueError where it does not fit."""
+    """Places where a random window may be, each with its probability. Raises ValueError where it does not fit."""
     high = window_end(window, steps)
     check_window(window.size, window.low, high)
     starts = high - window.low - window.size + 1

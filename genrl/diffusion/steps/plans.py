@@ -67,7 +67,7 @@ class Steps(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Where the trained steps are."""
+        """Figures of where the trained steps are."""
         return {"window/first": float(self.trained[0]), "window/size": float(len(self.trained))}
 
 

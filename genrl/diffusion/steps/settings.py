@@ -100,8 +100,8 @@ class EveryStep(Stochastic):
     """A method that compares log-probabilities with the reference's at every step but the last, which has no noise."""
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def reference(self) -> Literal["begun"]:
+        return "begun"
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
@@ -162,20 +162,12 @@ class PolicyGradient(Stochastic, Updating):
         return Layout(self.noise_level)
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_weight > 0
+    def reference(self) -> Literal["begun"] | None:
+        return "begun" if self.kl_weight > 0 else None
 
     @property
-    def keeps_graphs(self) -> bool:
-        return self.keep_graph
-
-    @property
-    def varies(self) -> bool:
-        return self.layout.window is not None
-
-    @property
-    def grows_trees(self) -> bool:
-        return self.layout.tree is not None
+    def branches(self) -> Literal["trees"] | None:
+        return None if self.layout.tree is None else "trees"
 
     def rounds(self, config: Config) -> list[Round]:
         """The plans of a run, in the order in which they come. Raises ValueError for a plan that cannot be."""
@@ -234,7 +226,7 @@ class PolicyGradient(Stochastic, Updating):
             yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
-        """Of each optimiser step the sizes of its micro-batches: of samples, or trees in the first iteration."""
+        """Sizes of the micro-batches of each optimiser step: of samples, or trees in the first iteration."""
         if self.layout.tree is None:
             return super().cut(config, num_processes)
         plan = self.rounds(config)[0].plan
@@ -250,8 +242,8 @@ class PolicyGradient(Stochastic, Updating):
         return most_micro_batches(config.sampling, self.layout)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
-        """Of windows and trees that move it is the mean over the run's iterations, of random ones the expectation.
-        What depends on the scores (pruned widths, contrasted samples) is counted as trained."""
+        """Model calls; of windows and trees that move the mean over the run's iterations, of random ones the
+        expectation. What depends on the scores (pruned widths, contrasted samples) is counted as trained."""
         guidance = guided(config.sampling.guidance_scale)
         train_guidance = guidance if self.guidance_in_training else 1
         rounds = self.rounds(config)
@@ -282,7 +274,7 @@ class PolicyGradient(Stochastic, Updating):
     def kept_graphs(self, config: Config) -> float:
         """Micro-batches whose graphs are held at once, in the iteration that keeps most, by one process."""
         if not self.keep_graph:
-            return 1.0
+            return 0.0
         most = max(one.plan.training_calls(one.trained) for one in self.rounds(config))
         return most * config.sampling.prompts_per_iteration / config.sampling.batch_size
 
@@ -318,7 +310,7 @@ class Windowed(GroupRelative):
 
 
 def mean_of(config: Config, rounds: Sequence[Round], count: Callable[[Round], int]) -> float:
-    """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
+    """Mean over the run's iterations of what is counted per prompt, for all prompts of one."""
     per_prompt = math.fsum(one.share * count(one) for one in rounds)
     return round(config.sampling.prompts_per_iteration * per_prompt, 6)
 

@@ -59,7 +59,7 @@ class Action(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """Where its samples are in the tables of `Edges`."""
+        """Columns of its samples in the tables of `Edges`."""
         return self.piece.slots[self.step]
 
 

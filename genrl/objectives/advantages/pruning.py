@@ -52,7 +52,8 @@ def extreme_leaves(leaf_values: Tensor, count: int) -> Tensor:
 
 
 def max_variance(values: Tensor, count: int) -> Tensor:
-    """Of each group the `count` samples whose values have the largest variance, bool [..., G] (PODS, arXiv 2504.13818).
+    """Mask of the `count` samples of each group whose values have the largest variance, bool [..., G] (PODS, arXiv
+    2504.13818).
 
     They are the k highest and the count - k lowest for some k: all k are tried, by sums over the sorted values, in
     O(G log G). A sample without a value (NaN) is taken only where there are too few others. Raises ValueError for a

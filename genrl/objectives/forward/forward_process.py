@@ -125,7 +125,7 @@ def crd_target(advantage: Tensor, *, clip: float = 5.0) -> Tensor:
 
 
 def group_centres(implicit: Tensor, target: Tensor, group: Tensor, *, temperature: float | None = None) -> list[Centre]:
-    """Where each group is centred: at its mean (None), or at two softmax means, of its best and of its worst samples.
+    """Centres of each group: at its mean (None), or at two softmax means, of its best and of its worst samples.
 
     The reward of a KL-regularised optimum equals r_theta up to a constant of the prompt, which centring within the
     prompt removes: `sum_j p_j r_j` with p = 1/K, or softmax(+-a / temperature) over the group. implicit, target [N];

@@ -165,7 +165,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def _squares(value: Tensor, reference: Tensor) -> Tensor:
-    """In float32, float64 if either is; nothing flows into the reference."""
+    """Squared differences in float32, float64 if either is; nothing flows into the reference."""
     dtype = torch.promote_types(torch.promote_types(value.dtype, reference.dtype), torch.float32)
     return (value.to(dtype) - reference.detach().to(dtype)).square()
 

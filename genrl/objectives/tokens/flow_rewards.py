@@ -34,16 +34,16 @@ def velocity_error(velocity: Velocity, data: Tensor, noise: Tensor, t: Tensor) -
 
 
 def velocity_deviation(velocity: Velocity, data: Tensor, noise: Tensor, times: Sequence[float]) -> Deviation:
-    """Of data [N, H], with the same noise [N, H] at all times."""
+    """Deviation of the velocities of data [N, H], with the same noise [N, H] at all times."""
     errors = [velocity_error(velocity, data, noise, torch.full_like(data[:, 0], t)) for t in times]
     weighted = [t / (1 - t) * error for t, error in zip(times, errors, strict=True)]
     return Deviation(torch.stack(errors).mean(0), torch.stack(weighted).mean(0))
 
 
 def unlikely_tokens(score: Tensor, mask: Tensor, *, threshold: float, most: int | None) -> Tensor:
-    """From 0 to 1 between the lowest and the highest score of an answer, [B, T] float64; 0 unless above the threshold
-    and, where there are more of these than `most`, among that many highest. An answer whose scores are all equal has 0.
-    """
+    """Unlikeliness, from 0 to 1 between the lowest and the highest score of an answer, [B, T] float64; 0 unless above
+    the threshold and, where there are more of these than `most`, among that many highest. An answer whose scores are
+    all equal has 0."""
     kept, values = mask.bool(), score.detach().double()
     low = torch.where(kept, values, torch.inf).amin(1, keepdim=True)
     high = torch.where(kept, values, -torch.inf).amax(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL.
+"""Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL, PACS.
 
 score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`,
 group [B] integers. **Groups must be complete**: a micro-batch that holds half of one is another loss.
@@ -6,7 +6,10 @@ group [B] integers. **Groups must be complete**: a micro-batch that holds half o
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -48,3 +51,51 @@ def classification_loss(score: Tensor, positive: Tensor, group: Tensor, *, tau: 
             parts = 0.0 * score[members].sum()
         losses.append(parts)
     return torch.stack(losses)
+
+
+def right_answer_loss(
+    score: Tensor,
+    right: Tensor,
+    group: Tensor,
+    *,
+    compare: Literal["others", "group", "none"] = "others",
+    balanced: bool = False,
+) -> Tensor:
+    """Cross-entropy of right [B] (bool) with a logit of each row, [B]: PACS (arXiv 2509.02522).
+
+    score: `beta * sequence_log_ratio`. The logit is the score less the mean of the others of its group, its z-score
+    (sample std + 1e-6), or itself. balanced: times n / (2 n_c), n_c the rows of the group that are as right.
+    """
+    index = torch.unique(group, return_inverse=True)[1]
+    losses = torch.zeros_like(score)
+    for slot in range(int(index.max()) + 1):
+        members = (index == slot).nonzero()[:, 0]
+        logit, target = score[members], right[members].to(score.dtype)
+        number = len(members)
+        if compare != "none" and number > 1:
+            centred = logit - logit.mean()
+            logit = centred * number / (number - 1) if compare == "others" else centred / (logit.std() + 1e-6)
+        weight = None
+        if balanced:
+            same = torch.where(target > 0, target.sum(), number - target.sum())
+            weight = number / (2.0 * same) if bool(0 < target.sum() < number) else torch.ones_like(target)
+        found = F.binary_cross_entropy_with_logits(logit, target, weight=weight, reduction="none")
+        losses = losses.index_put((members,), found)
+    return losses
+
+
+# Policy gradients for masked diffusion language models, whose log-probabilities are bounds: BGPO (arXiv 2510.11683).
+#
+# `elbo` [B, M]: M Monte-Carlo estimates (random masks) of the evidence lower bound of each completion;
+# `old_elbo` the same masks under the weights before the update; advantage [B]. d_j = elbo_j - old_elbo_j.
+
+
+def linear_bound_loss(elbo: Tensor, old_elbo: Tensor, advantage: Tensor) -> Tensor:
+    """`-A mean_j (1 + d_j)` where A >= 0, `-A mean_j exp(d_j)` where A < 0: BGPO's bound (eqs. 9-14), [B].
+
+    Never below the exact objective `-A exp(mean_j d_j)`, and equal in value and gradient on policy. It is a sum over j,
+    so one mask at a time can be run forwards and backwards (divide by M): memory does not grow with M.
+    """
+    difference = elbo - old_elbo.detach()
+    weight = advantage.detach().to(elbo.dtype)[:, None]
+    return -(weight * torch.where(weight >= 0, 1.0 + difference, difference.exp())).mean(dim=1)

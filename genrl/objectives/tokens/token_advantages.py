@@ -57,6 +57,59 @@ def length_weighted(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     return torch.where(informative[index] & ~rewards.isnan(), plain - shift[index], 0.0)
 
 
+def over_tokens(rewards: Tensor, lengths: Tensor, group: Tensor, *, eps: float = 1e-6, limit: float = 5.0) -> Tensor:
+    """`(r - mean) / (std + eps)` over the tokens of the group, a reward for each token, [N]: HAPO. A group in which one
+    would reach `limit`, a short answer among long ones, has GRPO's. lengths [N]; std is that of a sample.
+    """
+    plain = group_advantages(rewards, group, scale="group", eps=eps, ddof=1)
+    centred = group_advantages(rewards, group, scale="none")
+    index = torch.unique(group, return_inverse=True)[1].to(plain.device)
+    weight = torch.where(rewards.isnan(), 0.0, lengths.double())
+    zero = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=plain.device)
+
+    def summed(values: Tensor) -> Tensor:
+        return zero.index_add(0, index, weight * values)
+
+    tokens = zero.index_add(0, index, weight)
+    centred = torch.where(rewards.isnan(), 0.0, centred - (summed(centred) / tokens.clamp(min=1))[index])
+    std = (summed(centred**2) / (tokens - 1).clamp(min=1)).sqrt()
+    found = centred / (std[index] + eps)
+    far = zero.index_add(0, index, (found.abs() >= limit).double()) > 0
+    return torch.where(far[index] | rewards.isnan(), plain, found)
+
+
+def signed(right: Tensor, lengths: Tensor, *, positive: float, negative: float) -> Tensor:
+    """`positive` of right answers and `negative` of the others, [N]: NSR is 0 and -1, PSR 1 and 0, W-REINFORCE .1 and
+    -1 (arXiv 2506.01347). right [N]: 1, 0, NaN = no score.
+
+    Answers of 0 are removed there; here the others are multiplied by all tokens over theirs, the same in a mean over
+    all tokens. lengths [N].
+    """
+    value = torch.full_like(right, negative, dtype=torch.float64).masked_fill(right > 0, positive)
+    value = value.masked_fill(right.isnan(), 0.0)
+    tokens = lengths.double()
+    return value * tokens.sum() / torch.where(value != 0, tokens, 0.0).sum().clamp(min=1.0)
+
+
+def asymmetric(advantage: Tensor, right: Tensor, group: Tensor, *, alpha: float = 1.0, eps: float = 1e-6) -> Tensor:
+    """`(1 - M) A / 2 / (1 - sqrt(m) + eps) + M A / 2 / (sqrt(m) + eps)`, positive ones times min(1, M / alpha): A-GRAE
+    (arXiv 2602.05548), m the share of right answers [N] of the group, M the mean of m over groups.
+
+    advantage [N] or [N, T]. right: 1, 0, NaN = no score.
+    """
+    index = torch.unique(group, return_inverse=True)[1].to(right.device)
+    zero = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=right.device)
+    number = zero.index_add(0, index, (~right.isnan()).double())
+    share = zero.index_add(0, index, right.double().nan_to_num(nan=0.0)) / number.clamp(min=1)
+    mean = share[number > 0].mean() if bool((number > 0).any()) else share.sum()
+    root = share.sqrt()[index]
+    factor = 0.5 * ((1 - mean) / (1 - root + eps) + mean / (root + eps))
+    praise = (mean / alpha).clamp(max=1.0)
+    factor = factor if advantage.dim() == 1 else factor[:, None]
+    changed = advantage.double() * factor
+    return torch.where(changed > 0, changed * praise, changed)
+
+
 def greedy_baseline(rewards: Tensor, greedy: Tensor) -> Tensor:
     """`r - r_greedy`, [N]: ReMax (arXiv 2310.10505, algorithm 1); greedy [N], the reward of the most probable answer to
     the same question. 0 where either has no score (NaN)."""

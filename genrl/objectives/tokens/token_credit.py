@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.tokens.token_advantages import leave_one_out
+
 
 class StepCredit(NamedTuple):
     """advantages and returns (targets of the value function), of the shape of the rewards."""
@@ -91,3 +94,96 @@ def token_gae(
             running = delta + gamma_within * lam * running
             advantages[step, token] = running
     return advantages
+
+
+# Credit of the turns of episodes, each compared with the same turn of its group's others: TRLOO (arXiv 2602.05885).
+# float64, no gradient.
+
+
+def turn_returns(rewards: Tensor, *, gamma: float) -> Tensor:
+    """`G_k = r_k + gamma G_k+1`, [B, K]; rewards float [B, K], NaN after a row's last turn, which stays NaN."""
+    return semi_online_returns(rewards, torch.ones_like(rewards, dtype=torch.bool), gamma=gamma)
+
+
+def turn_leave_one_out(rewards: Tensor, group: Tensor, *, gamma: float) -> Tensor:
+    """`G_k - mean of the others' G_k`, [B, K]: the others are the episodes of its group int64 [B] that have a turn k.
+
+    0 where there is no turn. A turn that no other episode has keeps its G_k, as in the released code.
+    """
+    returns = turn_returns(rewards, gamma=gamma)
+    there = ~returns.isnan()
+    turn = torch.unique(group, return_inverse=True)[1][:, None] * rewards.shape[1] + torch.arange(rewards.shape[1])
+    compared = leave_one_out(returns.flatten(), turn.flatten()).view_as(returns)
+    alone = (torch.bincount(turn[there], minlength=int(turn.max()) + 1) == 1)[turn]
+    return torch.where(there, torch.where(alone, returns, compared), 0.0)
+
+
+# Credit of turns that are compared with an expert's (UI-S1, arXiv 2509.11543). float64, no gradient.
+
+
+def semi_online_returns(rewards: Tensor, matched: Tensor, *, gamma: float) -> Tensor:
+    """What a turn brings later, R [B, K]: `R_k = r_k + gamma R_k+1` from an action that is the expert's, `R_k = r_k`
+    from another, and nothing that comes with or after the other counts for those before it.
+
+    rewards float [B, K], NaN after a row's last turn; matched bool [B, K]. NaN stays NaN. The paper sums up to the end
+    of the stretch that the policy walked by itself; that a mismatch is no part of it is its code's reading.
+    """
+    reward = rewards.detach().double()
+    running, found = torch.zeros(len(reward), dtype=torch.float64), []
+    for k in range(reward.shape[1] - 1, -1, -1):
+        running = torch.where(matched[:, k].bool(), reward[:, k] + gamma * running, torch.zeros_like(running))
+        own = torch.where(matched[:, k].bool(), running, reward[:, k])
+        running = running.nan_to_num(nan=0.0)
+        found.append(torch.where(reward[:, k].isnan(), torch.nan, own))
+    return torch.stack(found[::-1], 1)
+
+
+def semi_online_advantages(
+    rewards: Tensor, matched: Tensor, group: Tensor, *, gamma: float, episode: float, step: float
+) -> Tensor:
+    """`episode (R - mean) / std + step (R_k - mean_k) / std_k`, [B, K], 0 where there is no turn.
+
+    R is the sum of an episode's rewards, compared with those of its group int64 [B]; R_k is `semi_online_returns`,
+    compared with those of the same turn in its group. Sample deviations, + 1e-6; 0 where one is alone. Those
+    of R are over episodes, as in the paper; the code takes mean and deviation over all turns of the group.
+    """
+    returns = semi_online_returns(rewards, matched, gamma=gamma)
+    there = ~rewards.isnan()
+    sums = torch.where(there.any(1), rewards.double().nansum(1), torch.nan)
+    whole = group_advantages(sums, group, scale="group", eps=1e-6, ddof=1)
+    turn = group[:, None] * rewards.shape[1] + torch.arange(rewards.shape[1])
+    alone = group_advantages(returns.flatten(), turn.flatten(), scale="group", eps=1e-6, ddof=1).view_as(returns)
+    return torch.where(there, episode * whole[:, None] + step * alone, 0.0)
+
+
+# Credit of whole utterances from a critic that learns off policy (ArCHer, arXiv 2402.19446, section 3). Each of two
+# critics has a Q of (observation, utterance) and a V of the observation, and slow copies of both are their targets.
+
+
+class CriticLosses(NamedTuple):
+    """q and v, [] each: mean squares over the turns, summed over the critics."""
+
+    q: Tensor
+    v: Tensor
+
+
+def critic_losses(
+    q: Tensor, v: Tensor, target_q: Tensor, target_v: Tensor, rewards: Tensor, terminated: Tensor, *, gamma: float
+) -> CriticLosses:
+    """`mean (Q(o, a) - r - gamma (1 - e) V'(o'))^2` and `mean (V(o) - Q'(o, u))^2`, V' and Q' of the slow copies.
+
+    a is what was said in a stored turn, u what the policy says now; q [C, B] of a, v [C, B], target_q [C, B] of u,
+    target_v [C, B] of the next observation, rewards and terminated [B]. No gradient goes to the targets.
+    """
+    goal = rewards + gamma * (1.0 - terminated.to(rewards)) * target_v.detach()
+    return CriticLosses((q - goal).square().mean(1).sum(), (v - target_q.detach()).square().mean(1).sum())
+
+
+def utterance_advantages(q: Tensor, v: Tensor) -> Tensor:
+    """`min over the critics of Q(o, u) - min of V(o)`, [B], of q and v [C, B] (its code)."""
+    return (q.min(0).values - v.min(0).values).detach()
+
+
+def utterance_loss(log_prob: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    """`- mean_b A_b sum_t log pi(u_t | o, u_<t)`, []: all tokens of an utterance have its advantage."""
+    return -(torch.where(mask.bool(), log_prob, 0.0).sum(1) * advantages).mean()

@@ -54,7 +54,7 @@ class State(NamedTuple):
         return State(self.gripper[index], self.discs[index], self.held[index], self.task[index])
 
     def replaced(self, mask: Flags, rows: State) -> State:
-        """These tables, but `rows` (as many as are set) where the mask [n] is."""
+        """Put `rows` (as many as are set) in the place of the tables where the mask [n] is."""
         copies = State(*(array.copy() for array in self))  # type: ignore[arg-type]
         copies.gripper[mask], copies.discs[mask] = rows.gripper, rows.discs
         copies.held[mask], copies.task[mask] = rows.held, rows.task

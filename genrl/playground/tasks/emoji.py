@@ -140,7 +140,7 @@ def count(rng: np.random.Generator, split: Split) -> Question:
 
 
 def place(rng: np.random.Generator, split: Split) -> Question:
-    """In which of the nine cells a thing is. Level 3."""
+    """Ask in which of the nine cells a thing is. Level 3."""
     return _asked("place", rng, split)
 
 

@@ -97,10 +97,10 @@ def located(rng: np.random.Generator, split: Split, ask: Literal["box", "point"]
 
 
 def box(rng: np.random.Generator, split: Split) -> Question:
-    """Where a shape is, as a box."""
+    """Ask where a shape is, as a box."""
     return located(rng, split, "box")
 
 
 def point(rng: np.random.Generator, split: Split) -> Question:
-    """Where a shape is, as a point."""
+    """Ask where a shape is, as a point."""
     return located(rng, split, "point")

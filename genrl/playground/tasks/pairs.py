@@ -70,8 +70,8 @@ def cell(split: Split, grid: int, number: int) -> np.ndarray:
 
 
 def near(rng: np.random.Generator, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """The same but for the number, the colour or the shape of one group; as they are where two would become alike, or
-    there would be more than four things."""
+    """Change the number, the colour or the shape of one group; as they are where two would become alike, or there would
+    be more than four things."""
     changed = int(rng.integers(len(groups)))
     count, colour, shape = groups[changed].count, groups[changed].colour, groups[changed].shape
     kind = rng.integers(3)

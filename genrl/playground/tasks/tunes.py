@@ -17,7 +17,7 @@ COURSES, REGISTERS = ("rising", "falling", "steady"), ("low", "high")
 
 
 def frequency(pitch: int) -> float:
-    """In Hz; pitches 0 to 5 are the low register."""
+    """Hertz of a pitch; 0 to 5 are the low register."""
     return float(220 * 2 ** (pitch / 6))
 
 

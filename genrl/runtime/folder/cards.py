@@ -16,7 +16,7 @@ THIS_FOLDER = "THIS_FOLDER"
 
 
 def as_code(text: str) -> str:
-    """As code in Markdown, which shows it as it is: HTML, links and backticks too."""
+    """Write text as code in Markdown, which shows it as it is: HTML, links and backticks too."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"

@@ -120,7 +120,7 @@ def save(
 
 
 def save_shares(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Of every other process while the main one is in `save`: write its shares of these tensors, if it has any.
+    """Write, in every other process while the main one is in `save`, its shares of these tensors, if it has any.
 
     Raises CheckpointError in all processes where one of them could not write.
     """
@@ -148,7 +148,7 @@ def _telling(shared: Mapping[str, object]) -> Iterator[list[Path]]:
 
 
 def of_step(folder: Path, step: int | None) -> Path:
-    """Where the checkpoint of this step is, if there is one."""
+    """Folder in which the checkpoint of this step is, if there is one."""
     return folder / f"step-{step or 0:06d}"
 
 

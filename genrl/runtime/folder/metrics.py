@@ -326,7 +326,7 @@ def by_heading() -> dict[str, dict[str, MetricDoc]]:
 
 @cache
 def catalogue() -> dict[str, MetricDoc]:
-    """The same, by key."""
+    """Catalogue of all metrics, by key."""
     return {key: doc for section in by_heading().values() for key, doc in section.items()}
 
 
@@ -397,7 +397,7 @@ class MetricLogger:
             tracker.log(numbers, step=step)
 
     def log_picture(self, step: int, name: str, picture: Image) -> None:
-        """To the trackers that take pictures; the files in samples/ are written by `pictures`."""
+        """Hand a picture to the trackers that take some; the files in samples/ are written by `pictures`."""
         for tracker in self.trackers:
             trackers.log_picture(tracker, step, name, picture)
 

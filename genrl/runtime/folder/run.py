@@ -293,7 +293,7 @@ def prepare(
 
 @contextmanager
 def unchanged_where_refused(run: Run, *, resumes: bool) -> Iterator[None]:
-    """Where a ValueError leaves the block, a resumed run's files are put back as they were before it."""
+    """Put a resumed run's files back as they were before, where a ValueError leaves the block."""
     files = [run.config, run.info, run.metrics] if resumes else []
     before = {file: file.read_bytes() for file in files if file.is_file()}
     try:

@@ -13,7 +13,7 @@ DISTRIBUTIONS = {"genrl": "genrl-diffusion"}
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages which decide the numbers; "-" where one is not installed."""
+    """Versions of Python and the packages which decide the numbers; "-" where one is not installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Of the checkout that genrl runs from, with `+` if files were changed; None for an installed package."""
+    """Commit of the checkout that genrl runs from, with `+` if files were changed; None for an installed package."""
     here = Path(__file__).resolve().parents[3]
     if not (here / ".git").exists():
         return None

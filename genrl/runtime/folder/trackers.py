@@ -135,7 +135,7 @@ def _not_started(name: str, error: BaseException, run: Run) -> str:
 
 
 def log_picture(tracker: Any, step: int, name: str, picture: Image) -> None:
-    """To a tracker that takes pictures; the others are not asked."""
+    """Hand a picture to a tracker that takes some; the others are not asked."""
     match tracker.name:
         case "tensorboard":
             import numpy as np

@@ -50,8 +50,8 @@ class Ahead(Generic[T]):
         underway.work = self._thread.submit(work, advance)
 
     def take(self, iteration: int, advance: Advance) -> T:
-        """Its samples, once they are there. advance: is told in this thread. Raises what the work raised, and Closed
-        where another thread closes this."""
+        """Wait for its samples. advance: is told in this thread. Raises what the work raised, and Closed where another
+        thread closes this."""
         underway, told = self.underway[iteration], 0
         assert underway.work is not None
         while not wait([underway.work], timeout=POLL_S).done:

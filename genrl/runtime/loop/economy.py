@@ -81,7 +81,7 @@ def choose(
 
 
 def values_of(settings: Selection, first: Tensor, total: Tensor, *, right_at: float = 1.0) -> Tensor:
-    """By which prompts are chosen, of samples with these first and total rewards [N] (`noted`)."""
+    """Values by which prompts are chosen, of samples with these first and total rewards [N] (`noted`)."""
     if settings.by == "spread":
         return total
     return torch.where(first.isnan(), first, (first >= right_at - 1e-9).to(first))
@@ -122,7 +122,7 @@ def _evidence(settings: Selection, scored: Tensor) -> tuple[float, float]:
 
 
 def _distance(settings: Selection, entry: Sequence[float], prior: float, source: random.Random) -> float:
-    """Of one draw from the posterior: the smaller, the better."""
+    """Distance of one draw from the posterior: the smaller, the better."""
     a, b = entry[:2]
     if settings.by == "success":
         return abs(source.betavariate(1 + a, 1 + b) - TARGET)

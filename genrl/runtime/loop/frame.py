@@ -128,6 +128,7 @@ def _opened(
     stack.enter_context(tf32(config.tf32))
     claimed = claim(stack, config.output, resume, accelerator)
     stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
+    # Before anything is written, so that a start which fails here leaves nothing behind.
     prepared = kind.prepare(config, accelerator)
     with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
         process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
@@ -139,7 +140,7 @@ def _opened(
 
 @contextmanager
 def _naming_killed(run: Run, processes: int) -> Iterator[None]:
-    """Where processes can no longer speak to each other because one was killed, say which, and how to go on."""
+    """Say which process was killed, where the others can no longer speak to each other for that, and how to go on."""
     try:
         yield
     except RuntimeError as error:
@@ -156,7 +157,7 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
 
 @contextmanager
 def saved_on_error(loop: Loop) -> Iterator[None]:
-    """Where an error ends the block, the iterations that are finished are saved first, as where a signal does.
+    """Save the iterations that are finished before an error that ends the block goes on, as where a signal does.
 
     Of several processes only where all end by it together: a save is written by all of them.
     """
@@ -213,6 +214,7 @@ def shrink(loop: Loop, memory_hint: str) -> None:
 
     Raises RuntimeError where there is no smaller one.
     """
+    # What did not fit may hang in cycles, until whose end the device keeps it.
     gc.collect()
     loop.optimizer.zero_grad(set_to_none=True)
     empty_cache(loop.process.accelerator.device)

@@ -69,6 +69,7 @@ class Loop(State):
             self._evaluated = True
             if collapse.to_be_saved(self):
                 self.save()
+        # A run that was stopped within an evaluation saved before it: the row that waited for it is written now.
         if self.unfinished_row is not None:
             row = self.unfinished_row | (self._evaluate() if self.evaluates_at(self.iteration) else {})
             if self.is_main:  # a run that was stopped again since has written this row before
@@ -86,6 +87,7 @@ class Loop(State):
             self.optimization.iteration = self.iteration
             self.optimization.updates = self.optimization.other_updates = 0
             self._seed_globals("iteration")
+            # Before anything is drawn: what drawing changes (counters of questions, histories) is to be undone, too.
             self._undo = Undo.of(self)
             self.process.progress.begin_iteration()
             yield self.iteration
@@ -93,9 +95,9 @@ class Loop(State):
                 return
 
     def reschedule(self, settings: Optimizer, first: int, iterations: int) -> None:
-        """From here on the learning rate is that of a run of its own, which begins after `first` iterations and has so
-        many. Where it is just beginning, the optimiser forgets what it has averaged; so does a copy in float32 what is
-        too small to show in half precision."""
+        """Make the learning rate from here on that of a run of its own, which begins after `first` iterations and has
+        so many. Where it is just beginning, the optimiser forgets what it has averaged; so does a copy in float32 what
+        is too small to show in half precision."""
         rates = {group["name"]: settings.lr for group in self.optimizer.param_groups}
         self.schedule = Schedule(settings, rates, iterations, first=first)
         self.optimization.schedule = self.schedule
@@ -134,10 +136,11 @@ class Loop(State):
             self.check_stop()
 
     def check_stop(self, *, out_of_memory: bool = False) -> None:
-        """Where the iteration can be left: raise MemoryRanOut in all processes where memory ran out in one, Interrupted
-        where one was asked to end. All processes call it at the same place."""
+        """Leave the iteration here where it must be: raise MemoryRanOut in all processes where memory ran out in one,
+        Interrupted where one was asked to end. All processes call it at the same place."""
         if not self.can_be_left:
             return
+        # Both are asked in one exchange: processes that asked different questions would wait for each other for ever.
         short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
         if short:
             raise MemoryRanOut
@@ -146,9 +149,9 @@ class Loop(State):
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Where memory runs out within the block, the iteration is left for smaller micro-batches, if the run retries
-        and it can be left. The other processes hear of it where they next ask (`check_stop`), which must be the next
-        thing they ask each other."""
+        """Leave the iteration for smaller micro-batches where memory runs out within the block, if the run retries and
+        it can be left. The other processes hear of it where they next ask (`check_stop`), which must be the next thing
+        they ask each other."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -178,11 +181,13 @@ class Loop(State):
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: log, and, where due, evaluate and save."""
         self.process.check_folder()
+        # Figures after n finished iterations have the number n, as checkpoints do: 0 is the model before training.
         self.iteration += 1
         self._undo = None
         elapsed, last = time.perf_counter() - self.started, self.iteration == self.config.iterations
         row = dict(metrics) | {
             **self.optimization.figures(),
+            # The fullest process decides whether a run fits.
             "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
         }
         idle.note(self, row)

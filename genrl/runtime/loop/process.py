@@ -175,5 +175,5 @@ def make_accelerator(timeout_s: float) -> Accelerator:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Of this process since its start, in MiB: on the device, or resident where that is the CPU."""
+    """Peak memory of this process since its start, in MiB: on the device, or resident where that is the CPU."""
     return (resident_peak_bytes() if device.type == "cpu" else peak_bytes(device)) / 2**20

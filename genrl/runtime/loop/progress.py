@@ -98,8 +98,8 @@ class Progress:
             self.console.print(Text(text), soft_wrap=True)
 
     def seconds_left(self) -> float | None:
-        """From the mean time of the iterations of this process, that of the running one taken off; without the first,
-        in which much is done for the first time, once there is another. None before one has finished."""
+        """Estimate by the mean time of the iterations of this process, that of the running one taken off; without the
+        first, in which much is done for the first time, once there is another. None before one has finished."""
         ends = self.finished if len(self.finished) < 3 else self.finished[1:]
         if len(ends) < 2:
             return None

@@ -160,7 +160,7 @@ def room_for(actors: int, device: str) -> Iterator[dict[str, Any]]:
 
 
 def gpu_share(actors: int) -> float:
-    """Of a GPU for each of so many actors of every process of the run; 0 where the cluster has none."""
+    """Share of a GPU for each of so many actors of every process of the run; 0 where the cluster has none."""
     gpus = int(connected().cluster_resources().get("GPU", 0.0))
     if not gpus:
         return 0.0

@@ -51,7 +51,7 @@ class Versions:
         return weights.lent(self.of(iteration)) if self.age(iteration) else nullcontext()
 
     def note(self, iteration: int, weights: Mapping[str, Tensor]) -> None:
-        """These are the weights after so many iterations."""
+        """Note the weights after so many iterations."""
         self.weights[iteration] = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
         for old in [number for number in self.weights if number < iteration - self.staleness]:
             del self.weights[old]
@@ -175,7 +175,7 @@ class Run(ABC, Generic[C]):
 
     @abstractmethod
     def resize(self, size: int) -> None:
-        """From here on micro-batches have this size."""
+        """Give micro-batches this size from here on."""
 
     def forget(self) -> None:
         """Let go of the samples of the running iteration, which is undone."""

@@ -27,7 +27,10 @@ PATIENCE = 10
 """How many times `timeout_s` a process may be silent while it computes."""
 BUSY = 0.1
 """Share of the time on a processor from which on a process computes; more is not sure on a machine that is shared."""
+# The watch within comes first, since it can say more than that nothing moved.
 GRACE_S = 15
+# A program of its own that needs nothing but Python: it is to start at once, and to judge a process that may be
+# unable to run any code.
 _OUTSIDE = """
 import os, select, signal, sys
 parent, limit, silent = int(sys.argv[1]), float(sys.argv[2]), 0
@@ -137,6 +140,7 @@ class Watchdog:
         self.outside: subprocess.Popen[bytes] | None = None  # it waits for a pipe, which Windows cannot
         if sys.platform != "win32":
             own = [*command, str(self.stacks)]
+            # A session of its own: Ctrl-C goes to all processes of a terminal, and would end the one that is to watch.
             self.outside = subprocess.Popen(own, stdin=subprocess.PIPE, start_new_session=True)
         self.beat("starting", 0)
         self._write_heartbeat()
@@ -202,6 +206,7 @@ class Watchdog:
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
+        # Others read it at any time, and are never to see half of it.
         half = self.heartbeat.with_suffix(".half")
         with suppress(OSError):  # a full disk must not end the watch
             half.write_text(json.dumps(seen | {"time": time.time() - (time.monotonic() - self.last)}))
@@ -212,6 +217,7 @@ class Watchdog:
         self.file.write(f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}\n")
         self.file.flush()
         faulthandler.dump_traceback(self.file, all_threads=True)
+        # `os._exit` writes nothing out, and anything else would wait for the threads that hang.
         os.fsync(self.file.fileno())
         _say(
             f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}: stopping. The stacks of "

@@ -76,7 +76,7 @@ class State:
 
     @property
     def lr(self) -> float:
-        """Of the last step of the first group of parameters."""
+        """Learning rate of the last step of the first group of parameters."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
@@ -87,7 +87,8 @@ class State:
         self.kept.keep(name, thing, changes=changes)
 
     def keep_average(self) -> None:
-        """From here on the model holds the averaged weights, where the run keeps an average: it is trained no more."""
+        """Let the model hold the averaged weights from here on, where the run keeps an average: it is trained no
+        more."""
         if self.config.ema is not None:
             self.weights.take(AVERAGE)
 

@@ -25,7 +25,7 @@ class Tolerant:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's; what cannot be written is dropped."""
+        """Write as the stream does; what cannot be written is dropped."""
         try:
             return self.stream.write(text)
         except OSError as error:
@@ -33,12 +33,12 @@ class Tolerant:
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """As the stream's."""
+        """Write lines as the stream does."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """As the stream's."""
+        """Flush as the stream does."""
         try:
             self.stream.flush()
         except OSError as error:

@@ -36,7 +36,7 @@ class Undo:
 
     @classmethod
     def of(cls, loop: State) -> Self:
-        """As it is now."""
+        """Copy of the loop's state as it is now."""
         copies = None
         if loop.weights.can_be_copied:
             copies = _Copies(
@@ -60,6 +60,7 @@ class Undo:
             loop.kept.things[name].load_state_dict(kept)
         if self.copies is not None:
             for key, parameter in loop.weights.named.items():
+                # In place: the optimiser, shards and recorded graphs hold these very tensors.
                 parameter.data.copy_(self.copies.weights[key])
             loop.weights.snapshots = self.copies.snapshots
             loop.optimizer.load_state_dict(self.copies.optimizer)

@@ -64,6 +64,7 @@ def descend(
                 _backward(loop, settings, results, recorded, divisor)
             elif idle is not None and loop.weights.in_step:
                 _backward(loop, settings, {"loss": idle()}, Recorded(None, {}), divisor)
+        # Also for a part of which this process has nothing: watchdog and progress go by it.
         loop.advance(loop.process.progress.each if done is None else done(part))
         if recorded is not None:
             measure(part, results, recorded)
@@ -98,6 +99,7 @@ def deal(counts: Sequence[int], process: int, parts: int, *keys: int | str) -> I
     that none is a small remainder; a process may have nothing of a part. Where there is nothing, there is no part."""
     if not sum(counts):
         return
+    # Things are numbered over all processes, one after the other; `ends` says whose a number is.
     ends = torch.tensor(counts).cumsum(0)
     order = torch.randperm(sum(counts), generator=generator(*keys))
     for some in order.tensor_split(parts):
@@ -140,6 +142,7 @@ class Meter:
 
     def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
         """Values [any] of this process, with weights of the same shape; None = 1 each, 0 = not counted."""
+        # In float64: the order of the sums depends on how many processes there are.
         flat = values.detach().flatten().double().cpu()
         weight = torch.ones_like(flat) if weights is None else weights.detach().flatten().double().cpu()
         counted = weight > 0
@@ -158,7 +161,7 @@ class Meter:
         self.note({"zero_std_ratio": statistics.zero_std_ratio, "group_std_mean": statistics.mean_std})
 
     def add_advantages(self, advantages: Tensor, clip: float) -> None:
-        """Of all processes alike; those of 0 are not trained."""
+        """Note advantages of all processes alike; those of 0 are not trained."""
         trained = advantages[advantages != 0]
         size = float(trained.abs().mean()) if len(trained) else 0.0
         clipped = float((trained.abs() >= clip).double().mean()) if len(trained) else 0.0
@@ -185,6 +188,7 @@ class Meter:
                 totals[name] = (float((w * v).sum()), float(w.sum()), float(v.max()), squares)
         everyone: list[dict[str, tuple[float, float, float, float]]] = gather_object([totals])
         row = {name: sum(values) / len(values) for name, values in self._notes.items()}
+        # In the same order in all processes, of which some may lack a name.
         for name in sorted({name for one in everyone for name in one}):
             pieces = [one[name] for one in everyone if name in one]
             count = sum(p[1] for p in pieces)

@@ -107,7 +107,7 @@ def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[f
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """As few digits as tell the ticks apart."""
+    """Labels with as few digits as tell the ticks apart."""
     gap = min((b - a for a, b in zip(values, values[1:], strict=False)), default=1.0)
     largest = max(map(abs, values))
     digits = max(0, -math.floor(math.log10(gap) + 1e-9))

@@ -277,7 +277,7 @@ class _Tile:
 
 
 def _row_heights(row: Sequence[_Tile]) -> tuple[int, int, int]:
-    """Of the images, the labels and the captions: a row is as high as its own texts need."""
+    """Heights of the images, the labels and the captions: a row is as high as its own texts need."""
     return (
         max(image.height for tile in row for image in tile.images) + 4,
         _LINE * max(len(lines) for tile in row for lines in tile.labels),

@@ -33,7 +33,7 @@ class Kept:
 
     @property
     def changing(self) -> dict[str, Stateful]:
-        """Those that iterations change."""
+        """Things that iterations change."""
         return {name: thing for name, thing in self.things.items() if name not in self.unchanging}
 
     def knows(self, name: str) -> bool:

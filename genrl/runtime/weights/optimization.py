@@ -39,7 +39,7 @@ class Schedule:
     first: int = 0
 
     def rate(self, group: str, *, group_steps: int, all_steps: int, iteration: int) -> float:
-        """Of the (0-based) step."""
+        """Learning rate of the (0-based) step."""
         settings = self.settings
         falls = settings.schedule_iterations or self.iterations
         if self.steps is not None:
@@ -152,7 +152,8 @@ class Optimization:
         return {name: float(norm) for name, norm in norms.items()}
 
     def step_other(self, optimizer: torch.optim.Optimizer) -> float:
-        """As `step` for parameters beside the model, with an optimiser of their own; returns the gradient's norm."""
+        """Make a step as `step` does for parameters beside the model, with an optimiser of their own; returns the
+        gradient's norm."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = self._summed(_given(parameters))
         norm = _norm(gradients)
@@ -165,7 +166,7 @@ class Optimization:
         return float(norm)
 
     def figures(self) -> dict[str, float]:
-        """Of the running iteration, to be logged."""
+        """Figures of the running iteration, to be logged."""
         found = {"updates": float(self.updates)}
         if isinstance(self.optimizer, Masters) and self.optimizer.applied is not None:
             found["rounding/applied"] = self.optimizer.applied
@@ -195,7 +196,7 @@ class Optimization:
         return found
 
     def _require_finite(self, norms: Mapping[str, Tensor]) -> None:
-        """Of what is stepped: that a group which is not has no finite gradient is no reason to stop."""
+        """Check what is stepped: that a group which is not has no finite gradient is no reason to stop."""
         names = [name for name in ("loss", *norms) if name in self.suspects]
         kept = self.suspects[names[0]] if names else None
         tensors: dict[str, Tensor] = {}

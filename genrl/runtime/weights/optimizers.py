@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import json
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -31,7 +32,7 @@ class Masters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """As the class that is beside this one, but for what this one says."""
+        """Make a step as the class beside this one does, but for what this one says."""
         half = [p for p in self._parameters() if p.grad is not None and p.dtype in (torch.bfloat16, torch.float16)]
         before = {p: p.data for p in half}
         for p, values in before.items():
@@ -52,7 +53,7 @@ class Masters(torch.optim.Optimizer):
         self.applied = (float(torch.stack(rounded).sum()) / whole if whole else 1.0) if half else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer`, which would round what belongs to a parameter in half precision."""
+        """Restore as `torch.optim.Optimizer` does, which would round what belongs to a parameter in half precision."""
         super().load_state_dict(state_dict)
         for index, p in enumerate(self._parameters()):
             for name, value in state_dict["state"].get(index, {}).items():
@@ -176,3 +177,56 @@ def _parameters(kind: Any) -> list[str]:
 def _takes(kind: Any, name: str) -> bool:
     parameters = inspect.signature(kind.__init__).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+# Muon for matrices, AdamW for everything else: one optimiser with the groups of a run.
+
+
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` for parameters with two dimensions and `torch.optim.AdamW` for the others, as its authors do
+    (Jordan et al. 2024).
+
+    betas: of AdamW. adjust_lr_fn: by default steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982,
+    eq. 4), so that one learning rate serves both.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self._muon = torch.optim.Muon(
+            [{"params": list(filter(_is_matrix, group["params"]))} for group in self.param_groups],
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=(ns_coefficients[0], ns_coefficients[1], ns_coefficients[2]),
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        rest = [{"params": [p for p in group["params"] if not _is_matrix(p)]} for group in self.param_groups]
+        self._adamw = torch.optim.AdamW(rest, betas=betas, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of both."""
+        parts: tuple[torch.optim.Optimizer, ...] = (self._muon, self._adamw)
+        for part in parts:
+            part.state = self.state  # loading a state puts another dictionary there
+            for own, group in zip(self.param_groups, part.param_groups, strict=True):
+                group["lr"] = own["lr"]
+            part.step()
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.ndim == 2

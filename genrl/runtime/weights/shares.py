@@ -33,7 +33,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 def shares_of(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, DTensor]]:
-    """Those of several processes, by the same names; without empty mappings."""
+    """Tensors of several processes, by the same names; without empty mappings."""
     found = {
         stem: {name: t for name, t in named.items() if isinstance(t, DTensor) and t.device_mesh.size() > 1}
         for stem, named in tensors.items()
@@ -110,7 +110,7 @@ class _Writer(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """In the main process. Raises OSError where it does not see the others' files."""
+        """Finish in the main process. Raises OSError where it does not see the others' files."""
         self.entries.update(one for of_process in results for one in of_process)
         for name, entry in self.entries.items():
             file = self.folder / name
@@ -149,6 +149,6 @@ def entry(file: Path) -> dict[str, Any]:
 
 
 def sha256(file: Path) -> str:
-    """Of its content, in hexadecimal digits."""
+    """Checksum of its content, in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

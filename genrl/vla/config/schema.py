@@ -40,17 +40,12 @@ class VLAMethod(Method):
     kind: ClassVar[Kind] = "vla"
     one_process: ClassVar[bool] = False
     """Its data and critics are not shared out to several processes, so that it runs in one."""
-    imitates: ClassVar[Literal["never", "new", "always"]] = "never"
-    """Whether it trains on the demonstrations: never, only a policy that is new, or always: then every denoising step
-    is trained without being sampled, with no noise head, and no frozen policy for the first ones of DPPO's chain."""
-    makes_policy: ClassVar[bool] = False
-    """A new policy is made by `new_policy(config)` of its module, from data of its own, not from demonstrations."""
+    imitates: ClassVar[Literal["never", "new", "always"]] = "new"
+    """Whether demonstrations are what it trains on: always (then every denoising step is trained without being sampled,
+    with no noise head, and no frozen policy for the first ones of DPPO's chain); only for a policy that is new; or
+    never, and a new policy is made by `new_policy(config)` of its module, from data of its own."""
     acts_through: ClassVar[str] = ""
     """What its policy needs beside itself to act, so that it cannot be evaluated alone; empty = nothing."""
-    acts_on_actors: ClassVar[bool] = False
-    """With `environment.workers: ray` it acts by copies of the policy on Ray actors."""
-    takes_older_samples: ClassVar[bool] = False
-    """Whether a rollout may be of the weights of earlier iterations (`environment.staleness`)."""
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise")
     """Which policies, by what they predict (`names.PREDICTS`)."""
 
@@ -131,7 +126,7 @@ class VLAConfig(RunConfig):
             yield ("environment.success_key", "environment.reward"), text
         if env.num_envs % env.group_size:
             yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
-        if env.staleness and not trainer.takes_older_samples:
+        if env.staleness and "older_samples" not in trainer.takes:
             text = f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
             yield ("environment.staleness", "trainer.algorithm"), text
         yield from self._processes()
@@ -153,7 +148,7 @@ class VLAConfig(RunConfig):
         if self.trainer.retries:
             text = "a process that leaves a pass for want of memory leaves the others waiting; find microbatch by hand"
             yield ("trainer.fit_batch", key), text
-        if self.environment.workers == "ray" and self.trainer.acts_on_actors:
+        if self.environment.workers == "ray" and "actors" in self.trainer.takes:
             text = "Ray actors act with copies of the policy, and no process has all of it; write ray_simulators"
             yield ("environment.workers", key), text
 

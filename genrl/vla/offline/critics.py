@@ -13,9 +13,9 @@ from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.transitions import Transitions, take
-from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
+from genrl.vla.policies.encoder import MODES, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
-from genrl.vla.policies.policy import ACTION, SEEN, Batch, Statistics
+from genrl.vla.policies.policy import ACTION, SEEN, Batch, Inputs, Statistics
 
 
 class Learning(NamedTuple):

@@ -29,7 +29,7 @@ from genrl.vla.policies.robot import Robot
 
 if TYPE_CHECKING:
     from genrl.vla.config.sections import NewPolicy
-    from genrl.vla.policies.encoder import Inputs
+    from genrl.vla.policies.policy import Inputs
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 """By which LeRobot normalises pictures, unless it is told not to."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from genrl.mdp.noise import seeded
 from genrl.vla.policies.encoder import (
     MODES,
-    Inputs,
     ObservationEncoder,
     ResidualMLP,
     check_statistics,
@@ -28,7 +27,7 @@ from genrl.vla.policies.encoder import (
 )
 from genrl.vla.policies.lerobot import Adapt, existing, write
 from genrl.vla.policies.normalise import normalise, unnormalise
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, NoiseHead, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, Inputs, NoiseHead, Statistics
 from genrl.vla.policies.published import critic_of
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from genrl.vla.policies import policy
 from genrl.vla.policies.normalise import Mode, normalise
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, SEEN, STATE, TOKENS, Batch, Statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, SEEN, STATE, TOKENS, Batch, Inputs, Statistics
 
 MODES: dict[str, Mode] = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
 """How the embedded policies normalise: actions to [-1, 1], where DPPO and ReinFlow clip."""
@@ -21,30 +20,6 @@ MODES: dict[str, Mode] = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ENV": "MEA
 LANGUAGE, PICTURE, CLOUD, _KEYPOINTS = 64, 128, 64, 16
 LOOKS = ("convolutions.", "film.", "keypoints.", "picture.")
 """What the parameters begin with that an encoder looks at pictures by."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a policy reads: numbers in `STATE`, the words it knows, and, 0 for none, numbers in `ENVIRONMENT`, side of
-    `IMAGE` in pixels, points in `POINTS`, and numbers in `SEEN`, of critics beside a policy that looks."""
-
-    state: int
-    vocabulary: tuple[str, ...]
-    environment: int = 0
-    image: int = 0
-    points: int = 0
-    seen: int = 0
-
-    @property
-    def looks(self) -> bool:
-        """Whether there is anything to look at."""
-        return self.image > 0 or self.points > 0
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the entries of an observation."""
-        there = {STATE: True, ENVIRONMENT: self.environment, IMAGE: self.image, POINTS: self.points, SEEN: self.seen}
-        return (*(name for name, used in there.items() if used), TOKENS)
 
 
 def check_statistics(inputs: Inputs, action_dim: int, stats: Statistics) -> None:

@@ -46,7 +46,7 @@ def statistics(values: Tensor) -> dict[str, Tensor]:
 
 
 def with_least_spread(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same statistics, bounds of quantiles at least `LEAST_SPREAD` of the range apart: a dimension that hardly ever
+    """Statistics with bounds of quantiles at least `LEAST_SPREAD` of the range apart: a dimension that hardly ever
     moves (a gripper that closes once) would be blown up when it does."""
     found = dict(stats)
     for low, high in (_BOUNDS["QUANTILES"], _BOUNDS["QUANTILE10"]):

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -42,7 +43,6 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from genrl.vla.config.sections import NewPolicy
-    from genrl.vla.policies.encoder import Inputs
     from genrl.vla.policies.lerobot import Adapt
 
 NoiseHead = Literal["none", "expert", "context"]
@@ -66,6 +66,30 @@ SEEN = "observation.seen"
 TOKENS = "observation.language.tokens"
 """The instruction, int64 [B, L], 0 where there is no word."""
 ACTION = "action"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a policy reads: numbers in `STATE`, the words it knows, and, 0 for none, numbers in `ENVIRONMENT`, side of
+    `IMAGE` in pixels, points in `POINTS`, and numbers in `SEEN`, of critics beside a policy that looks."""
+
+    state: int
+    vocabulary: tuple[str, ...]
+    environment: int = 0
+    image: int = 0
+    points: int = 0
+    seen: int = 0
+
+    @property
+    def looks(self) -> bool:
+        """Whether there is anything to look at."""
+        return self.image > 0 or self.points > 0
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the entries of an observation."""
+        there = {STATE: True, ENVIRONMENT: self.environment, IMAGE: self.image, POINTS: self.points, SEEN: self.seen}
+        return (*(name for name, used in there.items() if used), TOKENS)
 
 
 class Policy(Protocol):

@@ -78,7 +78,9 @@ def collect(
     slots = range(plan.first_slot, plan.first_slot + env.num_envs)
     own = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
     shared = generator(plan.seed, plan.iteration, "chunks")
+    # By the slots of the whole run, so that groups are the same however processes share them.
     groups = np.array(slots) // env.group_size
+    # One key more than the numbers of episodes have: the two must not be the same random number.
     env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
     first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
     env.first_slot = plan.first_slot
@@ -104,6 +106,7 @@ def collect(
         seen.append(observe(raw, env, policy, t + 1))
         advance()
         if plan.one_episode:
+            # What follows a last decision is looked at once more: its value closes the return of that decision.
             valued, running = running, running & ~record.done
             if not running.any():
                 break
@@ -124,6 +127,7 @@ def collect(
 
 def _spread(values: Tensor, slots: Tensor) -> Tensor:
     """Rows [n, ...] of some slots (bool [B]) as [B, ...] on the CPU, zeros in the others."""
+    # Rollouts wait on the CPU: their pictures would take the room that training needs.
     found = values.new_zeros(len(slots), *values.shape[1:], device="cpu")
     found[slots] = values.cpu()
     return found
@@ -185,6 +189,7 @@ def _before(frozen: Policy | None, context: Batch, observation: Batch, same_enco
 def dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
     """Rows of episodes that end with a drop, bool [T, B]."""
     rows, later = [], torch.zeros_like(dropped[0])
+    # From the end: an episode that is dropped at last was never to be trained on.
     for now, end in zip(dropped.flip(0), done.flip(0), strict=True):
         later = now | (later & ~end)
         rows.append(later)
@@ -202,6 +207,7 @@ def observe(raw: Observation, env: Environment, policy: Policy, decision: int) -
     missing = [name for name in policy.inputs if name not in named and name != TOKENS]
     if missing:
         raise ValueError(f"the policy reads {missing}; the environment shows {sorted(named)}: see policy.rename")
+    # Copies: a simulator goes on writing into the arrays that it showed.
     observation = {name: torch.from_numpy(np.array(named[name])) for name in policy.inputs if name != TOKENS}
     for name, value in observation.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):

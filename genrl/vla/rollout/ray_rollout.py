@@ -76,6 +76,7 @@ class ActingHost:
             except Exception as error:  # noqa: BLE001 - of the thread: raised again where it is waited for
                 said.put(error)
 
+        # `collect` returns at its end, and the caller waits for a sign of life after every decision.
         threading.Thread(target=act, daemon=True).start()
         while (message := said.get()) is None:
             yield None

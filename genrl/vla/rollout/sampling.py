@@ -141,6 +141,7 @@ class Denoising(Sampler):
     @torch.no_grad()
     def sample(self, policy: Policy, context: Batch, random: ChunkNoise, *, frozen: Frozen | None = None) -> Sample:
         """See `Sampler`."""
+        # Drawn on the CPU, so that a chunk is the same on every device.
         start, batch = random.noise.to(next(iter(context.values())).device), len(random.noisy)
         self._check_first(frozen)
 
@@ -151,6 +152,7 @@ class Denoising(Sampler):
         chain = chains.sample_chain(
             step, start[:, 0], start[:, 1:], noise_clip=self.noise_clip, last_clip=self.last_clip
         )
+        # Rows have equally many noisy steps, if not the same ones.
         index = random.noisy.nonzero()[:, 1].view(batch, -1)
         rows, place = torch.arange(batch, device=start.device)[:, None], index.to(start.device)
         states, following = chain.states[rows, place], chain.states[rows, place + 1]
@@ -232,6 +234,7 @@ class FlowSteps(Denoising):
             raise TypeError(f"FlowSteps needs a policy that predicts velocity, {type(policy).__name__} does not")
         sigmas = schedules.linspace_grid(self.steps)
         now, following = sigmas[index], sigmas[index + 1]
+        # Rows of one call differ in which step is noisy, and a step of level 0 is that of the ODE.
         level = (torch.ones(len(x)) if noisy is None else noisy).double() * self.noise_level
         velocity = policy.velocity(context, x, now.to(x))
         if self.kernel == "flow_cps":

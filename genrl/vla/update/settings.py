@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Update(VLAMethod):
     """The clipped surrogate on the log-probabilities of chunks, after rollouts of the policy."""
 
-    acts_on_actors: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
+    takes = frozenset({"older_samples", "actors"})
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens")
 
     level: Literal["chunk", "action", "element"] = "chunk"

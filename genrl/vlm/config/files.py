@@ -53,7 +53,7 @@ def file_problems(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     for number, stage in enumerate(config.stages):
         if stage.task:
             part = config.parts[number]
-            if not part.trainer.samples:  # its answers are given, no reward sees them
+            if part.trainer.learns_from == "data":  # its answers are given, no reward sees them
                 part = part.model_copy(update={"rewards": ()})
             yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")
     if config.synthesis is not None:

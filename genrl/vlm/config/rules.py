@@ -49,11 +49,11 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
-    if not config.rewards and any(part.trainer.samples for part in config.parts):
+    if not config.rewards and any(part.trainer.learns_from != "data" for part in config.parts):
         yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
     if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
         yield ("rewards",), "all weights are 0: nothing is trained"
-    if config.trainer.acts:
+    if config.trainer.learns_from == "episodes":
         text = f"{config.trainer.algorithm} learns from episodes: write environment in place of task"
         yield ("trainer.algorithm", "task"), text
 
@@ -63,7 +63,7 @@ def _episodes(config: VLMConfig) -> Iterator[Finding]:
         yield ("task", "environment"), "write one of them: questions, or an environment to act in"
     if config.rewards:
         yield ("rewards", "environment"), "an environment has a reward of its own; leave rewards out"
-    if not config.trainer.acts:
+    if config.trainer.learns_from != "episodes":
         yield ("trainer.algorithm", "environment"), f"{config.trainer.algorithm} learns from answers to questions"
 
 
@@ -71,7 +71,7 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
     output, makes = config.vlm.output, config.vlm.makes
     if wrong := _unknown(output, OUTPUTS):
         yield ("vlm.output",), wrong
-    if makes == "music_reward" and config.trainer.samples:
+    if makes == "music_reward" and config.trainer.learns_from != "data":
         yield ("trainer.algorithm", "vlm.output"), "a score answers nothing; write music_preference, or output: music"
     for key in [key for key in (OF_TEXT if makes else OF_BUILT_IN if output != "text" else ()) if _value(config, key)]:
         yield (key, "vlm.output"), f"only models that answer with text have it, not output {output}; leave it out"
@@ -154,7 +154,7 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
     at, trainer, staleness = "generation.staleness", config.trainer, config.generation.staleness
     if not staleness:
         return
-    if not trainer.takes_older_samples:
+    if "older_samples" not in trainer.takes:
         yield (at, "trainer.algorithm"), f"{trainer.algorithm} learns from samples of the present weights; write 0"
     for name in ("stages", "synthesis"):
         if getattr(config, name):
@@ -162,7 +162,10 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
     if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
         if config.environment is not None:
             yield ("generation.vllm.url", at), "a server samples answers ahead, not episodes; leave it out, or write 0"
-        there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
+        there = {
+            "trainer.resample": config.trainer.group_filter.rounds > 1,
+            "augmentation": config.augmentation is not None,
+        }
         for key in [key for key, asked in there.items() if asked]:
             text = "this needs results of earlier iterations, before which the server samples; leave it out, or write 0"
             yield (key, at), text
@@ -186,7 +189,7 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
     if config.synthesis is not None and config.synthesis.questions > config.generation.prompts_per_iteration:
         yield ("synthesis.questions", "generation.prompts_per_iteration"), "there are not so many questions"
-    if config.synthesis is not None and (config.trainer.rounds > 1 or config.augmentation is not None):
+    if config.synthesis is not None and (config.trainer.group_filter.rounds > 1 or config.augmentation is not None):
         yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
     if config.synthesis is not None and config.generation.group_size < 2:
         yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"
@@ -205,11 +208,11 @@ def _economy(config: VLMConfig) -> Iterator[Finding]:
             yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
     if economy.selection is not None:
         at = "economy.selection"
-        if not config.trainer.samples:
+        if config.trainer.learns_from == "data":
             yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
         if config.stages:
             yield (at, "stages"), "what is known of a question is of one stage; leave it out"
         if config.task.curriculum is not None:
             yield (at, "task.curriculum"), "both say which questions come first; leave out one"
-    if economy.keep is not None and not config.trainer.takes_part_of_groups:
+    if economy.keep is not None and "part_of_groups" not in config.trainer.takes:
         yield ("economy.keep", "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"

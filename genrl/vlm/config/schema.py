@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
@@ -46,24 +46,35 @@ Row = tuple[str, str, str]
 """What there is of in an iteration, how many, and a remark."""
 
 
+class GroupFilter(NamedTuple):
+    """Which groups of answers are trained on."""
+
+    rule: Literal["none", "spread", "not_all_right"] = "none"
+    """All, those with two different rewards, or all but those whose first reward is always 1."""
+    rounds: int = 1
+    """Most rounds of sampling in an iteration, while the rule leaves too few groups."""
+
+
+class Shared(NamedTuple):
+    """What processes share out."""
+
+    key: str
+    number: int
+    """This number is shared out evenly."""
+    at_least: tuple[str, int] | None = None
+    """A key, and a number of which every process needs one, in whatever way they are shared out."""
+
+
 class VLMMethod(Method):
     """Base of the settings of methods for vision-language models. Shared code asks its members, never its type."""
 
     kind: ClassVar[Kind] = "vlm"
-    acts: ClassVar[bool] = False
-    """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
-
-    samples: ClassVar[bool] = True
-    """It learns from answers that the model samples, which rewards score; otherwise from what the data gives."""
+    learns_from: ClassVar[Literal["answers", "episodes", "data"]] = "answers"
+    """Answers to the questions of `task` that the model samples and rewards score; episodes in `environment`; or what
+    the data gives."""
 
     with_heads: ClassVar[bool] = False
     """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
-
-    takes_older_samples: ClassVar[bool] = False
-    """Whether answers may have been drawn by the weights of earlier iterations (`generation.staleness`)."""
-
-    takes_part_of_groups: ClassVar[bool] = False
-    """Whether it can be trained on some of the answers of each group, as on all (`economy.keep`)."""
 
     fit_batch: Flag = False
     """Where memory runs out in training, do the iteration again with half the micro_batch."""
@@ -87,20 +98,14 @@ class VLMMethod(Method):
         return None
 
     @property
-    def group_filter(self) -> Literal["none", "spread", "not_all_right"]:
-        """Which groups of answers are trained on: all, those with two different rewards, or all but those whose first
-        reward is always 1."""
-        return "none"
+    def group_filter(self) -> GroupFilter:
+        """Which groups of answers are trained on."""
+        return GroupFilter()
 
     @property
     def rows_per_pass(self) -> int | None:
         """Answers per pass of the model in training; None = all of an update."""
         return None
-
-    @property
-    def rounds(self) -> int:
-        """Most rounds of sampling in an iteration, while the filter leaves too few groups."""
-        return 1
 
     @property
     def demonstrations(self) -> tuple[str, str] | None:
@@ -112,29 +117,26 @@ class VLMMethod(Method):
         """The functions that its loss is made of, a dataclass, where it is made of named functions."""
         return None
 
-    def shared(self, config: VLMConfig) -> tuple[str, int]:
-        """A key, and the number that is shared out evenly to the processes."""
-        return "generation.prompts_per_iteration", config.generation.prompts_per_iteration
-
-    def at_least(self, config: VLMConfig) -> tuple[str, int] | None:
-        """A key, and a number of which every process needs one, in whatever way they are shared out."""
-        return None
-
-    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
-        """What an iteration samples, how many, and how they are made up."""
-        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
-        return "answers", starts * size, f"{starts} questions x {size}"
+    def shared(self, config: VLMConfig) -> Shared:
+        """What processes share out."""
+        return Shared("generation.prompts_per_iteration", config.generation.prompts_per_iteration)
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         """What an iteration does, as `genrl check` shows it."""
-        (what, number, remark), tokens = self.sampled(config), config.generation.max_new_tokens
-        yield what, f"{number:,}", remark
-        yield "tokens", f"{number * tokens:,} at most", f"{tokens} of each"
+        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
+        yield from sampled(config, "answers", starts * size, f"{starts} questions x {size}")
 
     @classmethod
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the method's section as it is written, with what is left out because another key implies it."""
         return written
+
+
+def sampled(config: VLMConfig, what: str, number: int, remark: str) -> Iterator[Row]:
+    """Rows of so many things that an iteration samples, and of their tokens."""
+    tokens = config.generation.max_new_tokens
+    yield what, f"{number:,}", remark
+    yield "tokens", f"{number * tokens:,} at most", f"{tokens} of each"
 
 
 def columns_of(target: str) -> list[str]:

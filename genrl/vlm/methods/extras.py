@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from genrl.mdp.noise import derive_seed, generator
+from genrl.objectives.tokens.token_trust import min_p_log_prob
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.shards import gathered
+from genrl.vlm.recipe.surrogates import LowProbability
 from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
 from genrl_rewards.scorers.texts.expected import number_in
 from genrl_rewards.scorers.texts.verifiable import answer_in
 
+CHUNK = 64
+"""Tokens whose whole distributions exist at a time."""
 MASKED, PATCH = 0.5, 14
 """VPPO: share of patches that are black in the masked picture, and the side of one in pixels."""
 
@@ -125,6 +130,12 @@ def computed(
         else:
             with policy.reference():
                 found["ref"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
+    if "proxy" in reads:
+        found["proxy"] = without_noise(policy, answers, parts, temperature)
+    if "right" in reads:
+        first = answers.scores[config.reward_labels[0]]
+        right = (first >= config.evaluation.right_at - 1e-9).double()
+        found["right"] = right.masked_fill(first.isnan(), math.nan)
     if "masked_image" in reads:
         change = masked(MASKED, PATCH)
         changed = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
@@ -162,6 +173,32 @@ def computed(
         weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
         found["component_weights"] = weights.repeat(len(found["components"]), 1)
     return found
+
+
+@torch.no_grad()
+def without_noise(policy: Policy, answers: Answers, parts: Sequence[Tensor], temperature: float) -> Tensor:
+    """Log-probabilities [B, T] of the answers' tokens under the policy without its least likely tokens: Lp-Reg."""
+    found = torch.zeros(answers.mask.shape)
+    head = policy.model.get_output_embeddings()
+    with gathered(policy):
+        for rows in parts:
+            mask = answers.mask[rows]
+            one = policy.log_probs(
+                answers.prompts, answers.tokens[rows], mask, group=answers.group[rows], temperature=temperature
+            )
+            states, tokens = one.states[mask.to(one.states.device)], answers.tokens[rows][mask].to(one.states.device)
+            values = [
+                min_p_log_prob(allowed_logits(policy, head(part), temperature), chosen, kappa=LowProbability.noise)
+                for part, chosen in zip(states.split(CHUNK), tokens.split(CHUNK), strict=True)
+            ]
+            found[rows] = torch.zeros(mask.shape).masked_scatter(mask, torch.cat(values).float().cpu())
+    return found
+
+
+def allowed_logits(policy: Policy, logits: Tensor, temperature: float) -> Tensor:
+    """Logits [..., V] as the policy samples by them, in float32 or more: what stands for pictures is impossible."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return wide.index_fill(-1, policy.forbidden, IMPOSSIBLE)
 
 
 def degraded_prompts(policy: Policy, answers: Answers, config: VLMConfig, iteration: int) -> list[Encoded]:

@@ -17,6 +17,7 @@ from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
 PER_TOKEN = (
     "mask", "sampler", "old", "ref", "entropy", "masked_image", "ema", "answer_mask", "divergence",
     "credit", "returns", "old_value", "step", "draw", "turn", "turn_reward", "matched",
+    "kl_cov", "proxy", "held", "height",
 )  # fmt: skip
 """Tensors that are [B, T] where they have two dimensions; others have a row's numbers."""
 

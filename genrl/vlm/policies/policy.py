@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.kernels.prefix_attention import PrefixBackend
@@ -36,7 +36,6 @@ from genrl.vlm.policies.processor import (
     placeholder_ids,
     tokenize,
 )
-from genrl.vlm.policies.shards import Body
 from genrl.vlm.policies.videos import FAMILIES, gone_on
 from genrl_rewards.given import is_given, take
 
@@ -82,6 +81,18 @@ class Replay:
     states: Tensor
     positions: int
     images: int
+
+
+class Body(nn.Module):
+    """A model without its output layer: what its passes begin with where it is in shards, the output layer too."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        """The states of the base model, as it returns them."""
+        return self.model.base_model(**inputs)
 
 
 class Policy(Adapted):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners import lora
@@ -23,22 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from genrl.runtime.weights.sharding import Sharding, reshard_layers, shard, unsharded, whole
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.policies.policy import Body, Policy
 from genrl.vlm.policies.processor import Prompt
-
-if TYPE_CHECKING:
-    from genrl.vlm.policies.policy import Policy
-
-
-class Body(nn.Module):
-    """A model without its output layer: what its passes begin with where it is in shards, the output layer too."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        """The states of the base model, as it returns them."""
-        return self.model.base_model(**inputs)
 
 
 def hold(config: VLMConfig, *policies: Policy) -> None:

@@ -13,20 +13,14 @@ from genrl.config.section import AnyOf, Count
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod
-from genrl.vlm.recipe.advantages import (
-    Advantage,
-    GreedyBaseline,
-    Hierarchical,
-    RankQuantiles,
-    RewardTerm,
-    SmoothedAdvantage,
-    Transform,
-)
+from genrl.vlm.recipe.advantages import Advantage, GreedyBaseline, Hierarchical, RankQuantiles, SmoothedAdvantage
 from genrl.vlm.recipe.choice import Choice
+from genrl.vlm.recipe.group_losses import GroupLoss, Regression
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset
 from genrl.vlm.recipe.presets import PRESETS, PresetName
 from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
-from genrl.vlm.recipe.surrogates import GroupLoss, KlCov, LinearBound, Regression, Surrogate
+from genrl.vlm.recipe.shaping import RewardTerm, Transform
+from genrl.vlm.recipe.surrogates import KlCov, LinearBound, Surrogate
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
 
 if TYPE_CHECKING:
@@ -41,6 +35,7 @@ FORWARDS = {
     "masked_image": "the picture masked",
     "degraded": "the picture degraded, in each update",
     "ema": "a moving average of the model",
+    "proxy": "whole distributions, without their least likely tokens",
 }
 """Further evaluations of the same tokens, without gradient, by what a choice reads of them."""
 
@@ -147,6 +142,10 @@ class RecipeMethod(VLMMethod):
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)
+        yield from self.learned(config)
+
+    def learned(self, config: VLMConfig) -> Iterator[Row]:
+        """Rows of what is done with the samples."""
         yield "updates", f"{self.updates * self.epochs:,}", f"{self.epochs} passes"
         if "greedy" in self.reads:
             yield "greedy answers", f"{config.generation.prompts_per_iteration:,}", "one to each question"
@@ -209,6 +208,9 @@ class RecipeMethod(VLMMethod):
         if makes and pictured:
             text = f"it reads {min(pictured)}, of texts about pictures; this model's output is {output}"
             yield ("trainer.preset",), f"{text}; nearest: grpo"
+        if makes and "proxy" in preset.reads:
+            text = f"it reads whole distributions over texts; this model's output is {output}; nearest: clip"
+            yield (self.key("surrogate"), "vlm.output"), text
         if isinstance(preset.advantage, Hierarchical) and output != "voxels" and output in OUTPUTS.built_in:
             yield (self.key("advantage"),), "only answers of two steps have it; write vlm.output: voxels, or group"
         if isinstance(preset.surrogate, LinearBound) and output != "masked_text" and output in OUTPUTS.built_in:

@@ -10,40 +10,48 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from genrl.vlm.recipe.advantages import (
-    BatchNormalise,
-    ConsistencyBonus,
     CriticAdvantage,
     GreedyBaseline,
     GroupAdvantage,
     Hierarchical,
-    InformativeGroups,
-    KlInReward,
     LeaveOneOut,
     LengthWeighted,
     NormaliseThenSum,
     RankQuantiles,
     SemiOnline,
-    SigmaFilter,
+    Signed,
     SmoothedAdvantage,
-    TrajectoryDependency,
+    TokenStatistics,
     TurnLeaveOneOut,
-    Uncertainty,
     VirtualReward,
     WhitenedReturns,
 )
+from genrl.vlm.recipe.group_losses import Classification, Preference, Regression, RightAnswers
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
+from genrl.vlm.recipe.shaping import (
+    Asymmetry,
+    BatchNormalise,
+    ConsistencyBonus,
+    InformativeGroups,
+    KlInReward,
+    SigmaFilter,
+    TrajectoryDependency,
+    Uncertainty,
+)
 from genrl.vlm.recipe.surrogates import (
     Cispo,
-    Classification,
     Clip,
+    CumulativeMask,
     DynamicClip,
+    EntropyAdaptive,
     GeometricMean,
     KlCov,
     LinearBound,
     LogClamp,
-    Preference,
-    Regression,
+    LowProbability,
+    ProbabilityMask,
+    Quadratic,
     Reinforce,
     Sapo,
     SequenceClip,
@@ -193,6 +201,65 @@ PRESETS: dict[str, Preset] = {
         "seq_sum",
         source="arXiv 2310.10505",
         notes="one update per rollout; the paper has one answer per question, and a KL in the reward",
+    ),
+    "nsr": Preset(
+        Signed(),
+        Clip(),
+        "token_mean_global",
+        source="arXiv 2506.01347 and code",
+        notes="wrong answers alone are learnt from; right = first reward >= evaluation.right_at; no groups are needed",
+    ),
+    "w_reinforce": Preset(
+        Signed(right=0.1),
+        Clip(),
+        "token_mean_global",
+        source="arXiv 2506.01347 and code",
+        notes="as nsr, with right answers at a tenth; the paper's PSR is {name: signed, right: 1, wrong: 0}",
+    ),
+    "a_grae": Preset(
+        _Z_VERL,
+        Clip(),
+        "token_mean_global",
+        transforms=(Asymmetry(),),
+        source="arXiv 2602.05548 and code",
+        notes="alpha .5 for geometry and medicine; the released script anneals its switch away from the value that "
+        "turns this on, so it never runs what its paper says",
+    ),
+    "lp_reg": Preset(
+        _Z_VERL,
+        LowProbability(),
+        "token_mean_global",
+        source="arXiv 2510.03222 and code",
+        notes="G = 8, no KL; the rarest tokens are chosen once per rollout by the old policy: ours, the code chooses "
+        "in each micro-batch; share .005 for 32B",
+    ),
+    "hapo": Preset(
+        TokenStatistics(),
+        EntropyAdaptive(),
+        "token_mean_global",
+        source="HAPO, code",
+        notes="entropies below the quantile count down to -1, as intended: the released code divides them by a "
+        "negative number, so that its lower branch never acts; the sampling temperature does not follow entropy here; "
+        "sample deviation of the tokens inferred",
+    ),
+    "pacs": Preset(
+        _Z,
+        None,
+        "seq_mean",
+        group_loss=RightAnswers(),
+        source="arXiv 2509.02522 and code",
+        notes="the advantage is not used; the code sums padding too, here the mask applies",
+    ),
+    "dppo": Preset(
+        GroupAdvantage(scale="none"),
+        ProbabilityMask(),
+        "token_mean_global",
+        source="UniRL, code",
+        notes="of tokens: no relation of the robots' diffusion policy optimisation",
+    ),
+    "cppo": Preset(GroupAdvantage(scale="none"), CumulativeMask(), "token_mean_global", source="UniRL, code"),
+    "drpo": Preset(
+        GroupAdvantage(scale="none"), Quadratic(), "token_mean_global", source="arXiv 2606.09821; UniRL, code"
     ),
     # --- vision-language systems whose loss is their own
     "vppo": Preset(

@@ -1,4 +1,4 @@
-"""Rules of ratio and clip (`genrl.objectives.tokens.token_surrogates`), and losses of whole groups in their place."""
+"""Rules of ratio and clip (`genrl.objectives.tokens.token_surrogates`, `token_trust`)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,22 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.advantages import groups
-    from genrl.objectives.preferences import preference
     from genrl.objectives.surrogates.policy_losses import SurrogateOutput
     from genrl.objectives.tokens import (
         group_losses,
-        masked_diffusion,
-        token_covariance,
         token_surrogates,
+        token_trust,
+        token_weights,
     )
     from genrl.objectives.tokens import (
         tokens as masking,
     )
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    groups = lazily("genrl.objectives.advantages.groups")
-    preference = lazily("genrl.objectives.preferences.preference")
     group_losses = lazily("genrl.objectives.tokens.group_losses")
-    masked_diffusion = lazily("genrl.objectives.tokens.masked_diffusion")
-    token_covariance = lazily("genrl.objectives.tokens.token_covariance")
+    token_weights = lazily("genrl.objectives.tokens.token_weights")
     token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
+    token_trust = lazily("genrl.objectives.tokens.token_trust")
     masking = lazily("genrl.objectives.tokens.tokens")
 
 
@@ -148,7 +144,7 @@ class GeometricMean(Rule):
 
 class KlCov(Rule):
     """The plain ratio, and a penalty of moving the tokens whose log-probability and advantage vary together: KL-Cov
-    (`token_covariance`)."""
+    (`token_weights.token_covariance`)."""
 
     tensors = ("old",)
     name: Literal["kl_cov"] = "kl_cov"
@@ -157,10 +153,8 @@ class KlCov(Rule):
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
         assert batch.advantage is not None, "it is estimated before"
-        together = token_covariance.token_covariance(
-            batch.read("old_log_prob", self.name), batch.advantage, batch.scored
-        )
-        return {"kl_cov": token_covariance.kl_cov_tokens(together, batch.scored, share=self.share)}
+        together = token_weights.token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
+        return {"kl_cov": token_weights.kl_cov_tokens(together, batch.scored, share=self.share)}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         return token_surrogates.kl_cov_surrogate(*batch.terms, batch.read("kl_cov", self.name), beta=1.0)
@@ -210,7 +204,7 @@ class Vespo(Rule):
 
 class LinearBound(Rule):
     """A linear lower bound of the objective, of samples of a masked diffusion model's evidence bound in place of
-    log-probabilities of tokens: BGPO (`masked_diffusion.linear_bound_loss`)."""
+    log-probabilities of tokens: BGPO (`group_losses.linear_bound_loss`)."""
 
     of_rows = True
     tensors = ("bound",)
@@ -224,10 +218,98 @@ class LinearBound(Rule):
         log_prob, old, advantage, mask = batch.terms
         ratio = masking.mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
         return SurrogateOutput(
-            masked_diffusion.linear_bound_loss(log_prob, old, advantage)[:, None],
+            group_losses.linear_bound_loss(log_prob, old, advantage)[:, None],
             ratio,
             ratio.new_zeros(ratio.shape).bool(),
         )
+
+
+class ProbabilityMask(Rule):
+    """The plain ratio; no gradient away from the old policy for tokens whose probability has moved by more than delta:
+    DPPO (`token_trust.probability_mask_surrogate`)."""
+
+    near = True
+    name: Literal["probability_mask"] = "probability_mask"
+    delta: Positive = 0.15
+    """Largest change of a token's probability."""
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        return token_trust.probability_mask_surrogate(*batch.terms, delta=self.delta)
+
+
+class CumulativeMask(Rule):
+    """`probability_mask` with a budget that the tokens of an answer share: CPPO
+    (`token_trust.cumulative_mask_surrogate`)."""
+
+    near = True
+    name: Literal["cumulative_mask"] = "cumulative_mask"
+    delta: Positive = 0.2
+    """Largest change of a token's probability."""
+    last: Share = 0.8
+    """Weight of the last token's change; the first one's is 1."""
+    slack: Positive = 0.02
+    """What a token adds to the budget at least; at most twice as much."""
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        return token_trust.cumulative_mask_surrogate(*batch.terms, delta=self.delta, last=self.last, slack=self.slack)
+
+
+class Quadratic(Rule):
+    """The plain ratio less a square that holds a token's probability near: DRPO (`token_trust.quadratic_surrogate`)."""
+
+    near = True
+    name: Literal["quadratic"] = "quadratic"
+    width: Positive = 12.5
+    """Change of a token's probability at which its gradient is 0."""
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        return token_trust.quadratic_surrogate(*batch.terms, width=self.width)
+
+
+class LowProbability(Rule):
+    """PPO's clip of the ratio between 0 and 10; the rarest tokens of negative advantage are held near what they would
+    be without the noise, [proxy]: Lp-Reg (`token_trust.low_probability_surrogate`)."""
+
+    near = True
+    tensors = ("old", "proxy")
+    noise: ClassVar[float] = 0.02
+    """Share of the largest probability below which a token is noise."""
+    name: Literal["low_probability"] = "low_probability"
+    share: Share = 0.01
+    """Share of the tokens of negative advantage that are held (32B: .005)."""
+    beta: NonNegative = 1.0
+    """Weight of the divergence."""
+
+    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
+        assert batch.advantage is not None, "it is estimated before"
+        blamed = batch.scored & (masking.per_token(batch.advantage, batch.mask).expand(batch.mask.shape) < 0)
+        rare = token_trust.lowest_share(batch.read("old_log_prob", self.name), blamed, share=self.share)
+        return {"held": rare}
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        proxy, held = (batch.read(name, self.name) for name in ("proxy", "held"))
+        return token_trust.low_probability_surrogate(*batch.terms, proxy, held, beta=self.beta)
+
+
+class EntropyAdaptive(Rule):
+    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`token_trust.entropy_adaptive`)."""
+
+    near = True
+    tensors = ("entropy",)
+    name: Literal["entropy_adaptive"] = "entropy_adaptive"
+    width: Share = 0.2
+    """The ratio is clipped so far from 1 at medium entropy, up to twice as far at the extremes."""
+    dual: Positive = 10.0
+    """Negative advantages: the objective is at least dual * A."""
+
+    def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
+        return {"height": token_trust.relative_entropy(batch.read("entropy", self.name), batch.mask)}
+
+    def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        log_prob, old, _, mask = batch.terms
+        height = batch.read("height", self.name).to(log_prob.dtype)
+        low, high, advantage = token_trust.entropy_adaptive(*batch.terms, height, width=self.width)
+        return token_surrogates.clip_surrogate(log_prob, old, advantage, mask, low=low, high=high, dual=self.dual)
 
 
 Surrogate = (
@@ -243,63 +325,9 @@ Surrogate = (
     | Reinforce
     | Vespo
     | LinearBound
+    | ProbabilityMask
+    | CumulativeMask
+    | Quadratic
+    | LowProbability
+    | EntropyAdaptive
 )
-
-# --- losses of whole groups, in place of weights, surrogate and aggregation
-
-
-class WholeGroups(Choice):
-    """A loss of whole groups."""
-
-    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        """This micro-batch's part of the step's loss, []. scored: the rows that have rewards, bool [B]: of advantage 0,
-        one without would be taught as no better than its group."""
-        raise NotImplementedError
-
-
-class Regression(WholeGroups):
-    """Log-ratios regressed on advantages: Reg-GRPO (`group_losses.regression_loss`)."""
-
-    name: Literal["regression"] = "regression"
-
-    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        log_prob, old, advantage, mask = batch.terms
-        ratio = masking.sequence_log_ratio(log_prob, old, mask)[scored]
-        return group_losses.regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
-
-
-class Classification(WholeGroups):
-    """Answers of positive advantage told from the others: REAL (`group_losses.classification_loss`)."""
-
-    name: Literal["classification"] = "classification"
-
-    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        log_prob, old, advantage, mask = batch.terms
-        score = masking.mean_log_ratio(log_prob, old, mask)[scored]
-        return (
-            group_losses.classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum()
-            / batch.number_of_groups
-        )
-
-
-class Preference(WholeGroups):
-    """DPO on the best and the worst answer of each group (`preference.dpo_loss`). A group without spread has no pair,
-    and counts in the mean."""
-
-    tensors = ("ref",)
-    name: Literal["preference"] = "preference"
-    beta: Positive = 0.1
-    """Weight of the log-ratios to the model before training."""
-
-    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
-        sign = groups.best_and_worst(batch.scores(self.name), batch.group)
-        best, worst = ((sign == side).nonzero()[:, 0] for side in (1, -1))  # by group, since rows of one are together
-        now = masking.row_sum(batch.terms[0], batch.mask)
-        ref = masking.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
-        return (
-            preference.dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum()
-            / batch.number_of_groups
-        )
-
-
-GroupLoss = Regression | Classification | Preference

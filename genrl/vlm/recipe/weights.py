@@ -10,10 +10,9 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.tokens import token_covariance, token_weights
+    from genrl.objectives.tokens import token_weights
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    token_covariance = lazily("genrl.objectives.tokens.token_covariance")
     token_weights = lazily("genrl.objectives.tokens.token_weights")
 
 
@@ -75,7 +74,7 @@ class Divergence(Weight):
 
 class ClipCov(Weight):
     """0 for a few tokens, drawn at random ([draw]), whose covariance of log-probability and advantage is large, 1 for
-    the others: Clip-Cov (`token_covariance`)."""
+    the others: Clip-Cov (`token_weights.token_covariance`)."""
 
     tensors = ("draw", "old")
     name: Literal["clip_cov"] = "clip_cov"
@@ -88,11 +87,9 @@ class ClipCov(Weight):
 
     def factor(self, batch: TokenBatch) -> Tensor:
         assert batch.advantage is not None, "it is estimated before"
-        together = token_covariance.token_covariance(
-            batch.read("old_log_prob", self.name), batch.advantage, batch.scored
-        )
+        together = token_weights.token_covariance(batch.read("old_log_prob", self.name), batch.advantage, batch.scored)
         limits = {"share": self.share, "low": self.low, "high": self.high}
-        return token_covariance.clip_cov_weight(together, batch.read("draw", self.name), batch.scored, **limits)
+        return token_weights.clip_cov_weight(together, batch.read("draw", self.name), batch.scored, **limits)
 
 
 class EngineMismatch(Weight):

@@ -15,9 +15,9 @@ from torch import Tensor
 import genrl_rewards
 from genrl.config.economy import Selection
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages import groups
 from genrl.objectives.advantages.pruning import max_variance
 from genrl.objectives.advantages.reward_shaping import over_views
-from genrl.objectives.tokens import group_filters
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
@@ -129,6 +129,7 @@ def order(number: int, seed: int, first: int, count: int) -> list[int]:
     found: list[int] = []
     for place in range(first, first + count):
         lap, inside = divmod(place, number)
+        # One order a lap, whichever part of it is asked for: a resumed run asks for the rest.
         if not found or inside == 0:
             shuffled = torch.randperm(number, generator=generator(seed, "questions", lap)).tolist()
         found.append(shuffled[inside])
@@ -150,6 +151,7 @@ def score(
     `images`, else of texts; failures name the question. Raises ValueError for a column that is not there, and a result
     of the wrong length."""
     asked = [rows[number] for number in group]
+    # A reward is given whole columns, so what some of the rows lack it cannot have.
     known = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     columns = {name: [row.columns[name] for row in asked] for name in sorted(known)}
     prompts, images = [text_of(row) for row in asked], sampled.made.get("images")
@@ -224,6 +226,7 @@ def sample(
     if isinstance(policy, SequencePolicy):
         return policy.sample(prompts, n, temperature, keys)
     made = generate(policy, prompts, n, Sampling(config.generation.max_new_tokens, temperature), keys)
+    # Answers of a whole iteration wait on the CPU: the device has its room for the next ones.
     cut = torch.tensor([reason == "length" for reason in made.finish])
     return Sampled(made.tokens.cpu(), made.mask.cpu(), made.log_prob.cpu(), cut, made.texts, {})
 
@@ -382,6 +385,7 @@ def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float
     every = gather_object([mine])
     check_failed(config, failures_of(gather_object([drawn.failures])), sum(len(one["total"]) for one in every))
     joint = {name: torch.cat([one[name] for one in every]) for name in mine}
+    # All wait for the slowest.
     slowest = max(gather_object([seconds]))
     row = {
         "rollout/tokens_mean": float(joint["tokens"].mean()),
@@ -415,12 +419,12 @@ def trained_on(config: VLMConfig, answers: Answers) -> Answers:
 
 def worth(config: VLMConfig, answers: Answers) -> list[int]:
     """Groups that the method is trained on (`VLMMethod.group_filter`)."""
-    rule = config.trainer.group_filter
+    rule = config.trainer.group_filter.rule
     if rule == "none" or not answers.rows:
         return list(range(len(answers.rows)))
     if rule == "spread":
-        kept = group_filters.with_spread(totals(config, answers.scores), answers.group)
+        kept = groups.with_spread(totals(config, answers.scores), answers.group)
     else:
         first = answers.scores[config.reward_labels[0]]
-        kept = group_filters.within(first, answers.group, low=-1.0)
+        kept = groups.within(first, answers.group, low=-1.0)
     return [g for g in range(len(answers.rows)) if bool(kept[g * answers.size])]

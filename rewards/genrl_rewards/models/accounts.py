@@ -121,7 +121,7 @@ def _judge(model: Any, report: dict[str, Any], wrong: list[str], unused: list[st
 
 
 def further_layers(keys: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Those of `keys` that would be known by another number: a stack that is longer in the file than in the model."""
+    """Keys, of `keys`, that would be known by another number: a stack that is longer in the file than in the model."""
     patterns = {re.sub(r"\.\d+\.", ".#.", name) for name in known if re.search(r"\.\d+\.", name)}
     return [key for key in keys if re.search(r"\.\d+\.", key) and re.sub(r"\.\d+\.", ".#.", key) in patterns]
 

@@ -85,7 +85,7 @@ class ClipScorer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         found: torch.device = self.model.device
         return found
 

@@ -86,7 +86,7 @@ class MusicgenReward(_Musicgen):  # type: ignore[misc]
         self.post_init()
 
     def scores(self, ids: Tensor, mask: Tensor, codes: Sequence[Tensor]) -> Tensor:
-        """Of texts [B, L] and pieces int64 [K, F], which may differ in length: [B] in float32.
+        """Scores of texts [B, L] and pieces int64 [K, F], which may differ in length: [B] in float32.
 
         The mean over a piece's steps of the decoder's states, through the head. Steps after a piece's end are padding,
         which no step before them sees.

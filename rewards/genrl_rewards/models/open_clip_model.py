@@ -54,7 +54,7 @@ class OpenClipScorer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         found: torch.device = next(self.model.parameters()).device
         return found
 

@@ -73,7 +73,7 @@ class Isolated(Remote):
 
     @contextmanager
     def asked(self, among: Sequence[Server]) -> Iterator[str]:
-        """As of a server; the process is restarted first if it has died."""
+        """Ask as a server is asked; the process is restarted first if it has died."""
         code = self._process.poll()
         if code is not None and self._end.alive:
             if self._restarts == MAX_RESTARTS:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from genrl.config import load
-from genrl.diffusion.config.estimate import Component
-from genrl.diffusion.config.model_rules import context_problems
+from genrl.diffusion.config.estimate import Component, context_problems
 
 ROOT = Path(__file__).resolve().parents[3]
 VAE = Component("vae", "AutoencoderKL", 0, 0, {}, {"block_out_channels": [1, 1, 1, 1]})

@@ -300,7 +300,7 @@ def test_evaluation_asks_a_method_from_outside_for_its_trained_reward(critics: P
         "from genrl.diffusion.config.schema import DiffusionMethod\n"
         "class Own(DiffusionMethod):\n"
         '    """Keeps its reward in a way of its own."""\n'
-        "    trains_reward: ClassVar[bool] = True\n"
+        "    rewards_are = 'trained'\n"
         "def train(run, settings): ...\n"
         "def loss(settings, policy, recorded): ...\n"
         "def load_trained(scorers, run):\n"

@@ -61,6 +61,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
         PLAIN,
         {},
     ),
+    "flow_dppo": ({"updates_per_iteration": 2}, PLAIN, {}),
+    "opd": ({"teachers": [{"guidance": 2.0}]}, PLAIN | {"zero_std_ratio", "group_std_mean"}, {}),
     "diffusion_nft": ({"kl_weight": 0.0}, KL | EVALUATION, {"ema": None}),
     "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
     "prompt_rl": (

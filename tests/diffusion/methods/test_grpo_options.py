@@ -11,17 +11,17 @@ from torch import Tensor
 
 from genrl.config import ConfigError
 from genrl.diffusion.methods.ddpo import train as ddpo
+from genrl.diffusion.methods.ddpo.train import prompt_advantages
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.grpo_guard import train as grpo_guard
 from genrl.diffusion.methods.paco_grpo import train as paco_grpo
+from genrl.diffusion.methods.paco_grpo.train import log_tame_advantages
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.aggregation import log_tame_advantages
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
-from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, Watched, resumed, run
 from tests.diffusion.policy.tiers import tiered

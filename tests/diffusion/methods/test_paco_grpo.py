@@ -11,8 +11,8 @@ import torch
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import same_prompt
+from genrl.diffusion.methods.paco_grpo.train import log_tame_advantages
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.aggregation import log_tame_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import run
 

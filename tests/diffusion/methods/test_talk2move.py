@@ -15,12 +15,11 @@ from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.talk2move import settings as talk2move_settings
 from genrl.diffusion.methods.talk2move import train as talk2move
-from genrl.diffusion.methods.talk2move.train import take_shortcut
+from genrl.diffusion.methods.talk2move.train import exit_step, take_shortcut
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.train import train
-from genrl.mdp.early_exit import exit_step
 from genrl.objectives.advantages.groups import group_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, equal, gradients, relative, resumed, run

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.objectives.advantages import aggregation
+from genrl.diffusion.methods.paco_grpo import train as aggregation
 from genrl.objectives.advantages import groups as advantages
 from tests.golden_cases import Arrays
 

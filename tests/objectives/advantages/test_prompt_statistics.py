@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.objectives.advantages.prompt_statistics import History, prompt_advantages
+from genrl.diffusion.methods.ddpo.train import History, prompt_advantages
 
 NAN = float("nan")
 

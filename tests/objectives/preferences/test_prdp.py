@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.prdp.train import pair_errors, prdp_gradient, prdp_loss
 from genrl.mdp import noise
-from genrl.objectives.preferences.prdp import pair_errors, prdp_gradient, prdp_loss
 from tests.golden_cases import Arrays
 
 NAN = float("nan")

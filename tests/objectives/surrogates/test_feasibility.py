@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.objectives.surrogates import feasibility, iql
+from genrl.objectives.surrogates import iql
+from genrl.objectives.surrogates import iql as feasibility
 from tests.golden_cases import Case, check_all, error
 
 

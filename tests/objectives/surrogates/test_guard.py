@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.flow_dppo.train import divergence_surrogate
+from genrl.diffusion.methods.grpo_guard import train as guard
 from genrl.mdp import noise
-from genrl.objectives.surrogates import guard
+from genrl.objectives.surrogates.policy_losses import kl_gaussian
 from tests.golden_cases import Arrays, Case, check_all, error
 
 Errors = dict[str, tuple[float, float]]
@@ -121,3 +123,33 @@ def test_what_is_no_stochastic_step_is_refused() -> None:
         guard.guard_log_ratio(s["state"], s["mean"], s["old"], torch.zeros(4, 1, 1))
     with pytest.raises(ValueError, match="delta must be positive"):
         guard.guard_surrogate(torch.zeros(4), torch.ones(4), -0.1, 1e-6, 1e-6)
+
+
+def test_golden_flow_dppo(golden) -> None:
+    """UniRL's loss of every (sample, step), its KLs, what it leaves out, and its gradient."""
+    a = Arrays(golden("flow_dppo"))
+    new = a.given("new_logp").requires_grad_()
+    old, advantage, threshold = a.given("old_logp"), a.given("advantages"), a.number("threshold")
+    means, before, std = a.given("new_means"), a.given("old_means"), a.given("transition_std")
+    moved = torch.stack([kl_gaussian(means[:, k], before[:, k], std[k].expand(len(means))[:, None, None, None])
+                         for k in range(len(std))], 1)  # fmt: skip
+    a.check("kl", moved)
+    found = divergence_surrogate(new, old, advantage, moved, threshold=threshold)
+    a.check("loss", found.loss.detach())
+    a.check("keep", ~found.clipped)
+    a.check("grad_new_logp", torch.autograd.grad(found.loss.mean(), new)[0])
+    a.near("metric_masked_fraction", found.clipped.double().mean(), 1e-6)
+    a.near("metric_kl_mask_fraction", (moved >= threshold).double().mean(), 1e-6)
+
+
+def test_the_divergence_cuts_only_what_leads_further_away() -> None:
+    """A = +-1, ratio above and below 1: of a step that has moved two of four are left out, of others none."""
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    log_ratio = torch.tensor([0.1, -0.1, 0.1, -0.1])
+    for moved, cut in ((1.0, [True, False, False, True]), (0.0, [False] * 4)):
+        found = divergence_surrogate(log_ratio, torch.zeros(4), advantage, torch.full((4,), moved), threshold=0.5)
+        assert found.clipped.tolist() == cut
+        want = torch.where(torch.tensor(cut), 0.0, -advantage * log_ratio.exp())
+        torch.testing.assert_close(found.loss, want)
+    big = divergence_surrogate(torch.tensor([200.0]), torch.zeros(1), torch.ones(1), torch.ones(1), threshold=0.5)
+    assert float(big.loss) == 0  # an infinite ratio that is left out is no NaN

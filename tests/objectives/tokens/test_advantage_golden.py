@@ -10,8 +10,9 @@ import torch
 from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward import adversarial
-from genrl.objectives.tokens import audio_tokens, token_advantages, token_credit, token_regularisers
+from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers
 from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
 from tests.golden_cases import Arrays
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from genrl.objectives.tokens.audio_tokens import music_rl_loss
+from genrl.vlm.methods.music_rl.train import music_rl_loss
 
 
 def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:

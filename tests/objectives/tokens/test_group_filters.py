@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.objectives.tokens import group_filters
+from genrl.objectives.advantages import groups as group_filters
 
 NAN = float("nan")
 GROUP = torch.tensor([7, 7, 2, 2, 5, 5, 9, 9])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from genrl.objectives.tokens.masked_diffusion import linear_bound_loss
+from genrl.objectives.tokens.group_losses import linear_bound_loss
 
 
 def test_masks_can_be_run_one_at_a_time() -> None:

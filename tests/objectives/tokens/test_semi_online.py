@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.objectives.tokens.semi_online import semi_online_advantages, semi_online_returns
+from genrl.objectives.tokens.token_credit import semi_online_advantages, semi_online_returns
 
 NAN = float("nan")
 

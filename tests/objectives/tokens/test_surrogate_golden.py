@@ -14,13 +14,13 @@ from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.policy_losses import kl_k3
 from genrl.objectives.tokens import (
     group_losses,
-    masked_diffusion,
     token_advantages,
     token_credit,
     token_regularisers,
     token_surrogates,
     token_weights,
 )
+from genrl.objectives.tokens import group_losses as masked_diffusion
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.objectives.tokens.tokens import masked, mean_log_ratio, row_mean, sequence_log_ratio
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare, kl_term, with_gradient

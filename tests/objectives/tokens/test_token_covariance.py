@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.tokens import token_covariance as tc
+from genrl.objectives.tokens import token_weights as tc
 
 
 def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.objectives.tokens.turn_credit import turn_leave_one_out, turn_returns
+from genrl.objectives.tokens.token_credit import turn_leave_one_out, turn_returns
 
 NAN = float("nan")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.objectives.tokens.utterance_credit import critic_losses, utterance_advantages, utterance_loss
+from genrl.objectives.tokens.token_credit import critic_losses, utterance_advantages, utterance_loss
 
 
 def test_critics_and_advantages_are_those_of_the_formulas() -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from genrl.mdp.noise import generator
-from genrl.objectives.surrogates.icvf import icvf_errors
 from genrl.playground.minitable.world import TableWorld
 from genrl.vla.methods.v_ptr import train as v_ptr
-from genrl.vla.methods.v_ptr.icvf import ICVF, draw, order, train_icvf
+from genrl.vla.methods.v_ptr.icvf import ICVF, draw, icvf_errors, order, train_icvf
 from genrl.vla.offline.regression import wayward_data
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS

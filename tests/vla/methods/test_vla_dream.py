@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from genrl.mdp.noise import keyed_noise
-from genrl.objectives.contrastive import supervised_contrastive
 from genrl.playground.minitable import INSTRUCTIONS, PUT, task
 from genrl.playground.minitable.world import LatentTable, TableWorld, play, seen, walk
 from genrl.vla.methods.diwa.classifier import (
@@ -17,6 +16,7 @@ from genrl.vla.methods.diwa.classifier import (
     calibration,
     encode_demonstrations,
     encode_play,
+    supervised_contrastive,
     train_classifier,
 )
 from genrl.vla.methods.diwa.dreams import Dream, Starts

@@ -19,8 +19,7 @@ from genrl.vla.methods.rl100.episodes import seen
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.offline.critics import Critics, seen_statistics
 from genrl.vla.offline.transitions import from_rollout
-from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
+from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, Inputs, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise
 from tests.vla.tiny_policies import FEELS, TOLD, WORDS, flow, frames

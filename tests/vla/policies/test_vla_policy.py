@@ -7,8 +7,8 @@ import torch
 
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
-from genrl.vla.policies.encoder import CLOUD, PICTURE, Inputs, PointEncoder
-from genrl.vla.policies.policy import ACTION, IMAGE, POINTS, SEEN, STATE, TOKENS, rows, tokenise
+from genrl.vla.policies.encoder import CLOUD, PICTURE, PointEncoder
+from genrl.vla.policies.policy import ACTION, IMAGE, POINTS, SEEN, STATE, TOKENS, Inputs, rows, tokenise
 from tests.vla.tiny_policies import FEELS, SEES, WORDS, diffusion, flow, frames
 
 

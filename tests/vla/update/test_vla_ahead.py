@@ -23,8 +23,15 @@ from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.train import train
-from genrl.vla.update.decoupled import importance_figures, weighed
-from genrl.vla.update.scores import actor_loss, context_of, decisions, recorded_decisions, score
+from genrl.vla.update.scores import (
+    actor_loss,
+    context_of,
+    decisions,
+    importance_figures,
+    recorded_decisions,
+    score,
+    weighed,
+)
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here

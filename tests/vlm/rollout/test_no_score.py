@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
-from genrl.vlm.recipe.advantages import BatchNormalise, CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
+from genrl.vlm.recipe.advantages import CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.shaping import BatchNormalise
 from genrl.vlm.recipe.surrogates import KlCov
 from genrl.vlm.recipe.weights import ClipCov
 from genrl.vlm.rollout.token_batch import TokenBatch

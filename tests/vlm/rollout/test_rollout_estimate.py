@@ -16,22 +16,20 @@ from genrl.objectives.tokens import token_advantages
 from genrl.objectives.tokens.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
-from genrl.vlm.recipe.advantages import (
-    BatchNormalise,
-    ClampAdvantage,
-    ConsistencyBonus,
-    GroupAdvantage,
-    KlInReward,
-    LengthReward,
-    OverlongPenalty,
-    RankQuantiles,
-    SigmaFilter,
-    Uncertainty,
-    WhitenedReturns,
-)
+from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedReturns
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
+from genrl.vlm.recipe.shaping import (
+    BatchNormalise,
+    ClampAdvantage,
+    ConsistencyBonus,
+    KlInReward,
+    LengthReward,
+    OverlongPenalty,
+    SigmaFilter,
+    Uncertainty,
+)
 from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.recipe.weights import TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch

@@ -11,11 +11,13 @@ from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Positive, Section, Text, Whole
 from genrl.data import references
 from genrl.data.prompts import PromptError, is_data_set
+from genrl.diffusion.config.schema import Refusable
 from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
-    from genrl.data.prompts import PromptRows
+    from genrl.data.prompts import Prompt, PromptRows
     from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.rollout.scoring import Scorers
 
 METRICS = {
     "adversary/loss": MetricDoc(
@@ -69,12 +71,13 @@ class Adversary(Section):
 class AdvGRPO(Windowed):
     """Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
 
-    not_divided: ClassVar[str] = "trains a judge beside the model, which each process computes whole"
-    one_size: ClassVar[str] = "judges the samples beside references of one size"
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "distributed.context": "trains a judge beside the model, which each process computes whole",
+        "sampling.buckets": "judges the samples beside references of one size",
+    }
     title: ClassVar[str] = "Adv-GRPO"
-    checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    trains_reward: ClassVar[bool] = True
+    rewards_are = "trained"
 
     algorithm: Literal["adv_grpo"] = "adv_grpo"
     """Which trainer."""
@@ -110,6 +113,11 @@ class AdvGRPO(Windowed):
         if config.sampling.num_frames is not None and config.sampling.num_frames > 1:
             text = "references are pictures, and these are videos; use 1, or another algorithm"
             yield ("sampling.num_frames", "trainer.algorithm"), text
+
+    def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+        from genrl.diffusion.methods.adv_grpo.train import check
+
+        check(config, scorers, prompts)
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """A reference picture for every prompt."""

@@ -33,7 +33,7 @@ class AWM(Matching):
     """Advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050)."""
 
     title: ClassVar[str] = "AWM"
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"part_of_groups"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
 
     algorithm: Literal["awm"] = "awm"
@@ -55,8 +55,8 @@ class AWM(Matching):
     """Passes over the samples of one iteration (AWM: 1)."""
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_weight > 0
+    def reference(self) -> Literal["begun"] | None:
+        return "begun" if self.kl_weight > 0 else None
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

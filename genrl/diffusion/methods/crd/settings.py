@@ -40,7 +40,6 @@ class CRD(Matching):
 
     title: ClassVar[str] = "CRD"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    whole_groups: ClassVar[bool] = True
 
     algorithm: Literal["crd"] = "crd"
     """Which trainer."""
@@ -58,8 +57,12 @@ class CRD(Matching):
     """Passes over the samples of one iteration (CRD: 1)."""
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_weight > 0
+    def reference(self) -> Literal["begun"] | None:
+        return "begun" if self.kl_weight > 0 else None
+
+    @property
+    def compares(self) -> Literal["in_batch"]:
+        return "in_batch"
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
@@ -68,7 +71,7 @@ class CRD(Matching):
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The policy, the old one, and the reference."""
         sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
-        each = (3.0 if self.uses_reference else 2.0) * guidance
+        each = (3.0 if self.kl_weight > 0 else 2.0) * guidance
         trained = float(self.timesteps_per_sample or max(1, sampling.num_inference_steps - 1))
         states = sampling.images_per_iteration * trained
         train = states * each * self.epochs

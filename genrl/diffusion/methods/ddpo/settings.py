@@ -27,8 +27,7 @@ class DDPO(PolicyGradient):
     """Denoising diffusion policy optimisation: rewards against a prompt's last ones (arXiv 2305.13301)."""
 
     title: ClassVar[str] = "DDPO"
-    one_call_at_a_time: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls", "older_samples"})
 
     algorithm: Literal["ddpo"] = "ddpo"
     """Which trainer."""
@@ -43,8 +42,8 @@ class DDPO(PolicyGradient):
     """Log-probability over the latent's numbers: mean (DDPO's code; clip_range assumes it) or sum."""
 
     @property
-    def stands_alone(self) -> bool:
-        return True
+    def compares(self) -> None:
+        """A sample is measured against earlier ones."""
 
     @property
     def reduction(self) -> Literal["mean", "sum"]:

@@ -38,7 +38,6 @@ class DGPO(Matching):
 
     title: ClassVar[str] = "DGPO"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    whole_groups: ClassVar[bool] = True
 
     algorithm: Literal["dgpo"] = "dgpo"
     """Which trainer."""
@@ -61,12 +60,16 @@ class DGPO(Matching):
     """Passes over the samples of one iteration (DGPO: 1)."""
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def reference(self) -> Literal["begun"]:
+        return "begun"
 
     @property
     def other_guidance(self) -> tuple[float, ...]:
         return () if self.guidance_in_training else (1.0,)
+
+    @property
+    def compares(self) -> Literal["in_batch"]:
+        return "in_batch"
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

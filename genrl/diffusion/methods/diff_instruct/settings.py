@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
-from genrl.diffusion.config.schema import Calls, Guided
+from genrl.diffusion.config.schema import Calls, Guided, Refusable
 from genrl.diffusion.forward.settings import Differentiating
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class DiffInstruct(Differentiating):
     """Diff-Instruct*: a one-step generator from a multi-step teacher, by scores and rewards (arXiv 2410.20898)."""
 
     title: ClassVar[str] = "Diff-Instruct"
-    not_divided: ClassVar[str] = "trains another model beside this one, which each process computes whole"
-    checks_data: ClassVar[bool] = True
+    takes = frozenset({"no_reward"})
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "distributed.context": "trains another model beside this one, which each process computes whole",
+        "float16": "the loss is a sum over the numbers of a sample, by gradients of scores",
+    }
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    refers_to_base: ClassVar[bool] = True
-    needs_reward: ClassVar[bool] = False
-    not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by gradients of scores"
 
     algorithm: Literal["diff_instruct"] = "diff_instruct"
     """Which trainer."""
@@ -61,6 +61,11 @@ class DiffInstruct(Differentiating):
     """Optimiser steps of the assistant network per step of the generator."""
     assistant_lr: Positive | None = None
     """Learning rate of the assistant network; null = optimizer.lr."""
+
+    @property
+    def reference(self) -> Literal["base"]:
+        """The teacher."""
+        return "base"
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient
 from genrl.diffusion.forward.noising import own_noise, solved
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.policy import Policy, guides_by_negative, without_prompts
@@ -44,7 +44,7 @@ from genrl.runtime.weights.optimizers import make_optimizer
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
 
-__all__ = ["check", "loss", "train"]
+__all__ = ["loss", "train"]
 
 
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:

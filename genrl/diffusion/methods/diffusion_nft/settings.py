@@ -33,9 +33,7 @@ class DiffusionNFT(Matching):
 
     title: ClassVar[str] = "DiffusionNFT"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    one_call_at_a_time: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls", "older_samples", "part_of_groups"})
 
     algorithm: Literal["diffusion_nft"] = "diffusion_nft"
     """Which trainer."""
@@ -55,8 +53,8 @@ class DiffusionNFT(Matching):
     """Passes over the samples of one iteration (paper: 1)."""
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_weight > 0
+    def reference(self) -> Literal["begun"] | None:
+        return "begun" if self.kl_weight > 0 else None
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

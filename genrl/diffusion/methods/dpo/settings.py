@@ -12,7 +12,6 @@ class DPO(DiffusionDPO):
     """Online Diffusion-DPO: the best sample of each group against its worst (arXiv 2311.12908)."""
 
     title: ClassVar[str] = "DPO"
-    deterministic: ClassVar[bool] = True
 
     algorithm: Literal["dpo"] = "dpo"
     """Which trainer."""

@@ -7,24 +7,15 @@ the configuration judge the held-out prompts only.
 from __future__ import annotations
 
 from genrl.data.preferences import open_set
-from genrl.data.prompts import Prompt
-from genrl.data.rows import PREFERENCE_COLUMNS
-from genrl.diffusion.config.schema import Config
-from genrl.diffusion.forward.noising import check_given, given_pictures, picture_size
+from genrl.diffusion.forward.noising import given_pictures, picture_size
 from genrl.diffusion.forward.pairs import loss, train_on
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
 
-__all__ = ["check", "loss", "train"]
+__all__ = ["loss", "train"]
 
 PAIR = (1.0, 0.0)
 """Rewards of the preferred picture and of the other."""
-
-
-def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
-    """Raise PromptError for rows without two pictures, or with some that do not fit the picture to be edited."""
-    check_given(config, prompts, PREFERENCE_COLUMNS)
 
 
 def train(run: DiffusionRun, settings: OfflineDPO) -> None:

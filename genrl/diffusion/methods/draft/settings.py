@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Number
-from genrl.diffusion.config.schema import Calls, Guided
+from genrl.diffusion.config.schema import Calls, Guided, Refusable
 from genrl.diffusion.forward.settings import Differentiating
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ class Draft(Differentiating):
     """Direct reward back-propagation: DRaFT, AlignProp and ReFL, for rewards with gradients (arXiv 2309.17400)."""
 
     title: ClassVar[str] = "DRaFT, AlignProp and ReFL"
-    checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by the reward's gradient"
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "float16": "the loss is a sum over the numbers of a sample, by the reward's gradient"
+    }
 
     algorithm: Literal["draft"] = "draft"
     """Which trainer."""

@@ -24,19 +24,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.forward.direct import chain_loss, check, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
+from genrl.mdp.noise import generator
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, descend
 
-__all__ = ["check", "loss", "train"]
+__all__ = ["loss", "train"]
 
 
 def train(run: DiffusionRun, settings: Draft) -> None:
@@ -95,3 +95,43 @@ def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) 
 def loss(settings: Draft, policy: Policy, given: Recorded) -> dict[str, Tensor]:
     """The trained steps again, with gradients: g . x_0, [B]."""
     return chain_loss(policy, given, clean=settings.truncation == "refl")
+
+
+# Through which denoising steps the gradient of a differentiable reward runs.
+#
+# Steps count from 0 = from pure noise, to num_steps - 1 = the last. What is sampled is a function of (seed, update):
+# the same on all processes, with nothing to save.
+
+
+def last_steps(num_steps: int, truncation: int) -> range:
+    """The last `truncation` steps: DRaFT-K (arXiv 2309.17400, alg. 1). All of them: DRaFT.
+
+    Raises ValueError unless 1 <= truncation <= num_steps.
+    """
+    if not 1 <= truncation <= num_steps:
+        raise ValueError(f"the gradient runs through 1 to {num_steps} of {num_steps} steps, got {truncation}")
+    return range(num_steps - truncation, num_steps)
+
+
+def random_truncation(num_steps: int, *, low: int = 1, high: int | None = None, seed: int, update: int) -> range:
+    """The last K steps, K uniform in low .. high (None: num_steps): AlignProp (arXiv 2310.03739).
+
+    Raises ValueError unless 1 <= low <= high <= num_steps.
+    """
+    top = num_steps if high is None else high
+    if not 1 <= low <= top <= num_steps:
+        raise ValueError(f"the truncation must be chosen from 1 .. {num_steps}, got {low} .. {top}")
+    length = low + int(torch.randint(top - low + 1, (1,), generator=generator(seed, "truncation", update)))
+    return last_steps(num_steps, length)
+
+
+def random_late_step(num_steps: int, *, low: int, high: int | None = None, seed: int, update: int) -> int:
+    """One step, uniform in low .. high - 1 (None: num_steps), whose prediction of the data is scored: ReFL
+    (arXiv 2304.05977, alg. 1; published range 30 .. 39 of 40 steps).
+
+    Raises ValueError unless 0 <= low < high <= num_steps.
+    """
+    top = num_steps if high is None else high
+    if not 0 <= low < top <= num_steps:
+        raise ValueError(f"the step must be chosen from 0 .. {num_steps - 1}, got {low} .. {top - 1}")
+    return low + int(torch.randint(top - low, (1,), generator=generator(seed, "late step", update)))

@@ -32,7 +32,7 @@ class DynamicTreeRPO(Windowed):
     """Dynamic-TreeRPO (arXiv 2509.23352): trees whose noise grows with the depth, supervised by their best leaf."""
 
     title: ClassVar[str] = "Dynamic-TreeRPO"
-    one_call_at_a_time: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "layer_tuning/distance": MetricDoc(
             "mean squared distance of the velocity from that of the group's best sample, weighted by how far the "

@@ -21,9 +21,7 @@ class FlowGRPO(Windowed):
     """Policy gradient on the denoising steps (arXiv 2505.05470), with the windows and trees of its successors."""
 
     title: ClassVar[str] = "Flow-GRPO"
-    one_call_at_a_time: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls", "older_samples", "part_of_groups"})
 
     algorithm: Literal["flow_grpo"] = "flow_grpo"
     """Which trainer."""

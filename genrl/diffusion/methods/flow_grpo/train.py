@@ -42,7 +42,7 @@ def train(run: DiffusionRun, settings: FlowGRPO) -> None:
 
 
 def advantages_of(settings: FlowGRPO, rollouts: Rollouts) -> Tensor:
-    """Of every sample, float64 [N]; 0 without a score, or in a group without spread (eq. 4)."""
+    """Advantage of every sample, float64 [N]; 0 without a score, or in a group without spread (eq. 4)."""
     if settings.aggregate == "sum":
         return group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
     weights = list(rollouts.weights.values())

@@ -18,9 +18,7 @@ class GRPOGuard(Windowed):
     """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled alike at all steps, losses divided by the step."""
 
     title: ClassVar[str] = "GRPO-Guard"
-    one_call_at_a_time: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls", "older_samples", "part_of_groups"})
 
     algorithm: Literal["grpo_guard"] = "grpo_guard"
     """Which trainer."""

@@ -10,30 +10,18 @@ docs/grpo_guard.md has the equations and curves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.grpo_guard.settings import GRPOGuard
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
+from genrl.diffusion.steps.old_means import OldMeans
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
-from genrl.diffusion.steps.transitions import (
-    Action,
-    Actions,
-    actions_of,
-    collect,
-    penalised,
-    replayed_before,
-    step_of,
-    update,
-)
+from genrl.diffusion.steps.transitions import actions_of, collect, penalised, update
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.guard import guard_log_ratio, guard_surrogate
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput, clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 
@@ -49,29 +37,10 @@ def train(run: DiffusionRun, settings: GRPOGuard) -> None:
         edges = estimate(run, settings, rollouts, steps, advantages, meter)
         # 4. Update.
         actions = actions_of(run, settings, rollouts, edges)
-        means = means_before(run, settings, rollouts, actions)
-        old_mean, keep_mean = partial(old_mean_of, means), partial(note_mean, means)
-        update(run, settings, rollouts, edges, loss, meter, actions=actions, further=old_mean, seen=keep_mean)
-        del rollouts, actions, means, old_mean, keep_mean
+        means = OldMeans.of(run, settings, rollouts, actions)
+        update(run, settings, rollouts, edges, loss, meter, actions=actions, further=means.known, seen=means.note)
+        del rollouts, actions, means
         run.finish(meter.result() | steps.metrics)
-
-
-@torch.no_grad()
-def means_before(run: DiffusionRun, settings: GRPOGuard, rollouts: Rollouts, actions: Actions) -> dict[int, Tensor]:
-    """Number of a transition -> its mean before the first update, [B, ...], but for those of the first update."""
-    later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
-    every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
-    return {one.number: replayed_before(run, step_of(run, settings, one.piece, one.step)).mean for one in every}
-
-
-def old_mean_of(means: Mapping[int, Tensor], action: Action) -> dict[str, Tensor]:
-    """What the loss reads of the policy that sampled; nothing in the first update, whose own evaluation is that."""
-    return {"old_mean": means[action.number]} if action.number in means else {}
-
-
-def note_mean(means: dict[int, Tensor], action: Action, results: Tensors) -> None:
-    """Keep the evaluation of the first update for the epochs that follow."""
-    means.setdefault(action.number, results["mean"].detach())
 
 
 def loss(settings: GRPOGuard, policy: Policy, given: Recorded) -> Tensors:
@@ -83,3 +52,50 @@ def loss(settings: GRPOGuard, policy: Policy, given: Recorded) -> Tensors:
     step = new.step.sigma - new.step.sigma_next
     surrogate = guard_surrogate(log_ratio, given["advantage"], step, low, high)
     return penalised(settings, surrogate, new, given)
+
+
+# GRPO-Guard: importance ratios that are comparable between the steps of a chain (arXiv 2510.22319).
+#
+# The log-ratio of a Gaussian step under the policy that sampled it has the mean -KL, and a spread that changes from
+# step
+# to step with 1 / s: the upper clip bound is rarely reached. The guarded log-ratio removes the mean and multiplies
+# by s (ratio normalisation); the loss is then divided by the step size (gradient reweighting).
+# Shapes: states and means [B, ...], std [B, 1, ...], delta a float, [] or [B]; log-ratios and advantages [B].
+
+
+def guard_log_ratio(next_state: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+    """`<z (mu - mu_old)>`, z = (x' - mu_old) / s: the normalised log-ratio of the step to x', [B], mean over elements.
+
+    Equal to `s (l - l_old) + <(mu - mu_old)^2> / (2 s)` with l the element mean of the Gaussian log-density, the form
+    of the released code; but without its cancellation and its division by a small s. Per sample: the released code of
+    Flow-GRPO and PaCo-RL averages the second term over the batch, which adds the same random offset to all samples.
+    s is the transition std, `std_dev_t sqrt(delta)` in that code. Exactly 0 on policy; gradient through `mean` only.
+    Valid for Gaussian transitions of one std (not for the log-probabilities of released CPS trainers).
+    Raises ValueError where s is 0.
+    """
+    if not bool((std > 0).all()):
+        raise ValueError("a deterministic step (std 0) is not an action and has no ratio: leave it out")
+    dtype = torch.promote_types(torch.promote_types(mean.dtype, old_mean.dtype), torch.float32)
+    old = old_mean.detach().to(dtype)
+    z = (next_state.detach().to(dtype) - old) / std.detach().to(dtype)
+    return (z * (mean.to(dtype) - old)).flatten(1).mean(dim=1)
+
+
+def guard_surrogate(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    delta: Tensor | float,
+    clip_low: Tensor | float,
+    clip_high: Tensor | float,
+) -> SurrogateOutput:
+    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / delta`, [B]; r = exp(`guard_log_ratio`).
+
+    delta = sigma - sigma': the mean of a Flow-SDE step moves by delta per unit of velocity: dividing by it weights the
+    velocity error of all steps alike. Released clip ranges: 2e-6 (OCR, GenEval), 4e-6 (PickScore). Raises ValueError
+    for a negative clip range or a step that does not denoise.
+    """
+    step = torch.as_tensor(delta, dtype=log_ratio.dtype, device=log_ratio.device)
+    if not bool((step > 0).all()):
+        raise ValueError(f"a denoising step lowers sigma: delta must be positive, got {step.tolist()}")
+    plain = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low, clip_high)
+    return plain._replace(loss=plain.loss / step)

@@ -19,9 +19,7 @@ class PaCoGRPO(Windowed):
     """PaCo-GRPO (arXiv 2512.04784): rewards that vary more than the others are tamed by a logarithm."""
 
     title: ClassVar[str] = "PaCo-GRPO"
-    one_call_at_a_time: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls", "older_samples", "part_of_groups"})
 
     algorithm: Literal["paco_grpo"] = "paco_grpo"
     """Which trainer."""
@@ -30,8 +28,8 @@ class PaCoGRPO(Windowed):
     sum itself (its code; advantage_scale: none)."""
 
     @property
-    def stands_alone(self) -> bool:
-        return self.aggregate == "log_tame_released"
+    def compares(self) -> Literal["groups"] | None:
+        return None if self.aggregate == "log_tame_released" else "groups"
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

@@ -6,6 +6,9 @@ log(1 + r). docs/paco_grpo.md has the equations and curves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
+from genrl.objectives.advantages.groups import Scale, complete_rewards, group_advantages
 from genrl.runtime.loop.updating import Meter
 
 
@@ -35,10 +38,81 @@ def train(run: DiffusionRun, settings: PaCoGRPO) -> None:
 
 
 def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:
-    """Of every sample, float64 [N]; 0 without a score, or in a group without spread."""
+    """Advantage of every sample, float64 [N]; 0 without a score, or in a group without spread."""
     weights = list(rollouts.weights.values())
     if not any(weights):  # a schedule may have all of them at 0 for a while
         return torch.zeros_like(rollouts.total)
     parts = [rollouts.parts[label] for label in rollouts.weights]
     variant: LogTame = "paper" if settings.aggregate == "log_tame" else "released"
     return log_tame_advantages(parts, weights, rollouts.group, variant=variant, scale=settings.advantage_scale)
+
+
+# Several rewards to one, or to one advantage: PaCo-GRPO's log-tame and its alternatives (arXiv 2512.04784).
+#
+# The weighted sum is `sum w r`; GDPO and MixGRPO's sum of normalised rewards are in `groups.py`.
+# Shapes: rewards K tensors [N], weights K floats; all are computed in float64 and returned as [N]. NaN means "no
+# score":
+# a sample without one of the rewards of weight other than 0 has none. A reward of weight 0 (a monitor) changes nothing.
+
+LogTame = Literal["paper", "released"]
+Threshold = Literal["mean", "median"] | float
+
+
+def coefficient_of_variation(reward: Tensor, *, eps: float = 1e-6) -> float:
+    """`h = std / (mean + eps)` over all scores [N] of the iteration (population std): what log-tame compares."""
+    scores = reward[~reward.isnan()].double()
+    return float(scores.std(unbiased=False) / (scores.mean() + eps))
+
+
+def log_tame(rewards: Sequence[Tensor], weights: Sequence[float], *, threshold: Threshold = "mean") -> Tensor:
+    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h exceeds the threshold, else r: one *reward*, [N].
+
+    threshold: the mean or median of all h (with one reward, and for the median of equals, nothing is tamed), or a
+    number. Raises ValueError where a reward to be tamed is -1 or less.
+    """
+    parts = complete_rewards(rewards, weights)
+    trained = [k for k, weight in enumerate(weights) if weight != 0]
+    variation = torch.tensor([coefficient_of_variation(parts[k]) for k in trained], dtype=torch.float64)
+    if threshold == "mean":
+        limit = float(variation.mean())
+    elif threshold == "median":
+        limit = float(variation.quantile(0.5))  # of an even number the mean of the middle two
+    elif isinstance(threshold, str):
+        raise ValueError(f"threshold must be 'mean', 'median' or a number, got {threshold!r}")
+    else:
+        limit = float(threshold)
+    total = torch.zeros_like(parts[0])
+    for k, h in zip(trained, variation.tolist(), strict=True):
+        part = parts[k]
+        if h > limit:
+            if bool((part <= -1).any()):
+                raise ValueError(
+                    f"reward {k} varies enough to be tamed (h = {h:.3g} > {limit:.3g}), but ln(1 + r) needs r > -1 and "
+                    f"its smallest score is {float(part[~part.isnan()].min()):.3g}: shift it, or raise the threshold"
+                )
+            part = part.log1p()
+        total += weights[k] * part
+    return total
+
+
+def log_tame_advantages(
+    rewards: Sequence[Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    *,
+    variant: LogTame = "paper",
+    threshold: Threshold = "mean",
+    scale: Scale = "group",
+    eps: float = 1e-6,
+) -> Tensor:
+    """PaCo-GRPO's advantages under log-tame: of the tamed rewards, normalised in their group ("paper"), [N].
+
+    "released" is what its tracker does with the function: the aggregated rewards *are* the advantages, without mean or
+    std, so that rewards that are never negative reinforce every sample. Without a score: 0.
+    """
+    tamed = log_tame(rewards, weights, threshold=threshold)
+    if variant == "paper":
+        return group_advantages(tamed, group, scale=scale, eps=eps, eps_mode="floor")
+    if variant == "released":
+        return tamed.nan_to_num(nan=0.0)
+    raise ValueError(f"variant must be 'paper' or 'released', got {variant!r}")

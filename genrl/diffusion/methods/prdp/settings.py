@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive
+from genrl.diffusion.config.schema import Refusable
 from genrl.diffusion.steps.settings import EveryStep
 
 METRICS = {
@@ -37,7 +38,7 @@ class PRDP(EveryStep):
 
     title: ClassVar[str] = "PRDP"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    not_in_float16: ClassVar[str] = "the gradient grows with 1 / beta"
+    refuses: ClassVar[Mapping[Refusable, str]] = {"float16": "the gradient grows with 1 / beta"}
 
     algorithm: Literal["prdp"] = "prdp"
     """Which trainer."""

@@ -9,6 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
 from genrl.config.section import NonNegative, Whole
+from genrl.diffusion.config.schema import Calls, Guided, Refusable
 from genrl.diffusion.config.sections import Rewriter
 from genrl.diffusion.steps.settings import Windowed
 
@@ -67,11 +68,12 @@ METRICS = {
 class PromptRL(Windowed):
     """Flow-GRPO with a language model that rewrites the prompts, both trained (arXiv 2602.01382)."""
 
-    not_divided: ClassVar[str] = "trains a language model beside the pipeline, which each process computes whole"
-    one_size: ClassVar[str] = "lays out the samples of a prompt by its own rewritings"
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "distributed.context": "trains a language model beside the pipeline, which each process computes whole",
+        "sampling.buckets": "lays out the samples of a prompt by its own rewritings",
+    }
     title: ClassVar[str] = "PromptRL"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
-    pictures_per_prompt: ClassVar[int] = 2  # of the prompts as they are, and rewritten
 
     algorithm: Literal["prompt_rl"] = "prompt_rl"
     """Which trainer."""
@@ -92,6 +94,10 @@ class PromptRL(Windowed):
         if config.model.offload.text_encoders == "encode_then_free":
             text = f"{self.algorithm} rewrites prompts, so that they cannot be encoded ahead; write between"
             yield ("model.offload.text_encoders", "trainer.algorithm"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """Prompts are evaluated as they are, and rewritten."""
+        return super().calls(config, guided)._replace(evaluated=2)
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """Whether the language model can be one."""

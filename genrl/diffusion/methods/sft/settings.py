@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
 from genrl.data.preferences import TARGET_COLUMNS, set_problem
-from genrl.diffusion.config.schema import Calls, Guided, Updating
-from genrl.diffusion.forward.settings import matching_calls
+from genrl.diffusion.config.schema import Calls, Guided, Refusable, Updating
+from genrl.diffusion.forward.settings import groups_of, matching_calls
 
 if TYPE_CHECKING:
-    from genrl.data.prompts import PromptRows
+    from genrl.data.prompts import Prompt, PromptRows
     from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.rollout.scoring import Scorers
 
 
 class PipelineSFT(Updating):
     """Supervised fine-tuning: the model's own training loss on the pictures in the column target_image."""
 
-    not_divided: ClassVar[str] = "trains on given pictures, shared out by process"
-    one_size: ClassVar[str] = "trains on given pictures, which are resized to one size"
+    takes = frozenset({"no_reward"})
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "distributed.context": "trains on given pictures, shared out by process",
+        "sampling.buckets": "trains on given pictures, which are resized to one size",
+    }
     title: ClassVar[str] = "Supervised fine-tuning of pipelines"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "sft/error": MetricDoc(
@@ -30,16 +35,17 @@ class PipelineSFT(Updating):
         )
     }
     reads_pictures: ClassVar[bool] = True
-    checks_data: ClassVar[bool] = True
-    samples_per_group: ClassVar[int | None] = 1
-    needs_reward: ClassVar[bool] = False
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""
 
     @property
-    def stands_alone(self) -> bool:
-        return True
+    def compares(self) -> None:
+        """Each has its own target."""
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        yield from groups_of(1, config)
 
     @property
     def other_guidance(self) -> tuple[float, ...]:
@@ -50,6 +56,12 @@ class PipelineSFT(Updating):
         calls = float(config.sampling.images_per_iteration)
         whole = matching_calls(config, guided, trained=1.0, states=calls, train=calls * self.epochs)
         return whole._replace(sample=0.0)
+
+    def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+        """Rows without a target, or with one that does not fit its source picture."""
+        from genrl.diffusion.forward.noising import check_given
+
+        check_given(config, prompts, TARGET_COLUMNS)
 
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """A target for every prompt."""

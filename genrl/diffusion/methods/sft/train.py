@@ -15,11 +15,8 @@ from __future__ import annotations
 import torch
 
 from genrl.data.preferences import TARGET_COLUMNS, open_set
-from genrl.data.prompts import Prompt
-from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import (
     Tensors,
-    check_given,
     drawn_level,
     given_pictures,
     noised_by,
@@ -30,18 +27,12 @@ from genrl.diffusion.methods.sft.settings import PipelineSFT
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
-from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.forward_process import matching_error
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
-
-
-def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
-    """Raise PromptError for rows without a target, or with one that does not fit its source picture."""
-    check_given(config, prompts, TARGET_COLUMNS)
 
 
 def train(run: DiffusionRun, settings: PipelineSFT) -> None:

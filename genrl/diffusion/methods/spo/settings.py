@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
-from genrl.diffusion.config.schema import Calls, Guided, Updating
+from genrl.diffusion.config.schema import Calls, Guided, Refusable, Updating
 from genrl.diffusion.steps.settings import Stochastic
 from genrl.mdp.plan import SamplingPlan, caterpillar, describe
 
 if TYPE_CHECKING:
-    from genrl.diffusion.config.schema import Config
+    from genrl.diffusion.config.schema import Config, Refusable
     from genrl.diffusion.config.sections import Sampling
 
 METRICS = {
@@ -44,8 +44,10 @@ METRICS = {
 class SPO(Stochastic, Updating):
     """Preferences between candidates for one next state (arXiv 2406.04314), judged by the configured rewards."""
 
-    not_divided: ClassVar[str] = "decodes and scores the candidates of each step in every process"
-    one_size: ClassVar[str] = "scores candidates of a whole iteration together"
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "distributed.context": "decodes and scores the candidates of each step in every process",
+        "sampling.buckets": "scores candidates of a whole iteration together",
+    }
     title: ClassVar[str] = "SPO"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
 
@@ -65,17 +67,16 @@ class SPO(Stochastic, Updating):
     """Passes over the pairs of one iteration."""
 
     @property
-    def branches(self) -> bool:
-        return True
+    def branches(self) -> Literal["candidates"]:
+        return "candidates"
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def reference(self) -> Literal["begun"]:
+        return "begun"
 
     @property
-    def stands_alone(self) -> bool:
+    def compares(self) -> None:
         """Candidates are compared, not samples."""
-        return True
 
     def plan(self, sampling: Sampling, *, last: bool) -> SamplingPlan:
         """How one chain is sampled: the steps from `first` on split into candidates, of which one goes on.
@@ -100,10 +101,7 @@ class SPO(Stochastic, Updating):
         plan, images = self.plan(sampling, last=self.kernel == "ddim"), sampling.images_per_iteration
         trained = float(len(plan.splits))
         backward = images * trained * self.epochs * guidance
-        return Calls(float(images * plan.calls * guidance), 2 * backward, backward, trained)
-
-    def independent_calls(self, config: Config) -> float:
-        return super().independent_calls(config) * self.plan(config.sampling, last=self.kernel == "ddim").leaves
+        return Calls(float(images * plan.calls * guidance), 2 * backward, backward, trained, ends=float(plan.leaves))
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         plan = self.plan(config.sampling, last=self.kernel == "ddim")

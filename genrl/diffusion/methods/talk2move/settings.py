@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
-from genrl.diffusion.config.schema import AdvantageScale
+from genrl.diffusion.config.schema import AdvantageScale, Refusable
 from genrl.diffusion.steps.layout import Layout, Round, Window, rounds_of
 from genrl.diffusion.steps.settings import GroupRelative
 
@@ -23,8 +23,10 @@ TRIED_PROMPTS, TRIED_SAMPLES = 4, 4
 class Talk2Move(GroupRelative):
     """Flow-GRPO for an editing model (arXiv 2601.02356): the steps before an exit step are trained, then a shortcut."""
 
-    not_divided: ClassVar[str] = "draws trial edits beside the samples, shared out by process"
-    one_size: ClassVar[str] = "draws trial edits beside the samples, all of one size"
+    refuses: ClassVar[Mapping[Refusable, str]] = {
+        "distributed.context": "draws trial edits beside the samples, shared out by process",
+        "sampling.buckets": "draws trial edits beside the samples, all of one size",
+    }
     title: ClassVar[str] = "Talk2Move"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "exit/variance": MetricDoc(
@@ -54,10 +56,6 @@ class Talk2Move(GroupRelative):
         """The steps before the exit are noisy and trained; all, while it is not found."""
         exit_at = self.exit_step
         return Layout(self.noise_level, None if exit_at is None else Window(size=exit_at, high=exit_at))
-
-    @property
-    def varies(self) -> bool:
-        return False
 
     def latest_exit(self, steps: int) -> int:
         """The exit step as configured; where it is found by the run, the last that it may find."""
@@ -99,7 +97,7 @@ class Talk2Move(GroupRelative):
         return TRIED_PROMPTS * TRIED_SAMPLES * (steps - 1 + ends) / config.iterations
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        """Where the chain is left, in words, and its first steps."""
+        """Say where the chain is left, and its first steps."""
         steps = config.sampling.num_inference_steps
         last = self.latest_exit(steps)
         rest = self.exit_calls(steps, last) - last

@@ -42,12 +42,12 @@ class Pair:
 
 
 def key_path(out: Path) -> Path:
-    """Where the key of a page is written: compare.key.json beside compare.html."""
+    """File to which the key of a page is written: compare.key.json beside compare.html."""
     return out.with_name(f"{out.stem}.key.json")
 
 
 def media_folder(out: Path) -> Path:
-    """Where the pictures of a page are, if they are not in it: compare_media beside compare.html."""
+    """Folder of the pictures of a page, if they are not in it: compare_media beside compare.html."""
     return out.with_name(f"{out.stem}_media")
 
 

@@ -38,7 +38,7 @@ def win_rate(votes: Sequence[Sequence[float]]) -> Share | None:
 
 
 def decided(votes: Sequence[Sequence[float]]) -> list[bool]:
-    """Of the pairs without an overall tie: whether more of their judges preferred B."""
+    """Decisions on the pairs without an overall tie: whether more of their judges preferred B."""
     means = [fmean(of_pair) for of_pair in votes]
     return [mean > 0.5 for mean in means if mean != 0.5]
 

@@ -161,7 +161,7 @@ class Live:
         return {"step": step, "url": self._url(number, path), "scores": scores}
 
     def _url(self, number: int, path: Path) -> str:
-        """With the time of its last change, so that browsers keep it until then."""
+        """Address of a file with the time of its last change, so that browsers keep it until then."""
         inside = path.relative_to(self.runs[number].run.folder)
         return f"file/{number}/{quote(inside.as_posix())}?v={_changed(path)}"
 

@@ -36,7 +36,7 @@ class Pace(NamedTuple):
 
 
 def state_of(run: Followed, now: float | None = None) -> State:
-    """As its files tell. now: seconds since 1970, for tests.
+    """State of a run as its files tell. now: seconds since 1970, for tests.
 
     A run tells that it goes on by heartbeat/rank-*.json, which it removes when it ends by itself. So what is left by a
     process that is gone was killed, and one that is there without progress for `distributed.timeout_s` hangs.

@@ -54,7 +54,7 @@ def acts(run: Followed) -> bool:
 
 
 def headlines(runs: Sequence[Followed]) -> list[Headline]:
-    """Of one run a chart with all lines; of several, one chart per line, with all runs."""
+    """Charts: of one run one with all lines; of several, one per line, with all runs."""
     kinds = [SUCCESS] * any(acts(run) for run in runs) + [REWARD] * any(not acts(run) for run in runs)
     found = []
     for kind in kinds:
@@ -140,7 +140,7 @@ def figure(runs: Sequence[Followed], key: str) -> dict[str, Any]:
 
 
 def timings(runs: Sequence[Followed]) -> Table:
-    """Where the time went."""
+    """Table of where the time went."""
     many = len(runs) > 1
     table = [["phase", *(["run"] * many), "times", "mean", "total", "share"]]
     for key in (key for key in catalogue() if key.startswith("timing/")):

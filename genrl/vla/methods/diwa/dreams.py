@@ -17,8 +17,7 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Inputs
 
 Shown = dict[str, NDArray[Any]]
 Floats = NDArray[np.float32]

@@ -46,10 +46,9 @@ class DiWA(PPO):
 
     title: ClassVar[str] = "DiWA"
     one_process: ClassVar[bool] = True
-    makes_policy: ClassVar[bool] = True
+    imitates = "never"
     acts_through: ClassVar[str] = "its world model, in whose latents it sees"
-    acts_on_actors: ClassVar[bool] = False
-    takes_older_samples: ClassVar[bool] = False
+    takes = frozenset()
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "world/reconstruction": MetricDoc(
             "half the squared error of an observation decoded from its latent, summed over normalised numbers",

@@ -154,7 +154,7 @@ def teach(
 def dream(
     config: VLAConfig, table: demonstrations.World, world: WorldModel, judge: RewardClassifier, shown: Encoded
 ) -> Dream:
-    """As many dreams as the configuration has environments, from the beginnings of the demonstrations."""
+    """Dream as many episodes as the configuration has environments, from the beginnings of the demonstrations."""
     env, made = config.environment, config.policy.new
     assert made is not None
     starts = Latent(shown.observation[STATE][shown.first], shown.observation[ENVIRONMENT][shown.first])

@@ -21,7 +21,7 @@ class FISOR(VLAMethod):
 
     title: ClassVar[str] = "FISOR"
     one_process: ClassVar[bool] = True
-    makes_policy: ClassVar[bool] = True
+    imitates = "never"
     acts_through: ClassVar[str] = "critics, which choose among its actions"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "data/cost_mean": MetricDoc(

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from genrl.mdp import ddpm, forward
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import generator, seeded
-from genrl.objectives.surrogates import feasibility, iql
+from genrl.objectives.surrogates import iql
+from genrl.objectives.surrogates import iql as feasibility
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.show.intervals import wilson

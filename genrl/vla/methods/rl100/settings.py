@@ -23,8 +23,7 @@ class RL100(VLAMethod):
 
     title: ClassVar[str] = "RL-100"
     one_process: ClassVar[bool] = True
-    imitates: ClassVar[Literal["never", "new", "always"]] = "new"
-    acts_on_actors: ClassVar[bool] = True
+    takes = frozenset({"actors"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "data/transitions": MetricDoc(
             "decisions in the data set so far", "Grows by what every round collects.", "decisions"

@@ -24,8 +24,7 @@ from genrl.mdp.noise import generator
 from genrl.vla.offline.critics import CriticNet
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.transitions import Transitions
-from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.policy import Batch, Statistics, rows
+from genrl.vla.policies.policy import Batch, Inputs, Statistics, rows
 
 UNUSABLE = -2
 """Label of a pair about which the judge gave no answer that can be read."""

@@ -51,7 +51,7 @@ class RLVLMF(VLAMethod):
 
     title: ClassVar[str] = "RL-VLM-F"
     one_process: ClassVar[bool] = True
-    makes_policy: ClassVar[bool] = True
+    imitates = "never"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "data/advantage_gap": MetricDoc(
             "mean advantage of the data's actions in episodes that succeeded minus that in the others",

@@ -21,7 +21,7 @@ class VPTR(VLAMethod):
 
     title: ClassVar[str] = "V-PTR"
     one_process: ClassVar[bool] = True
-    makes_policy: ClassVar[bool] = True
+    imitates = "never"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "pretraining/loss": MetricDoc(
             "mean of ICVF's loss over the last 50 steps (with encoder: imitation, of flow or noise matching)",

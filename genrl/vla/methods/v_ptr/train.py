@@ -27,8 +27,8 @@ from genrl.vla.offline.imitation import imitate, mean_of_last
 from genrl.vla.offline.regression import advantage_of, regress, wayward_data, weighted_cloning
 from genrl.vla.offline.regression import new_policy as new_regressed
 from genrl.vla.offline.transitions import Store, Transitions, frames_of
-from genrl.vla.policies.encoder import LOOKS, Inputs
-from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
+from genrl.vla.policies.encoder import LOOKS
+from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Inputs
 from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Whole
+from genrl.vlm.config.schema import GroupFilter
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
@@ -21,8 +22,7 @@ class Answers(RecipeMethod):
     """Groups of answers to questions, scored by the rewards: a published method by name, and your changes to it."""
 
     title: ClassVar[str] = "Methods over groups of answers"
-    takes_older_samples: ClassVar[bool] = True
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"older_samples", "part_of_groups"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "sampler/gap_max": MetricDoc(
             "its largest value; where the log-probabilities before the update have a pass of their own",
@@ -88,12 +88,8 @@ class Answers(RecipeMethod):
     """Most further rounds of sampling while `filter` leaves too few groups (DAPO); 0 = train on what is left."""
 
     @property
-    def group_filter(self) -> Literal["none", "spread", "not_all_right"]:
-        return self.filter
-
-    @property
-    def rounds(self) -> int:
-        return 1 + self.resample
+    def group_filter(self) -> GroupFilter:
+        return GroupFilter(self.filter, 1 + self.resample)
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         if isinstance(preset.advantage, CriticAdvantage):

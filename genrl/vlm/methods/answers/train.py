@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import Meter
+from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.methods.extras import degraded_prompts
@@ -49,8 +49,8 @@ def estimated(run: AnswersRun, ready: Estimated) -> dict[str, float]:
     return row | ({} if run.bounds else sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy)))
 
 
-def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, float]:
-    """The optimiser steps of an iteration; means of what they measured."""
+def learn(run: AnswersRun, answers: Answers, ready: Estimated, own: Loss | None = None) -> dict[str, float]:
+    """The optimiser steps of an iteration; means of what they measured. own: a method's loss, None = that below."""
     loop, settings = run.loop, cast(RecipeMethod, run.config.trainer)
     assert run.preset is not None, "a method of this folder has one"
     preset = annealed(run.preset, loop.iteration, run.config.iterations)
@@ -64,12 +64,13 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, floa
         tensors = token_tensors(one.part(ready.batch, rows))
         return Recorded(asked, tensors | {"answers": answers.tokens[rows], "answered": answers.mask[rows]})
 
-    meter, dtype = Meter(), dtype_of(run.config)
+    meter, dtype, own = Meter(), dtype_of(run.config), own or loss
     loop.phase("training", settings.epochs * len(answers.texts))
     with loop.timed("train"):
         for _ in range(settings.epochs):
             for one in ready.updates:
-                meter.note(update(loop, settings, run.policy, one, recorded, loss, dtype=dtype, idle=idle))
+                figures = update(loop, settings, run.policy, one, recorded, own, dtype=dtype, idle=idle)
+                meter.note(figures)
                 if run.average is not None:
                     run.average.step()
     return meter.result()

@@ -11,7 +11,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Share, Whole
 from genrl.vlm.config.metrics import ACTED
-from genrl.vlm.config.schema import Row, VLMMethod
+from genrl.vlm.config.schema import Row, Shared, VLMMethod, sampled
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -36,7 +36,7 @@ class UtteranceCritic(Section):
 class ArCHer(VLMMethod):
     """ArCHer: a critic of whole utterances that learns off policy, and a policy gradient over tokens."""
 
-    acts: ClassVar[bool] = True
+    learns_from = "episodes"
     title: ClassVar[str] = "ArCHer"
     critic_class: ClassVar[str] = "genrl.vlm.methods.archer.train:UtteranceCritic"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
@@ -70,20 +70,15 @@ class ArCHer(VLMMethod):
         """Whether a value function says what a step is worth."""
         return True
 
-    def shared(self, config: VLMConfig) -> tuple[str, int]:
+    def shared(self, config: VLMConfig) -> Shared:
         assert config.environment is not None
-        return "environment.parallel", config.environment.parallel
-
-    def at_least(self, config: VLMConfig) -> tuple[str, int] | None:
-        return "trainer.batch", self.batch
-
-    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
-        place = config.environment
-        assert place is not None
-        return "steps", place.parallel * place.steps, f"{place.parallel} episodes x {place.steps}, {place.name}"
+        return Shared("environment.parallel", config.environment.parallel, ("trainer.batch", self.batch))
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
-        yield from super().iteration(config)
+        place = config.environment
+        assert place is not None
+        remark = f"{place.parallel} episodes x {place.steps}, {place.name}"
+        yield from sampled(config, "steps", place.parallel * place.steps, remark)
         number = self.critic.updates + self.updates
         yield "updates", f"{number:,}", f"{self.critic.updates} of the critic, {self.batch} turns each"
         yield "further answers", f"{number * self.batch:,}", "what the policy says now, to remembered turns"

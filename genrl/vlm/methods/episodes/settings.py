@@ -12,6 +12,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Positive, Section, Whole
 from genrl.vlm.config.metrics import ACTED
+from genrl.vlm.config.schema import Row, Shared, sampled
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
 
 OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "components", "draw", "greedy", "task"}
+OF_QUESTIONS |= {"right", "proxy"}
 """What only answers to questions have (`Choice.tensors`)."""
 
 
@@ -42,8 +44,8 @@ class Critic(Section):
 class Episodes(RecipeMethod):
     """Episodes in an environment: a published method by name, and your changes to it."""
 
-    acts: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
+    learns_from = "episodes"
+    takes = frozenset({"older_samples"})
     title: ClassVar[str] = "Vision-language agents"
     metrics: ClassVar[Mapping[str, MetricDoc]] = ACTED
 
@@ -59,20 +61,21 @@ class Episodes(RecipeMethod):
         """Whether a value function says what a step is worth, instead of the group."""
         return isinstance(self.composed.advantage, CriticAdvantage)
 
-    def shared(self, config: VLMConfig) -> tuple[str, int]:
+    def shared(self, config: VLMConfig) -> Shared:
         assert config.environment is not None
         if self.with_critic:
-            return "environment.parallel", config.environment.parallel
+            return Shared("environment.parallel", config.environment.parallel)
         return super().shared(config)
 
-    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
-        place = config.environment
+    def iteration(self, config: VLMConfig) -> Iterator[Row]:
+        place, starts, size = config.environment, config.generation.prompts_per_iteration, config.generation.group_size
         assert place is not None
         if self.with_critic:
             made = f"{place.parallel} episodes side by side x {place.steps}, {place.name}"
-            return "steps", place.parallel * place.steps, made
-        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
-        return "episodes", starts * size, f"{starts} starts x {size}, {place.name}"
+            yield from sampled(config, "steps", place.parallel * place.steps, made)
+        else:
+            yield from sampled(config, "episodes", starts * size, f"{starts} starts x {size}, {place.name}")
+        yield from self.learned(config)
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         yield from super().refused(config, preset)

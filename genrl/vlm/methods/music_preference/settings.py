@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count
-from genrl.vlm.config.schema import Row, VLMMethod
+from genrl.vlm.config.schema import Row, Shared, VLMMethod
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class MusicPreference(VLMMethod):
     """MusicRL-U's reward model: Bradley-Terry on pairs of pieces to a text, of which one was preferred."""
 
-    samples: ClassVar[bool] = False
+    learns_from = "data"
     title: ClassVar[str] = "MusicRL's reward model"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "pairs/accuracy": MetricDoc(
@@ -42,8 +42,8 @@ class MusicPreference(VLMMethod):
     def rows_per_pass(self) -> int:
         return self.micro_batch or self.batch_size
 
-    def shared(self, config: VLMConfig) -> tuple[str, int]:
-        return "trainer.batch_size", self.batch_size
+    def shared(self, config: VLMConfig) -> Shared:
+        return Shared("trainer.batch_size", self.batch_size)
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield "optimiser steps", "1", f"of {self.batch_size} pairs of pieces"

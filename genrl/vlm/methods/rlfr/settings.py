@@ -48,7 +48,7 @@ class RLFR(Answers):
     from a flow that is fitted to right answers."""
 
     title: ClassVar[str] = "RLFR"
-    takes_older_samples: ClassVar[bool] = False
+    takes = frozenset({"part_of_groups"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "flow/error_right": MetricDoc(
             "mean over tokens of the answers that are right (first reward >= `evaluation.right_at`) of the flow's mean "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Share, Text
-from genrl.vlm.config.schema import Row, VLMMethod
+from genrl.vlm.config.schema import Row, Shared, VLMMethod
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class VLMSFT(VLMMethod):
     """Supervised fine-tuning: the mean negative log-probability of the tokens of the given answers."""
 
-    samples: ClassVar[bool] = False
+    learns_from = "data"
     title: ClassVar[str] = "Supervised fine-tuning of vision-language models"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "eval/loss": MetricDoc(
@@ -63,8 +63,8 @@ class VLMSFT(VLMMethod):
     def rows_per_pass(self) -> int:
         return self.micro_batch or self.batch_size
 
-    def shared(self, config: VLMConfig) -> tuple[str, int]:
-        return "trainer.batch_size", self.batch_size
+    def shared(self, config: VLMConfig) -> Shared:
+        return Shared("trainer.batch_size", self.batch_size)
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         steps = "a pass over all questions" if self.updates is None else f"{self.updates:,}"

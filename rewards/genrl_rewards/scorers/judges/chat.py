@@ -45,7 +45,8 @@ class Server:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], reward: str) -> Server:
-        """From a mapping of the configuration. Raises ValueError for unknown or missing keys and for a bad URL."""
+        """Make one of a mapping of the configuration. Raises ValueError for unknown or missing keys and for a bad
+        URL."""
         known = [field.name for field in fields(cls)]
         wrong = [key for key in given if key not in known]
         if wrong or "url" not in given:

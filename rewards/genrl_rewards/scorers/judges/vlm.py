@@ -128,7 +128,7 @@ class LocalModel:
 
     @torch.no_grad()
     def _first_tokens(self, questions: Sequence[Question], wanted: frozenset[str]) -> list[list[tuple[str, float]]]:
-        """Of each answer, the tokens that spell one of these words, with their log-probabilities."""
+        """Tokens of each answer that spell one of these words, with their log-probabilities."""
         tokens = {i: self.spelled[i] for i in sorted(i for word in wanted for i in self.ids.get(word, ()))}
         rows = []
         for inputs in self._batches(questions):

@@ -140,7 +140,7 @@ class Detector:
 
 
 def merged(things: Sequence[Thing]) -> list[Thing]:
-    """Without those that overlap a more confident one by half: a zero-shot detector finds a thing several times."""
+    """Drop things that overlap a more confident one by half: a zero-shot detector finds a thing several times."""
     kept: list[Thing] = []
     for thing in sorted(things, key=lambda thing: -thing.box.score):
         if all(iou_of(thing.box[:4], other.box[:4]) <= SAME_THING for other in kept):

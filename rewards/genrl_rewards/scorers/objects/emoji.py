@@ -113,7 +113,8 @@ def sheet_glyphs() -> tuple[Image.Image, ...]:
 
 @cache
 def glyph(name: str) -> np.ndarray:
-    """As the world draws a thing, on its background: uint8 [GLYPH, GLYPH, 3]. Raises ValueError for another name."""
+    """Draw a thing as the world does, on its background: uint8 [GLYPH, GLYPH, 3]. Raises ValueError for another
+    name."""
     if name not in OBJECTS:
         raise ValueError(f"no thing called {name!r}: the world has {', '.join(OBJECTS)}")
     ground = Image.new("RGBA", (SIDE, SIDE), BACKGROUND)
@@ -146,7 +147,8 @@ def parse(caption: str) -> Asked | None:
 
 @lru_cache(maxsize=2)
 def _templates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the glyphs less the background: conjugate spectra [K, 3, height, width // 2 + 1], squared norms [K]."""
+    """Templates of the glyphs less the background: conjugate spectra [K, 3, height, width // 2 + 1], squared norms
+    [K]."""
     drawn = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - _GROUND
     spectra = np.fft.rfft2(drawn.transpose(0, 3, 1, 2), s=(height, width)).conj().astype(np.complex64)
     return spectra, (drawn**2).sum((1, 2, 3))
@@ -170,7 +172,7 @@ def match(image: np.ndarray) -> np.ndarray:
 
 @cache
 def _inside(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where a glyph has ink, bool [GLYPH, GLYPH], and its N colours there less their mean, [N, 3]."""
+    """Mask of a glyph's ink, bool [GLYPH, GLYPH], and its N colours there less their mean, [N, 3]."""
     drawn = glyph(name).astype(np.float32)
     ink = np.linalg.norm(drawn - _GROUND, axis=-1) > INK
     return ink, drawn[ink] - drawn[ink].mean(0)

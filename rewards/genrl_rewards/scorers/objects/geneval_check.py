@@ -45,7 +45,7 @@ def offset(a: Box, b: Box) -> tuple[float, float]:
 
 
 def relations(a: Box, b: Box) -> set[str]:
-    """Where a is relative to b: none, one or two of `left of`, `right of`, `above`, `below`."""
+    """Relations of a to b: none, one or two of `left of`, `right of`, `above`, `below`."""
     x, y = offset(a, b)
     tests = {"left of": x < -DIAGONAL, "right of": x > DIAGONAL, "above": y < -DIAGONAL, "below": y > DIAGONAL}
     return {name for name, holds in tests.items() if holds}

@@ -66,7 +66,7 @@ def turn_score(angle: float, target: float, right_axis: bool = True) -> float:
 
 
 def wrapped(degrees: float) -> float:
-    """The same angle in (-180, 180]."""
+    """Angle turned into (-180, 180]."""
     return 180 - (180 - degrees) % 360
 
 

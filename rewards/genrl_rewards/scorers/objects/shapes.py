@@ -120,7 +120,7 @@ def find(image: np.ndarray) -> list[Found]:
 
 
 def located(image: np.ndarray) -> list[tuple[Found, np.ndarray]]:
-    """As `find`, each with its pixels, bool [H, W]."""
+    """Find things as `find` does, each with its pixels, bool [H, W]."""
     height, width, _ = image.shape
     labels, areas, colours = _components(_nearest_colour(image))
     found = []
@@ -259,7 +259,7 @@ def _relation_holds(first: list[Found], second: list[Found], relation: str) -> b
 
 
 def alike(first: Sequence[Found], second: Sequence[Found]) -> float:
-    """To what degree two pictures show the same things in the same sizes, at any positions, in [0, 1]; symmetric.
+    """Degree to which two pictures show the same things in the same sizes, at any positions, in [0, 1]; symmetric.
 
     Things of one colour and shape are paired from the largest down. A pair counts with its smaller area over its larger
     one, a thing without a partner with 0; the sum is divided by the number of things in the fuller picture. NaN if both

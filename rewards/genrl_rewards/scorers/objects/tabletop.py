@@ -58,7 +58,7 @@ def progress(picture: np.ndarray, instruction: str) -> float:
 
 
 def place(picture: np.ndarray, colour: tuple[int, int, int]) -> tuple[float, float] | None:
-    """Where a colour is, (x, y) in half table widths: the mean position of its pixels; None if there are none."""
+    """Place of a colour, (x, y) in half table widths: the mean position of its pixels; None if there are none."""
     distance = np.linalg.norm(picture.astype(np.float64) - np.array(colour, dtype=np.float64), axis=-1)
     weight: Any = np.clip(1.0 - distance / NEAR, 0.0, None)
     if weight.sum() < 0.5:

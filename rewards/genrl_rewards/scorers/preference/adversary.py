@@ -38,7 +38,7 @@ class Trainable(Protocol):
     """Weight of the patches' loss, where `logits` gives patches."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Its scores, as those of any reward."""
+        """Scores, as those of any reward."""
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> Logits:
         """Logits of pictures float [B, 3, H, W] in [0, 1], with the graph to `parameters()`."""

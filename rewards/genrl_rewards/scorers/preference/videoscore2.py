@@ -45,7 +45,7 @@ First reason. Then give a whole number from 1 (bad) to 5 (perfect) for each of t
 
 
 def place_of(answer: str, label: str) -> int | None:
-    """Where in an answer the digit from 1 to 5 stands that is the score of `label`; None if there is none.
+    """Position in an answer of the digit from 1 to 5 that is the score of `label`; None if there is none.
 
     The last after the reasoning, which must have come to its end: after the label, whatever describes it on the same
     line, and a colon.

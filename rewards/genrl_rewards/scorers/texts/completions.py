@@ -43,7 +43,7 @@ def listing_texts() -> list[Listed]:
 
 
 def resolve_text(name: str) -> Origin:
-    """Where the name of a text reward leads: one of `MODULES`, or what `rewards.resolve` finds. Imports nothing.
+    """Find what the name of a text reward leads to: one of `MODULES`, or what `rewards.resolve` finds. Imports nothing.
 
     Raises ValueError as `rewards.resolve` does, with the nearest rule, and where a rule's package is not installed.
     """

@@ -195,7 +195,7 @@ class Ocr:
         return values, {part: [row[part] for row in scored] for part in self._parts}
 
     def read_row(self, **columns: Any) -> str:
-        """As what it reads the text that a row asks for."""
+        """Kind of text as which it reads what a row asks for."""
         value, wanted = columns["prompts" if self.target == "quotes" else self.target], self.read_value(**columns)
         if wanted is None or not normalise(wanted):
             return NOTHING
