@@ -226,7 +226,7 @@ class AnswersRun(VLMRun):
         """Questions of the training data, answered as in evaluations, and scored."""
         config, numbers = self.config, self.questions.asked(0, 0, min(SHOWN, len(self.questions)))
         self.shown = Shown()
-        if not config.trainer.samples:
+        if config.trainer.learns_from == "data":
             config = config.model_copy(update={"rewards": ()})
         opened = self.opened if config.rewards else {}
         with answering(self.policy):
