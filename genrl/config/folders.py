@@ -16,6 +16,11 @@ def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~", "assets/")) or path.count("/") != 1
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether `path` is org/name, and nothing lies here that could be meant: neither it, nor a folder like `org`."""
+    return not looks_local(path) and not Path(path).exists() and not Path(path.partition("/")[0]).is_dir()
+
+
 def hub_file(source: str) -> tuple[str, str | None]:
     """(hub id, file) of an adapter on the hub, which may be written org/name:file.safetensors."""
     name, _, file = source.partition(":")

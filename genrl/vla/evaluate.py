@@ -20,9 +20,11 @@ from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
 
 
-def evaluation_episodes(seed: int, count: int) -> NDArray[np.uint64]:
-    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many."""
-    return np.uint64(derive_seed(seed, "evaluation")) + np.arange(count, dtype=np.uint64)
+def evaluation_episodes(seed: int, count: int, *, in_order: bool = False) -> NDArray[np.uint64]:
+    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many.
+    in_order: from 0 on, so that the listed starts of every task come one after the other."""
+    first = 0 if in_order else derive_seed(seed, "evaluation")
+    return np.uint64(first) + np.arange(count, dtype=np.uint64)
 
 
 class Judged(NamedTuple):
@@ -72,7 +74,7 @@ def evaluate(
     are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with
     the episodes of a round.
     """
-    numbers = evaluation_episodes(seed, first + episodes)
+    numbers = evaluation_episodes(seed, first + episodes, in_order=env.in_order)
     found = Judged([], [], [], [], [])
     for begin in range(first, first + episodes, env.num_envs):
         wanted = min(env.num_envs, first + episodes - begin)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from genrl.config import load
 from genrl.mdp.noise import seeded
 from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.hub import local_folder
 from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vla.config.names import SAMPLERS
@@ -79,12 +80,13 @@ def load_trained(
     adapt: Adapt | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The policy of a folder as LeRobot saves it, of a script (`python:NAME`), or of a run: after `step` iterations, or
-    of its newest checkpoint, whose adapters are merged into what the run began with. adapt: of a LeRobot folder.
+    """The policy of a folder (or hub id) as LeRobot saves it, of a script (`python:NAME`), or of a run: after `step`
+    iterations, or of its newest checkpoint, whose adapters are merged into what the run began with. adapt: of a LeRobot
+    folder.
 
     Raises ValueError for a run without such a checkpoint.
     """
-    folder = Path(path)
+    folder = Path(path) if is_given(str(path)) else local_folder(str(path))
     plain = not is_given(str(path)) and policy_folder(folder) == folder
     for field, key in (("padded_state", "padded_state"), ("oft", "oft"), ("stats", "statistics")):
         if not plain and getattr(adapt, field, None) is not None:

@@ -46,7 +46,8 @@ def test_doctor_says_what_to_do() -> None:
         "packages": {"torch": "2", "peft": None},
         "torch": {"device": "cpu", "torchvision": "declared"},
         "threads": {"torch_threads": 4, "usable_cores": 4},
+        "simulators": {"libero": "LIBERO lacks bddl: pip"},
     }
     text = "\n".join(advice(report))
-    for part in ("pip install peft", "torchvision does not fit", "OMP_NUM_THREADS=1", "1.5 GB of disk"):
+    for part in ("pip install peft", "torchvision does not fit", "OMP_NUM_THREADS=1", "1.5 GB of disk", "lacks bddl"):
         assert part in text

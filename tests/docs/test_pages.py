@@ -91,7 +91,7 @@ def test_yaml_blocks_hold_in_their_recipes(root: Path, tmp_path: Path) -> None:
 
 FORM = ("Idea", "Equations", "When to use", "Settings that matter", "easured", "Cost")
 SHARED = {"methods.md", "forward_process.md", "vla_offline.md"}
-"""The comparison of all methods, what four of them share, and five methods that each have the parts of the form."""
+"""The comparison of all methods, and what four and five of them share."""
 
 
 def test_every_method_has_one_page_in_one_form(root: Path) -> None:

@@ -120,3 +120,17 @@ def _columns(run: DiffusionRun, slots: list[int]) -> list[Mapping[str, list[Any]
     """The columns of each slot's prompt, as lists of one row."""
     rows, size = run.iteration_prompts, run.config.sampling.group_size
     return [{name: [value] for name, value in rows[slot // size].columns.items()} for slot in slots]
+
+
+def reward_loss(rewards: Tensor, *, margin: float | None = None) -> Tensor:
+    """`-r`, [B]: DRaFT (arXiv 2309.17400) and AlignProp. With a margin `max(0, margin - r)`: ReFL's map of rewards to
+    losses (arXiv 2304.05977, alg. 1; margin 2), which leaves samples above it alone.
+
+    Raises ValueError where no gradient can come of it: the reward, or the pictures it saw, are detached.
+    """
+    if not rewards.requires_grad:
+        raise ValueError(
+            "direct reward back-propagation needs the gradient of the reward with respect to the pictures, but these "
+            "rewards carry none: use a differentiable reward, outside torch.no_grad()"
+        )
+    return -rewards if margin is None else (margin - rewards).relu()

@@ -29,6 +29,7 @@ def require_apart(policy: Policy, batch: Batch) -> None:
     same: Mapping[str, Any] = {name: [values[0], values[0]] for name, values in batch.inputs.items()}
     kind = type(policy.pipe).__name__
     try:
+        # One step is enough: what leaks between samples leaks in every call of the model.
         other, alike = (policy.roll_out(one, stop=1).final[0] for one in (batch, replace(batch, inputs=same)))
     except ValueError as error:
         text = f"a {kind} cannot be given the pictures of two samples in one call"

@@ -68,6 +68,7 @@ def start_over(denoisers: Iterable[nn.Module]) -> None:
     size from here on."""
     torch.compiler.reset()
     for denoiser in denoisers:
+        # The limit is one of a size of micro-batches.
         _times[denoiser] = 0
 
 
@@ -96,6 +97,7 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
                     "the step). Make them the same, or write kernels.compile: false"
                 )
         if not torch.is_grad_enabled():
+            # The next run of a recorded graph writes into the same memory, so that its outputs are copied.
             found = pytree.tree_map_only(Tensor, torch.clone if cuda_graphs else torch.detach, found)
             if cuda_graphs:  # no backward pass is to come, so the next call may write over this one's memory
                 torch.compiler.cudagraph_mark_step_begin()

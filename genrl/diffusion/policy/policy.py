@@ -74,10 +74,12 @@ class Policy:
         self.autocast = autocast
         self.original_scheduler = pipe.scheduler
         self.head = as_policy_head(pipe.scheduler)
+        # The pipeline reads nothing else of its scheduler than it did before, so that its loop needs no change.
         pipe.scheduler = self.head
         pipe.set_progress_bar_config(disable=True)
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
+                # What is trained is chosen later; with dropout, training would replay something else.
                 component.eval().requires_grad_(False)
         self.memo = memoise_encode_prompt(
             pipe,
@@ -162,6 +164,7 @@ class Policy:
             self.calls(batch, request, state=state, grad=bool(keep))
         length = len(self.head.full_timesteps)
         end = length if stop is None else stop
+        # A loop that skips or adds steps would train on others than were meant, without a sign of it in any figure.
         if recording.seen != end - start or end == start:
             raise ValueError(
                 f"{type(self.pipe).__name__} made {recording.seen} denoising steps where {end - start} of its {length} "
@@ -203,6 +206,7 @@ class Policy:
             self.calls.leave_at(batch.take(rows.tolist()), Request(at=sigma[rows[0]]), state[rows]).model_output
             for rows in groups
         ]
+        # Back in the order of the samples.
         return torch.cat(outputs)[torch.cat(groups).argsort()]
 
     def advance(self, batch: Batch, state: Tensor, index: int, *, clean: bool = False) -> Tensor:
@@ -228,6 +232,7 @@ class Policy:
         With `grad` the decoder is differentiated through.
         """
         images = self.calls(batch, Request(empty=True), state=final, output_type="pt", grad=grad)
+        # Some video pipelines return a list.
         if not isinstance(images, Tensor):
             images = torch.stack(list(images))
         return images.float()

@@ -50,6 +50,7 @@ class Unconditional:
         if len(seen) != 2:
             count = "one prediction" if len(seen) == 1 else f"{len(seen)} predictions"
             raise ValueError(f"{key}: {name} makes {count} per step here, not a conditional and an unconditional one")
+        # Gradients along one direction, the same in every process, tell the two factors.
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         one, other = (factor.norm() for factor in torch.autograd.grad(output, seen, weight))
         if one < other and not self._halves:  # the only call of a step without guidance would be taken for it

@@ -53,9 +53,11 @@ def trainable(
             in_input_precision(network)
         for parameter in network.parameters():
             if parameter.requires_grad:
+                # Steps of 1e-4 of a weight are below what half precision can hold.
                 parameter.data = parameter.data.float()
         if sharding is not None:
             shard(network, _blocks(network), sharding)
+    # After sharding, which puts other tensors in the place of the parameters.
     named = {
         f"{name}.{key}": parameter
         for name, network in trained.items()

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from genrl.config import RunConfig
-from genrl.config.folders import looks_local
+from genrl.config.folders import is_hub_id, looks_local
 from genrl.runtime.folder import cards
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.show import pictures
@@ -127,6 +127,24 @@ def licence_of(base: str) -> str | None:
     except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
         return None
     return found if isinstance(found, str) else None
+
+
+def local_folder(name: str, kind: str = "model") -> Path:
+    """The folder of this name; for a hub id, that of the repository (kind: "model" or "dataset"), downloaded into the
+    hub's cache. Raises ValueError where the hub does not give it."""
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if not is_hub_id(name):
+        return Path(name).expanduser()
+    try:
+        # weights once, in the form that is read; pickles and other programs' checkpoints never
+        skipped = ["*.bin", "*.msgpack", "*.h5", "*.onnx", "*.pkl"]
+        return Path(snapshot_download(name, repo_type=kind, ignore_patterns=skipped))
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"{name}: there is no such folder, and the hub does not give it: {why}") from error
 
 
 def fetch(name: str) -> tuple[Path, list[str]]:

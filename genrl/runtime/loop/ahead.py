@@ -36,6 +36,8 @@ class Ahead(Generic[T]):
     def __init__(self) -> None:
         self.underway: dict[int, Underway[T]] = {}
         self._closing = Event()
+        # One thread: iterations come in their order, and each may need what the one before has left. torch counts its
+        # own threads by thread, and a new one would begin with all processors.
         self._thread = ThreadPoolExecutor(1, "ahead", torch.set_num_threads, (torch.get_num_threads(),))
 
     def begin(self, iteration: int, work: Callable[[Advance], T]) -> None:
@@ -54,6 +56,7 @@ class Ahead(Generic[T]):
         thread closes this."""
         underway, told = self.underway[iteration], 0
         assert underway.work is not None
+        # Waking now and then, for the progress that the other thread only notes: bars and watchdogs belong to this one.
         while not wait([underway.work], timeout=POLL_S).done:
             if self._closing.is_set():
                 raise Closed

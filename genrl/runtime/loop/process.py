@@ -100,6 +100,7 @@ def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accel
     Raises ValueError, in all processes, where the run has checkpoints and cannot go on from them.
     """
     run = Run((resume or Path(output)).absolute())  # a reward may go to another folder
+    # One lock for all processes, which share the folder and end together.
     if accelerator.is_main_process:
         stack.callback(run_folder.lock(run.folder).release)
     return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
@@ -134,6 +135,7 @@ def begin(
     line."""
     text = dump(config)
     if accelerator.is_main_process:
+        # Else the ones that are left would be taken for processes of this start.
         for old in (claimed.run.folder / "heartbeat").glob("*"):  # of processes that were killed
             old.unlink()
         run_folder.prepare(

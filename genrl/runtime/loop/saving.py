@@ -29,6 +29,7 @@ def save(loop: State) -> None:
         return
     process = loop.process
     process.watchdog.beat("saving", loop.iteration)
+    # A folder that was given to another run meanwhile must not get this one's weights.
     process.check_folder()
     weights = loop.weights.state()
     _require_finite(loop, weights)
@@ -56,6 +57,7 @@ def save(loop: State) -> None:
         checkpoint.save_shares(tensors)
         loop.trained.export(None)
     loop.saved, loop.outdated = loop.iteration, False
+    # Nobody goes on before the checkpoint is there: what is changed next would go into it.
     process.accelerator.wait_for_everyone()
     process.watchdog.beat("saving", loop.iteration)
 

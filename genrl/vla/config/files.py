@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from genrl.config.folders import is_hub_id
 from genrl.config.plugins import names
 from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
@@ -25,7 +26,6 @@ PACKAGES = {
     "fetch": ("gymnasium_robotics", "robotics"),
     "reacher": ("gymnasium_robotics", "robotics"),
     "maniskill": ("mani_skill", "pip install mani-skill"),
-    "libero": ("libero", "pip install hf-libero"),
 }
 """The module that shows a simulator installed, and the extra that has it, or what installs it."""
 
@@ -33,7 +33,7 @@ PACKAGES = {
 def file_problems(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
     """What is wrong; remarks that stop nothing go to `notes`."""
     yield from _policy(config, notes)
-    yield from _demonstrations(config)
+    yield from _demonstrations(config, notes)
     yield from _simulator(config, notes)
 
 
@@ -48,6 +48,9 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
             given(config.policy.path)
         except ValueError as error:
             yield ("policy", "path"), str(error)
+        return
+    if is_hub_id(config.policy.path):
+        notes.append(f"policy.path: {config.policy.path} is on the hub: downloaded when a run begins, not checked here")
         return
     path, key = Path(config.policy.path).expanduser(), ("policy", "path")
     file = next((f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file()), None)
@@ -95,12 +98,14 @@ def _openvla(config: VLAConfig, folder: Path) -> Iterator[FileFinding]:
         yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 
 
-def _demonstrations(config: VLAConfig) -> Iterator[FileFinding]:
+def _demonstrations(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
     source, key = config.demonstrations.dataset if config.demonstrations else None, ("demonstrations", "dataset")
     if source is None:
         return
     path = Path(source)
-    if is_recording(path):
+    if is_hub_id(source):
+        notes.append(f"demonstrations.dataset: {source} is on the hub: downloaded when a run begins, not checked here")
+    elif is_recording(path):
         if not path.exists():
             close = get_close_matches(path.name, [file.name for file in path.parent.glob("*.h*5")], n=1, cutoff=0.3)
             yield key, f"there is no file {path}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
@@ -130,7 +135,9 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
             yield ("environment", "workers"), f"{text}; write 0, or put the function into a file: path/file.py:name"
         return
     yield from _own_code(key, name, "make", notes)
-    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
+    if name == "libero":
+        yield from _libero(config)
+    elif name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
         package, extra = PACKAGES[name]
         yield key, f"the package {package} is not installed: {extra if ' ' in extra else install(extra)}"
     elif not (known := names(SIMULATORS)).count(name) and not any(mark in name for mark in ("/", "-v", ":", ".py")):
@@ -140,6 +147,19 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
         yield key, text
     if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
         yield ("environment", "workers"), f"the package ray is not installed: {install('ray')}"
+
+
+def _libero(config: VLAConfig) -> Iterator[FileFinding]:
+    """What of LIBERO's packages is missing; its suites, tasks and protocol."""
+    from genrl.vla.simulators.contract import Reading
+    from genrl.vla.simulators.libero import env, package
+
+    settings = config.environment.args
+    yield from ((("environment", "name"), line) for line in package.missing(str(settings.get("assets", ""))))
+    try:
+        env.describe(config.environment.tasks or (), Reading(chunk=1), settings)
+    except ValueError as error:
+        yield ("environment", "args" if "environment.args" in str(error) else "tasks"), str(error)
 
 
 def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterator[FileFinding]:

@@ -37,7 +37,7 @@ SIMULATORS = Group(
         "minitable": "genrl.playground.minitable.env:describe",
         "metaworld": "genrl.vla.simulators.metaworld.env:describe",
         "maniskill": "genrl.vla.simulators.maniskill:describe",
-        "libero": "genrl.vla.simulators.libero:describe",
+        "libero": "genrl.vla.simulators.libero.env:describe",
         "point_maze": "genrl.vla.simulators.robotics.point_maze:describe",
         "fetch": "genrl.vla.simulators.robotics.fetch:describe",
         "reacher": "genrl.vla.simulators.robotics.reacher:describe",
@@ -51,6 +51,7 @@ EXPERTS = Group(
     {
         "minitable": "genrl.playground.minitable.demonstrations:minitable_expert",
         "metaworld": "genrl.vla.simulators.metaworld.env:demonstrate",
+        "libero": "genrl.vla.simulators.libero.expert:demonstrate",
         "point_maze": "genrl.vla.simulators.robotics.point_maze:demonstrate",
         "fetch": "genrl.vla.simulators.robotics.fetch:demonstrate",
         "reacher": "genrl.vla.simulators.robotics.reacher:demonstrate",
@@ -58,6 +59,6 @@ EXPERTS = Group(
     "",
 )
 """Demonstrations, by the simulator, which also says what the expert would do from any state (`simulator.Expert`):
-functions (tasks, count, seed, max_steps, image_size, points) -> `frames.Shown`."""
+functions (tasks, count, seed, max_steps, image_size, points, and cameras where there are several) -> `frames.Shown`."""
 WORLDS = Group("world to make data in", {"minitable": "genrl.playground.minitable.world:TableWorld"}, "")
 """What methods that make their own data know of a simulator: functions (tasks, max_steps) -> `demonstrations.World`."""

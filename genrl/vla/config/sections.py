@@ -89,8 +89,8 @@ class Policy(Section):
     """Which policy is trained, and what of it."""
 
     path: Text | None = None
-    """Folder of a policy as LeRobot saves it (config.json, model.safetensors), of an OpenVLA-OFT, or of a run; null =
-    `new`."""
+    """Folder or hub id (lerobot/pi0_libero_finetuned) of a policy as LeRobot saves it (config.json, model.safetensors),
+    or of an OpenVLA-OFT; or the folder of a run; null = `new`."""
     new: NewPolicy | None = None
     """A small policy with fresh weights; null = `path`."""
     rename: dict[Text, Text] = {}
@@ -170,7 +170,7 @@ class Demonstrations(Section):
     expert: Count | None = None
     """Episodes of the environment's scripted expert, of each task (MiniTable: of all together); null = `dataset`."""
     dataset: Text | None = None
-    """Folder of a LeRobotDataset v3 or of Minari, or a file of DSRL (.hdf5); null = `expert`."""
+    """Folder or hub id of a LeRobotDataset v3, a folder of Minari, or a file of DSRL (.hdf5); null = `expert`."""
     camera: Text = "observation.image"
     """Column of the data set that is the picture of a policy with one camera."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.config.plugins import find
+from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config import sections as settings
 from genrl.vla.config.files import is_recording
 from genrl.vla.config.names import EXPERTS, WORLDS
@@ -50,10 +51,12 @@ def demonstrated(
     max_steps: int | None = None,
     image_size: int = 0,
     points: int = 0,
+    cameras: Sequence[str] = (),
 ) -> Shown:
     """`count` successful episodes of a simulator's expert, of each task where it has several, with LeRobot's columns.
 
-    max_steps: the longest that counts, None for the simulator's own limit; image_size, points: 0 for none.
+    max_steps: the longest that counts, None for the simulator's own limit; image_size, points: 0 for none. cameras: of
+    libero, whose pictures are then "observation.images.<camera>".
     Raises ValueError for a simulator without an expert.
     """
     if name not in EXPERTS.built_in:
@@ -61,7 +64,8 @@ def demonstrated(
         raise ValueError(
             f"demonstrations.expert: {name} has no scripted expert; give a dataset instead ({known} have one)"
         )
-    how = {"seed": seed, "max_steps": max_steps, "image_size": image_size, "points": points}
+    how: dict[str, Any] = {"seed": seed, "max_steps": max_steps, "image_size": image_size, "points": points}
+    how |= {"cameras": cameras} if cameras else {}
     shown: Shown = find(name, EXPERTS)(tasks, count, **how)
     return shown
 
@@ -78,6 +82,8 @@ def world_of(config: VLAConfig, default: Sequence[str] = ()) -> World:
     return made
 
 
+Look = Callable[[], NDArray[Any]]
+"""What an environment shows now."""
 Act = Callable[[dict[str, NDArray[np.float64]]], NDArray[Any]]
 """The expert's action from what is observed; it is clipped to [-1, 1]."""
 
@@ -92,16 +98,20 @@ def expert_episodes(
     max_steps: int,
     image_size: int = 0,
     points: int = 0,
+    cameras: Sequence[str] = (),
 ) -> Iterator[Episode]:
     """`count` successful episodes of every task, with LeRobot's columns. make: from a task to an environment of
-    LeRobot's names, with actions in [-1, 1] and info["success"]; expert: for an environment.
+    LeRobot's names, with actions in [-1, 1] and info["success"] (or gymnasium's "is_success"); expert: for an
+    environment.
 
-    `STATE` and `ENVIRONMENT` [T, ...], `ACTION` [T, A] in [-1, 1], `IMAGE` uint8 [T, S, S, 3] and `POINTS`
-    [T, N, 3] where image_size and points are not 0, "next.reward" (1 at success), "next.done", "next.success" [T, 1].
+    `STATE` and `ENVIRONMENT` [T, ...], `ACTION` [T, A] in [-1, 1], `IMAGE` (or each of the cameras) uint8
+    [T, S, S, 3] and `POINTS` [T, N, 3] where image_size and points are not 0, "next.reward" (1 at success),
+    "next.done", "next.success" [T, 1].
     An episode ends with its success; those that are not over in max_steps are left out, and others taken. A function of
     the seed, and of no rollout's starts.
     Raises RuntimeError where fewer than one attempt in five succeeds.
     """
+    names: dict[str, Sequence[str]] = {IMAGES + camera: [camera] for camera in cameras}
     for task in tasks:
         env, found, attempt = make(task), 0, 0
         while found < count:
@@ -111,27 +121,30 @@ def expert_episodes(
                     "allow more steps"
                 )
             key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
-            episode = _episode(env, expert(env), int(key >> np.uint64(33)), max_steps, image_size, points)
+            looks = (names or {IMAGE: []}) if image_size else {}
+            look: dict[str, Look] = {name: partial(env.picture, image_size, *camera) for name, camera in looks.items()}
+            look |= {POINTS: partial(env.points, points)} if points else {}
+            episode = _episode(env, expert(env), int(key >> np.uint64(33)), max_steps, look)
             attempt += 1
             if episode is not None:
                 found += 1
                 yield episode
+        env.close()
 
 
-def _episode(env: Any, act: Act, seed: int, max_steps: int, image_size: int, points: int) -> Episode | None:
-    """One episode of the expert, or None where it does not succeed."""
+def _episode(env: Any, act: Act, seed: int, max_steps: int, look: dict[str, Look]) -> Episode | None:
+    """One episode of the expert, or None where it does not succeed. look: column -> what it shows."""
     observation, _ = env.reset(seed=seed)
-    states, surroundings, actions, pictures, clouds = [], [], [], [], []
+    states, surroundings, actions = [], [], []
+    shown: dict[str, list[Any]] = {name: [] for name in look}
     for _ in range(max_steps):
         states.append(observation["agent_pos"].astype(np.float32))
         surroundings.append(observation["environment_state"].astype(np.float32))
-        if image_size:
-            pictures.append(env.picture(image_size))
-        if points:
-            clouds.append(env.points(points))
+        for name, seen in look.items():
+            shown[name].append(seen())
         actions.append(np.clip(act(observation), -1.0, 1.0).astype(np.float32))
         observation, _, _, _, info = env.step(actions[-1])
-        if info["success"]:
+        if info["success" if "success" in info else "is_success"]:
             break
     else:
         return None
@@ -144,8 +157,8 @@ def _episode(env: Any, act: Act, seed: int, max_steps: int, image_size: int, poi
         "next.done": last,
         "next.success": last,
     }
-    looked = {name: np.stack(shown) for name, shown in ((IMAGE, pictures), (POINTS, clouds)) if shown}
-    return Episode([env.task_description] * len(actions), columns | looked)
+    columns |= {name: np.stack(pictures) for name, pictures in shown.items()}
+    return Episode([env.task_description] * len(actions), columns)
 
 
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
@@ -167,7 +180,8 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     elif source.dataset is not None:
         shown = _dataset(config, source.dataset, inputs)
     else:
-        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0)
+        cameras = [name.removeprefix(IMAGES) for name in inputs if name.startswith(IMAGES)]
+        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0, cameras)
     words = vocabulary(shown.texts)
     told = partial(tokenise, words=words) if policy is None else policy.tokenise
     frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
@@ -183,7 +197,7 @@ def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
 
 def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
     assert config.demonstrations is not None
-    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
+    dataset, camera = open_dataset(local_folder(folder, "dataset")), config.demonstrations.camera
     name = config.environment.name
     world = world_of(config) if name in WORLDS.built_in else None
     columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
@@ -226,8 +240,8 @@ def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
     return Shown([env.instruction], told, None)
 
 
-def _expert(config: VLAConfig, image_size: int, points: int) -> Shown:
+def _expert(config: VLAConfig, image_size: int, points: int, cameras: Sequence[str]) -> Shown:
     assert config.demonstrations is not None and config.demonstrations.expert is not None
     env, count = config.environment, config.demonstrations.expert
     how: dict[str, Any] = {"seed": config.seed, "max_steps": env.max_steps, "image_size": image_size}
-    return demonstrated(env.name, env.tasks or (), count, points=points, **how)
+    return demonstrated(env.name, env.tasks or (), count, points=points, cameras=cameras, **how)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config.files import is_recording
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.policies.encoder import MODES
@@ -32,7 +33,7 @@ def data_statistics(config: VLAConfig) -> Statistics:
     source = config.demonstrations
     if source is None or source.dataset is None or is_recording(Path(source.dataset)):
         raise ValueError("policy.statistics: data are those of a LeRobot data set; name it in demonstrations.dataset")
-    dataset = open_dataset(Path(source.dataset))
+    dataset = open_dataset(local_folder(source.dataset, "dataset"))
     pictures = {name: dataset.stats[name] for name in dataset.cameras}
     numbers = [name for name in (STATE, ENVIRONMENT, ACTION) if name in dataset.features]
     columns: dict[str, list[Any]] = {name: [] for name in numbers}

@@ -118,7 +118,8 @@ class Environment(Protocol):
     returns the first observation of the next episode with reward 0. Slots of one group see the same episodes, which are
     functions of the slots' numbers among those of all processes, from `first_slot` on.
 
-    max_steps: actions until an episode is truncated; None where only the environment itself knows. waited_s: seconds
+    max_steps: actions until an episode is truncated; None where only the environment itself knows. in_order: of
+    `Description`. waited_s: seconds
     spent on simulators so far. dropped: episodes lost to simulators that died, hung or raised. restarts: workers that
     had to be started again.
     """
@@ -127,6 +128,7 @@ class Environment(Protocol):
     chunk: int
     group_size: int
     first_slot: int
+    in_order: bool
     waited_s: float
     dropped: int
 
@@ -239,6 +241,8 @@ class Description:
     """How many its episodes have; they take turns over slots and episodes."""
     max_steps: int | None = None
     """The time limit, if it is known."""
+    in_order: bool = False
+    """Its tasks have listed starts, and an evaluation goes through them from the first one on."""
 
     def host(self, slots: int) -> Host:
         """Make it, for so many slots."""

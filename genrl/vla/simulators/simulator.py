@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,6 +72,15 @@ class Expert(Protocol):
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]: ...
 
 
+@runtime_checkable
+class Listed(Protocol):
+    """An environment with a list of so many starts, which are taken in turn: a reset's options["start"] is the number
+    of one."""
+
+    @property
+    def listed_starts(self) -> int: ...
+
+
 class Simulator:
     """One gymnasium environment, observed once per chunk. Success ends the episode; actions are clipped to its box.
 
@@ -102,7 +112,12 @@ class Simulator:
     def begin(self, number: int) -> Outcome:
         """Begin the episode of a number: of one of `goals` starts, where there are so many."""
         self.elapsed, self.seed = 0, seed_of(number, self.reading)
-        raw, _ = self.env.reset(seed=self.seed)
+        bare: Any = self.env.unwrapped
+        if isinstance(bare, Listed):
+            start = number % (self.reading.goals or bare.listed_starts) % bare.listed_starts
+            raw, _ = self.env.reset(seed=self.seed, options={"start": start})
+        else:
+            raw, _ = self.env.reset(seed=self.seed)
         return self._outcome(raw, np.zeros(self.reading.chunk, dtype=np.float32), 0)
 
     def execute(self, chunk: NDArray[np.float32]) -> Outcome:
@@ -259,19 +274,23 @@ class Simulator:
 
 
 class SlotHost:
-    """Slots of gymnasium environments. One of another task's is kept for the next slot that needs it.
+    """Slots of gymnasium environments. One of another task's is kept for the next slot that needs it; without
+    `resting`, only for one of the same round, and there are never more environments than slots.
 
     Environments are made by `make(task)`. One that raises is thrown away, and the next episode has a new one.
     """
 
-    def __init__(self, make: Callable[[int], gymnasium.Env[Any, Any]], tasks: int, reading: Reading) -> None:
+    def __init__(
+        self, make: Callable[[int], gymnasium.Env[Any, Any]], tasks: int, reading: Reading, *, resting: bool = True
+    ) -> None:
         headless()
-        self.make, self.tasks, self.reading = make, tasks, reading
+        self.make, self.tasks, self.reading, self.resting = make, tasks, reading, resting
         self._running: dict[int, tuple[int, Simulator]] = {}
         self._free: dict[int, list[Simulator]] = {task: [] for task in range(tasks)}
 
     def run(self, work: Run) -> Iterator[Message]:
         """One message per slot."""
+        self._release({slot: episode % self.tasks for slot, episode in work.begin.items()})
         for slot in sorted(work.begin.keys() | work.chunks.keys()):
             try:
                 if slot in work.begin:
@@ -279,9 +298,9 @@ class SlotHost:
                 else:
                     outcome = self._running[slot][1].execute(work.chunks[slot])
             except Exception as error:  # noqa: BLE001 - whatever it is, the other side is told, and judges
-                self._running.pop(slot, None)
                 misuse = isinstance(error, (Misuse, ModuleNotFoundError))
-                yield Fault(slot, str(error) if misuse else traceback.format_exc(), misuse)
+                report = str(error) if misuse else traceback.format_exc()
+                yield Fault(slot, report + self._thrown_away(slot), misuse)
             else:
                 yield outcome._replace(slots=np.array([slot]))
 
@@ -303,11 +322,30 @@ class SlotHost:
             simulator.env.close()
         self._running, self._free = {}, {task: [] for task in range(self.tasks)}
 
+    def _release(self, begin: Mapping[int, int]) -> None:
+        """Free the environments of slots that begin another task (slot -> task), before any takes one: slots may have
+        each other's."""
+        for slot, task in begin.items():
+            if slot in self._running and self._running[slot][0] != task:
+                was, simulator = self._running.pop(slot)
+                self._free[was].append(simulator)
+        wanted = Counter(task for slot, task in begin.items() if slot not in self._running)
+        for task, free in self._free.items():
+            while not self.resting and len(free) > wanted[task]:
+                free.pop().env.close()
+
+    def _thrown_away(self, slot: int) -> str:
+        """Close the environment of a slot, which has raised. What that raises is returned, as part of the report."""
+        _, simulator = self._running.pop(slot, (0, None))
+        try:
+            if simulator is not None:
+                simulator.env.close()
+        except Exception as error:  # noqa: BLE001 - it is broken already; the other side is told
+            return f"\nClosing it raised {error!r}."
+        return ""
+
     def _begin(self, slot: int, episode: int) -> Outcome:
         number, task = divmod(episode, self.tasks)
-        if slot in self._running and self._running[slot][0] != task:
-            was, simulator = self._running.pop(slot)
-            self._free[was].append(simulator)
         if slot not in self._running:
             free = self._free[task]
             self._running[slot] = task, free.pop() if free else Simulator(self.make(task), self.reading)

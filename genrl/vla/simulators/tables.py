@@ -103,7 +103,7 @@ class Simulators:
 
     def __init__(self, description: Description, simulation: Simulation) -> None:
         self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
-        self.description, self.max_steps = description, description.max_steps
+        self.description, self.max_steps, self.in_order = description, description.max_steps, description.in_order
         self.render_size, self.knows_costs = simulation.render_size, simulation.cost_key is not None
         self.waited_s, self.dropped, self.first_slot = 0.0, 0, 0
         self.observation: Observation = {}

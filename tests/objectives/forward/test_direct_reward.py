@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.objectives.forward import direct_reward
+from genrl.diffusion.forward import direct as direct_reward
 
 
 def test_a_reward_is_raised_up_to_its_margin() -> None:

@@ -309,11 +309,20 @@ class TestFiles:
             ("environment: {name: robosuite}", "environment.name", "there are fetch, libero, maniskill, metaworld, "),
             ("environment: {name: 'none.py:make'}", "environment.name", "there is no file none.py"),
             ("environment: {name: docs/mine.py}", "environment.name", "docs/mine.py:make"),
+            (
+                "environment: {name: libero, tasks: [libero_spatial/10]}",
+                "environment.tasks",
+                "no task 'libero_spatial/10'",
+            ),
+            ("environment: {name: libero, args: {protocol: openpy}}", "environment.args", "did you mean openpi?"),
             (new("type: 'none.py:Mine'"), "policy.new.type", "no file none.py"),
             (new("type: none.py"), "policy.new.type", "none.py:Name"),
         ],
     )
-    def test_names_that_lead_nowhere(self, changes: str, key: str, says: str, tmp_path: Path) -> None:
+    def test_names_that_lead_nowhere(
+        self, changes: str, key: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("genrl.vla.simulators.libero.package.missing", lambda assets: [])  # as if all were there
         [(found, text)] = self.problems(tmp_path, NEW, **sections_of(changes), trackers=[])
         assert found == key and says in text
 

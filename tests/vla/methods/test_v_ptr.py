@@ -13,7 +13,7 @@ import torch
 from genrl.mdp.noise import generator
 from genrl.playground.minitable.world import TableWorld
 from genrl.vla.methods.v_ptr import train as v_ptr
-from genrl.vla.methods.v_ptr.icvf import ICVF, draw, icvf_errors, order, train_icvf
+from genrl.vla.methods.v_ptr.train import ICVF, draw, icvf_errors, order, train_icvf
 from genrl.vla.offline.regression import wayward_data
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient, reward_loss
 from genrl.diffusion.forward.noising import own_noise, solved
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.policy import Policy, guides_by_negative, without_prompts
@@ -37,7 +37,6 @@ from genrl.mdp.gaussian import per_sample
 from genrl.mdp.noise import generator
 from genrl.objectives.forward import diff_instruct as objective
 from genrl.objectives.forward.diff_instruct import score_from_prediction, score_from_velocity
-from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, descend
 from genrl.runtime.weights.optimizers import make_optimizer

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient
+from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient, reward_loss
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -32,7 +32,6 @@ from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
-from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, descend
 

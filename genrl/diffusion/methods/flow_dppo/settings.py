@@ -19,9 +19,7 @@ class FlowDPPO(Windowed):
     a KL, and the update would move it further."""
 
     title: ClassVar[str] = "Flow-DPPO"
-    one_call_at_a_time: ClassVar[bool] = True
-    takes_older_samples: ClassVar[bool] = True
-    takes_part_of_groups: ClassVar[bool] = True
+    takes = frozenset({"recorded_calls", "older_samples", "part_of_groups"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS | {
         "old_kl": MetricDoc(
             "KL of a step from the policy before the iteration's first update; mean over the numbers of a latent, "

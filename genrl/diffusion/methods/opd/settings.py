@@ -63,8 +63,8 @@ class OPD(Windowed):
     """Factor of the advantages of the rewards, which are only watched at 0."""
 
     @property
-    def stands_alone(self) -> bool:
-        return self.reward_coef == 0
+    def compares(self) -> Literal["groups"] | None:
+        return None if self.reward_coef == 0 else "groups"
 
     @property
     def other_guidance(self) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ def train(run: DiffusionRun, settings: OPD) -> None:
             rollouts = collect(run, settings, steps)
             advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
             by_reward = settings.reward_coef * advantages
-            edges = estimate(run, settings, rollouts, steps, by_reward, meter, grouped=not settings.stands_alone)
+            edges = estimate(run, settings, rollouts, steps, by_reward, meter, grouped=settings.compares is not None)
             edges = edges._replace(moves=edges.weight > 0)
 
             def note(action: Action, results: Results, meter: Meter = meter) -> None:

@@ -50,6 +50,8 @@ class Dream:
     actions are clipped to [-1, 1].
     """
 
+    in_order = False
+
     def __init__(
         self,
         world: WorldModel,

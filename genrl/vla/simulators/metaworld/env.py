@@ -51,7 +51,7 @@ def host(slots: int, *, tasks: Sequence[str], reading: Reading) -> SlotHost:
     return SlotHost(lambda task: MetaWorldEnv(tasks[task]), len(tasks), reading)
 
 
-def demonstrate(tasks: Sequence[str], count: int, *, max_steps: int | None, **how: int) -> Shown:
+def demonstrate(tasks: Sequence[str], count: int, *, max_steps: int | None, **how: Any) -> Shown:
     """`count` episodes of every task by Meta-World's scripted policies, of all fifty where there are none.
 
     how: seed, image_size and points, of `demonstrations.expert_episodes`.

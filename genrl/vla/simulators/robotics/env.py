@@ -197,7 +197,7 @@ def host(slots: int, *, family: type[RoboticsEnv], tasks: Sequence[str], reading
 
 
 def demonstrate(
-    family: type[RoboticsEnv], tasks: Sequence[str], count: int, *, max_steps: int | None, **how: int
+    family: type[RoboticsEnv], tasks: Sequence[str], count: int, *, max_steps: int | None, **how: Any
 ) -> Shown:
     """`count` episodes of every task by the family's scripted expert, of all tasks where there are none.
 

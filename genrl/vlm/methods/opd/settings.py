@@ -36,7 +36,7 @@ class OPD(Answers):
     """On-policy distillation: a method of groups of answers, by its preset, whose tokens are paid by a teacher."""
 
     title: ClassVar[str] = "On-policy distillation of language models"
-    takes_older_samples: ClassVar[bool] = False
+    takes = frozenset({"part_of_groups"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "teacher/gap": MetricDoc(
             "mean over tokens of the answers of log-prob of the model - log-prob of the teacher, before the update",

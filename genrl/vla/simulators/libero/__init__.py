@@ -1,0 +1,1 @@
+"""LIBERO's tasks (arXiv 2306.03310), by the published protocols."""
