@@ -72,7 +72,7 @@ def test_the_card_names_the_base_model_of_the_hub_and_its_licence(server: Hub, e
     run, out = exported
     server.repos["maker/base"] = {"README.md": b"---\nlicense: apache-2.0\n---\n# Base\n"}
     for file in (run / "config.yaml", out / "README.md"):
-        file.write_text(file.read_text().replace("assets/tiny-t2i", "maker/base"))
+        file.write_text(file.read_text().replace("assets/tiny-shapes", "maker/base"))
     ours.push(run, out, "lab/stars")
     front = yaml.safe_load(server.repos["lab/stars"]["README.md"].decode().split("---\n", 2)[1])
     assert (front["base_model"], front["license"]) == ("maker/base", "apache-2.0")
