@@ -30,6 +30,7 @@ VARYING_METRICS = ("timing/*", "memory/*", "*_per_s", "workers/*")
 IGNORED_FILES = (
     *("config.yaml", "*/config.yaml", "run.json", "run.lock"),  # paths, times, versions
     "*manifest.json",  # hashes of the other files
+    "samples/sheet/*",  # a view for people of what other entries hold
     "tensorboard/*",  # the metrics again, with times
     *("report.html", "*README.md"),  # prose about the run
     "*adapter_config.json",  # PEFT writes a set in it, in another order in each process; ranks are those of the tensors
@@ -47,6 +48,8 @@ def read(run: Path) -> Entries:
     """All entries of a run folder, metrics first. Raises FileNotFoundError where there are no metrics in it."""
     entries = dict(_metrics(run / "metrics.jsonl"))
     for file in sorted(path for path in run.rglob("*") if path.is_file()):
+        if file.parent.name == "sheet":  # a view for people of what other entries hold
+            continue
         name = file.relative_to(run).as_posix()
         if name == "metrics.jsonl" or any(fnmatchcase(name, pattern) for pattern in IGNORED_FILES):
             continue

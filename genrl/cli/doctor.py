@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from genrl.cli.arguments import Overrides, opened
+
 Finding = dict[str, str | int | float | bool | None]
 Report = dict[str, Finding]
 
@@ -41,17 +43,59 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A YAML configuration: draw and score a few of its samples.")
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For the sheet; doctor-NAME by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
 ) -> None:
-    """Report versions, devices and back-ends, and what looks wrong with them.
+    """Report versions, devices and back-ends, and what looks wrong with them; of a run, what its samples look like.
 
     Example: `genrl doctor --json > doctor.json`
+
+    `genrl doctor mine.yaml` opens the run as training does, draws a few samples, decodes and scores them, and writes a
+    page: prompts, scores, the pictures that rewards see, expected answers as read, and of policies every dimension of
+    states and actions before and after normalisation. Look at it before the run begins. Nothing is trained.
     """
+    if file is not None:
+        _look(file, overrides, out or Path(f"doctor-{file.stem}"))
+        return
     report = examine()
     if as_json:
         typer.echo(json.dumps(report | {"advice": advice(report)}, indent=1))
     else:
         _print(report, advice(report))
+
+
+def _look(file: Path, overrides: list[str] | None, out: Path) -> None:
+    """Draw the sheet of a run into a folder, and print what it says."""
+    from rich.table import Column, Table
+
+    from genrl.cli.tables import console, printable, safe
+    from genrl.config import check_files, load_located
+
+    config, origins = load_located(*opened(file, overrides))
+    for note in check_files(config, origins):
+        if not note.startswith("output:"):  # nothing is written there
+            typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
+
+    from genrl.runtime.loop.frame import look
+    from genrl.runtime.show import sheet
+
+    seen = look(config)
+    sheet.save(seen, out)
+    table = Table("sample", "", "")
+    for number, one in enumerate(seen.looks, start=1):
+        for name, value in {"asked": one.text, **one.facts}.items():
+            table.add_row(str(number) if name == "asked" else "", safe(name), safe(value[:200]))
+        table.add_section()
+    head, *rows = seen.numbers or [[]]
+    numbers = Table(*(Column(safe(name), overflow="fold") for name in head))
+    for row in rows:
+        numbers.add_row(*map(safe, row))
+    console.print(table, *([numbers] if rows else []))
+    console.print(f"look at it: {safe(str(sheet.write_page(out, file.stem)))}", soft_wrap=True)
 
 
 def _print(report: Report, advice: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ that names the settings class, or `path/file.py:Name`. Nothing else knows a meth
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from symtable import symtable
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -215,19 +215,36 @@ def find_method(name: str, kind: Kind) -> type[Method]:
 
 
 def _refuse_incomplete(name: str, method: type[Method]) -> None:
-    """Raise ValueError where the functions of a method are not there. Its train.py is not run, it may import torch."""
+    """Raise ValueError where the functions of a method are not there, or take something else. Its train.py is not run,
+    it may import torch."""
     module = sys.modules[method.__module__]
     file, defined = Path(getattr(module, "__file__", None) or module.__name__), set(vars(module))
     if file.stem == "settings":
-        file = file.with_name("train.py")
-        try:
-            table = symtable(file.read_text(encoding="utf-8"), str(file), "exec") if file.is_file() else None
-        except SyntaxError as error:
-            raise ValueError(f"{name}: {file} is not Python: {error}") from None
-        symbols = table.get_symbols() if table else ()
-        defined = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+        file, defined = file.with_name("train.py"), set()
+    try:
+        body = ast.parse(file.read_bytes()).body if file.is_file() else []
+    except SyntaxError as error:
+        raise ValueError(f"{name}: {file} is not Python: {error}") from None
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+            wanted = FUNCTIONS.get(node.name, "").count(",") + 1
+            least = len(takes) - len(node.args.defaults)
+            fits = least <= wanted and (wanted <= len(takes) or node.args.vararg)
+            if node.name in FUNCTIONS and not node.decorator_list and not fits:
+                raise ValueError(
+                    f"{name}: {file} defines {node.name}({', '.join(takes)}); {FUNCTIONS[node.name]} is called"
+                )
+        defined |= {node.name} if isinstance(node, ast.FunctionDef) else _bound(node)
     if missing := [function for function in FUNCTIONS if function not in defined]:
         raise ValueError(_incomplete(name, missing, str(file)))
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """Names that a statement assigns or imports."""
+    imported = getattr(node, "names", []) if isinstance(node, ast.Import | ast.ImportFrom) else []
+    stored = (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    return {alias.asname or alias.name for alias in imported} | set(stored)
 
 
 def _refuse_collisions(name: str, method: type[Method], kind: Kind) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from genrl.config.folders import read_json
@@ -168,6 +168,20 @@ def tokenizer_problem(folder: Path) -> str | None:
     if (folder / "vocab.json").is_file() or (folder / "merges.txt").is_file():
         return "has half a vocabulary: vocab.json and merges.txt belong together"
     return "has no vocabulary (tokenizer.json, or vocab.json and merges.txt, or spiece.model): every prompt is alike"
+
+
+def arguments_problems(args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """(argument, why it cannot be loaded) of a reward's arguments that name weights or a folder of them."""
+    for name, value in args.items():
+        path = Path(value).expanduser() if isinstance(value, str) and value else None
+        problem = None
+        if path is not None and path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt") and path.is_file():
+            problem = file_problem(path)
+        elif path is not None and (path / "config.json").is_file():
+            speaks = (path / "tokenizer_config.json").is_file()
+            problem = weights_problem(path, pickled=True) or (tokenizer_problem(path) if speaks else None)
+        if problem:
+            yield name, f"{path} {problem}"
 
 
 NOT_NETWORKS = ("Scheduler", "Processor", "Tokenizer", "FeatureExtractor", "Guider", "Guidance", "Extractor")

@@ -46,6 +46,7 @@ from genrl.diffusion.rollout.rollout import (
     jobs_of,
 )
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
+from genrl.diffusion.sheet import drawn_now, of_evaluated, of_rollouts
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder
@@ -54,6 +55,7 @@ from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import Run
 from genrl.runtime.show.pictures import before_after, save_png
+from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.weights import Weights
 from genrl_rewards.compose import Running
 
@@ -220,6 +222,7 @@ class DiffusionRun(Run[Config]):
         self.loop.check_stop()
         self._train_started = time.perf_counter()
         self.rollouts = rollouts  # all of them, for metrics
+        self.note_sheet(lambda: of_rollouts(self.scorers, rollouts, self.iteration_prompts))
         if (keep := self.config.economy.keep) is not None:
             rollouts = downsampled(rollouts, keep)
         self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)
@@ -286,6 +289,8 @@ class DiffusionRun(Run[Config]):
             found = held_out()
             again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
         metrics = found.metrics
+        inputs = self.config.sampling.inputs
+        self.note_sheet(lambda: of_evaluated(self.scorers, found, self.eval_prompts, inputs))
         if iteration == 0:
             self.before.thumbnails = found.thumbnails
         if len(self.before.thumbnails):  # a run that was begun without has none to compare with
@@ -299,6 +304,10 @@ class DiffusionRun(Run[Config]):
             if again is not None:
                 show(again, samples / "rewritten", log, iteration, name="samples/rewritten")
         return metrics
+
+    def look(self) -> ContactSheet:
+        """Training prompts, drawn and scored."""
+        return drawn_now(self)
 
     def export(self, folder: Path | None) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""

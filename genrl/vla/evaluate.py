@@ -66,13 +66,14 @@ def evaluate(
     first: int = 0,
     clips: int = 0,
     advance: Callable[[int], None] = lambda done: None,
+    watch: Callable[[Batch, Tensor], None] = lambda seen, actions: None,
 ) -> Judged:
     """`episodes` of them by `Sampler.act`, numbers first, first + 1, ... of the list that the seed makes.
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
     An episode that a simulator lost is counted as lost, neither as a success nor as a failure. clips: so many of them
     are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with
-    the episodes of a round.
+    the episodes of a round; watch: with what the policy reads of the running slots, and the robot's actions.
     """
     numbers = evaluation_episodes(seed, first + episodes, in_order=env.in_order)
     found = Judged([], [], [], [], [])
@@ -82,7 +83,7 @@ def evaluate(
         place = np.minimum(begin + np.arange(env.num_envs), first + episodes - 1)
         raw, _ = env.reset(seed=seed, options={"episodes": numbers[place], "once": True})
         rngs = [generator(seed, "evaluation", int(number)) for number in place]
-        found = found.joined(_round(who, env, raw, rngs, wanted, max(clips - len(found.clips), 0), advance))
+        found = found.joined(_round(who, env, raw, rngs, wanted, max(clips - len(found.clips), 0), advance, watch))
         advance(wanted)
     return found
 
@@ -95,6 +96,7 @@ def _round(
     wanted: int,
     films: int,
     advance: Callable[[int], None],
+    watch: Callable[[Batch, Tensor], None],
 ) -> Judged:
     """One episode in every slot, of which the first `wanted` count."""
     policy, instruction = who.policy, list(env.task_description)
@@ -110,7 +112,9 @@ def _round(
         seen, here = observe(raw, env, policy, decision), np.flatnonzero(running)
         shape = policy.horizon, policy.action_dim
         noise = torch.stack([torch.randn(shape, generator=rngs[slot]) for slot in here])
-        chunk = _chunk(who, rows(seen, torch.from_numpy(here)), noise)[:, : env.chunk]
+        seen = rows(seen, torch.from_numpy(here))
+        chunk = _chunk(who, seen, noise)[:, : env.chunk]
+        watch(seen, chunk)
         actions[here] = chunk.cpu().numpy()
         raw, _, terminated, truncated, info = env.step(actions)
         success |= running & info["is_success"]

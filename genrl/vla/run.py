@@ -25,6 +25,7 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import Groups, Run, of_all
 from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.show.pictures import save_png
+from genrl.runtime.show.sheet import SHOWN, ContactSheet
 from genrl.runtime.weights.sharding import unsharded
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
@@ -37,6 +38,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
+from genrl.vla.sheet import Watched, of_episodes
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.scores import context_of, importance_figures, weighed
 from genrl.vla.update.settings import Update
@@ -228,14 +230,35 @@ class VLARun(Run[VLAConfig]):
             show(found, self.process, iteration)
         return success_rates(found)
 
+    def look(self) -> ContactSheet:
+        """Episodes without exploration. Raises ValueError for a policy that does not act by itself."""
+        method = self.settings
+        if method.acts_through:
+            raise ValueError(
+                f"trainer.algorithm: what {method.algorithm} trains acts through {method.acts_through}, which is not "
+                "trained yet: there is nothing to look at before the first iteration"
+            )
+        settings = self.config.evaluation.model_copy(update={"episodes": SHOWN, "videos": SHOWN})
+        self.loop.config = self.config.model_copy(update={"evaluation": settings})
+        return self._sheet(*self._judged())
+
     def judged(self, iteration: int) -> Judged:
         """All episodes of the evaluation, in their order, shared out to the processes; the same in all of them."""
+        found, watched = self._judged()
+        self.note_sheet(lambda: self._sheet(found, watched))
+        return found
+
+    def _sheet(self, found: Judged, watched: Watched) -> ContactSheet:
+        return of_episodes(self.policy, found, watched, self.frames)
+
+    def _judged(self) -> tuple[Judged, Watched]:
         config, settings = self.config, self.config.evaluation
         mine = self.process.share(settings.episodes)
         if self.table is None:
             self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(mine)))
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
+        watched = Watched()
         with unsharded(self.policy):
             own = evaluate(
                 Acting(self.policy, sampler_of(config, self.policy), self.frozen),
@@ -245,8 +268,9 @@ class VLARun(Run[VLAConfig]):
                 first=mine.start,
                 clips=settings.videos if self.process.rank == 0 else 0,
                 advance=self.loop.advance_or_leave,
+                watch=watched,
             )
-        return of_all(own).of(config.environment.success_key)
+        return of_all(own).of(config.environment.success_key), watched
 
     def micro_batch_sizes(self) -> list[int]:
         """Decisions per pass of the policy, and the smaller numbers that can be taken: from those of a whole minibatch,

@@ -164,6 +164,9 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
     """A small policy that fits the frames it is to imitate, with weights by the seed."""
     made = config.policy.new
     assert made is not None
+    if made.image_size and (size := frames[IMAGE].shape[1:3]) and size[0] != size[1]:
+        text = f"the pictures are {size[0]} x {size[1]} (height x width), and a new policy sees square ones"
+        raise ValueError(f"demonstrations: {text}: crop or pad them, or begin with a published policy (policy.path)")
     inputs = Inputs(
         state=frames[STATE].shape[-1],
         vocabulary=vocabulary,

@@ -18,6 +18,7 @@ from genrl.config.method import module_of
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import of_all
+from genrl.runtime.show.sheet import SHOWN, ContactSheet
 from genrl.vlm.common import Estimated, VLMRun
 from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering, uses_engine
@@ -31,6 +32,7 @@ from genrl.vlm.rollout.data import Questions, held_out_loss
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
 from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
+from genrl.vlm.sheet import of_answers
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 
@@ -167,6 +169,8 @@ class AnswersRun(VLMRun):
             if sum(mine) >= wanted:
                 break
         loop.memory |= memory | {"questions": first}
+        if not self.shown.images:  # else the evaluation has shown them
+            self.note_sheet(lambda: self._sheet(drawn[0].chosen(range(min(SHOWN, len(drawn[0].rows))))))
         # of more groups than wanted, the first of each process are left out last
         before, room = sum(mine[:rank]), wanted
         answers = joined(kept).chosen(list(range(max(0, min(mine[rank], room - before)))))
@@ -211,6 +215,24 @@ class AnswersRun(VLMRun):
         """Groups of answers to these questions. key: of which kind, part of the samples' keys."""
         keys = (self.config.seed, key, iteration, first)
         return draw(self.policy, self.config, self.opened, rows, keys, advance=self.loop.advance_or_leave)
+
+    def _sheet(self, answers: Answers) -> ContactSheet:
+        """The first answer to each question."""
+        first = slice(None, None, max(1, answers.size))
+        scores = {label: values[first] for label, values in answers.scores.items()}
+        return of_answers(self.opened, answers.rows, answers.texts[first], scores)
+
+    def look(self) -> ContactSheet:
+        """Questions of the training data, answered as in evaluations, and scored."""
+        config, numbers = self.config, self.questions.asked(0, 0, min(SHOWN, len(self.questions)))
+        self.shown = Shown()
+        if config.trainer.learns_from == "data":
+            config = config.model_copy(update={"rewards": ()})
+        opened = self.opened if config.rewards else {}
+        with answering(self.policy):
+            found = judge(self.policy, config, opened, self.questions, numbers, shown=self.shown)
+        rows = [self.questions.row(number) for number in numbers]
+        return of_answers(opened, rows, found.texts, found.scores, self.shown.images)
 
     @property
     def needs_old(self) -> bool:
@@ -291,6 +313,9 @@ class AnswersRun(VLMRun):
                 self.warn_blind(row["eval/accuracy_mean"], blind, "answers are right")
         if self.process.is_main:
             save_answers(self.process, found, self.shown, iteration)
+        questions = self._held_out(whole)
+        rows = [questions.row(number) for number in range(min(SHOWN, len(questions)))] if iteration == 0 else []
+        self.note_sheet(lambda: of_answers(self.opened, rows, found.texts, found.scores, self.shown.images))
         return row
 
     def _held_out(self, whole: VLMConfig) -> Questions:

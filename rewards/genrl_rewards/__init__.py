@@ -17,6 +17,7 @@ from genrl_rewards.contract import score as score
 from genrl_rewards.contract import score_with_gradients as score_with_gradients
 from genrl_rewards.declared import Declared as Declared
 from genrl_rewards.declared import lower_end as lower_end
+from genrl_rewards.declared import misfit as misfit
 from genrl_rewards.failures import Failure as Failure
 from genrl_rewards.failures import RewardFailed as RewardFailed
 from genrl_rewards.failures import check_failures as check_failures

@@ -34,6 +34,7 @@ Importing this module imports no torch, so that configurations can be checked qu
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -431,8 +432,13 @@ def _arguments(
         if taken in IMAGE_COLUMNS:
             arguments[taken] = [open_picture(file) for file in columns[IMAGE_COLUMNS[taken]]]
         else:
-            arguments[taken] = made[taken]() if taken in made else list(columns[taken])
+            arguments[taken] = made[taken]() if taken in made else of_its_own(columns[taken])
     return arguments
+
+
+def of_its_own(values: Sequence[Any]) -> list[Any]:
+    """A column for a reward, which may edit what it gets: lists and mappings in it are copies."""
+    return [copy.deepcopy(value) if isinstance(value, list | dict) else value for value in values]
 
 
 def read(result: Any, count: int, name: str, *, each: str = "sample") -> Scores:
@@ -464,6 +470,8 @@ def _numbers(result: Any, count: int, what: str, each: str) -> list[float]:
         raise ValueError(f"{what} returned {type(result).__name__}; {wanted}")
     if len(result) != count:
         raise ValueError(f"{what} returned {len(result)} numbers for {count} {each}s; {wanted}")
+    if texts := [value for value in result if isinstance(value, str | bytes)]:  # float would read some of them
+        raise ValueError(f"{what} returned something that is not a number (the text {texts[0]!r:.40}); {wanted}")
     try:
         values = [math.nan if value is None else float(value) for value in result]
     except (TypeError, ValueError, OverflowError) as error:

@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 import sys
+from collections.abc import Collection
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +67,46 @@ def declared_by(reward: Any, *, trainable: bool) -> Declared:
     doc = (inspect.getdoc(reward) or "").partition("\n")[0]
     gradients = bool(getattr(reward, "differentiable", False))
     return Declared(takes, str(getattr(reward, "range", "")), doc, gradients, trainable)
+
+
+def misfit(file: Path, attribute: str, args: Collection[str], *, everything: bool) -> str:
+    """Why what a file defines cannot be loaded or called as a reward with these args; "" where nothing in its source
+    says so. everything: whether the reward may take `**kwargs`, as in TRL."""
+    module = ast.parse(file.read_bytes(), filename=str(file)).body
+    names = [alias.name for node in module if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in module if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    for package in sorted({name.partition(".")[0] for name in names}):
+        if package not in sys.modules and _find(package, None) is None:
+            return f"imports {package}, which is not installed here"
+    node = _definition(module, attribute)
+    if node is None:
+        return f"{attribute} is a constant, no function or class" if attribute in constants(module) else ""
+    if node.decorator_list:  # which may change what it takes
+        return ""
+    if isinstance(node, ast.ClassDef):
+        made, call = _definition(node.body, "__init__"), _definition(node.body, "__call__")
+        if call is None:
+            return "" if node.bases else f"the class {attribute} has no __call__(images, ...), by which it would score"
+        own = made.args if isinstance(made, ast.FunctionDef) else None
+        if own is None and node.bases:
+            return ""
+        needed = _taken(own)[1:] if own is not None else ()
+        if lacking := [name for name in needed if name not in (*args, "device")]:  # which loading gives
+            return f"the class {attribute} is made with {', '.join(lacking)}: write rewards.args: {{{lacking[0]}: ...}}"
+        options = [one.arg for one in (*own.args[1:], *own.kwonlyargs)] if own is not None else []
+        open_ended = own is not None and own.kwarg is not None
+    else:
+        call, own = node, node.args
+        options = [one.arg for one in (*own.args, *own.kwonlyargs) if one.arg not in _taken(own)]
+        open_ended = False
+    if unknown := [] if open_ended else [name for name in args if name not in options]:
+        takes = f"it has {', '.join(options)}" if options else "it has none"
+        return f"{attribute} has no option {unknown[0]} (args): {takes}"
+    assert not isinstance(call, ast.ClassDef)
+    stars = [call.args.vararg, *call.args.posonlyargs, None if everything else call.args.kwarg]
+    if declares_nothing := [one.arg for one in stars if one is not None and one.arg != "self"]:
+        return f"{attribute} takes {declares_nothing[0]!r} by *, / or **, which does not say what it needs: name it"
+    return ""
 
 
 def lower_end(text: str) -> float | None:

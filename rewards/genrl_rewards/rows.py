@@ -80,6 +80,22 @@ def survey(label: str, reward: Reward, rows: Iterable[tuple[str, Mapping[str, An
     return found
 
 
+def read_as(reward: Reward, columns: Mapping[str, Any]) -> str:
+    """What a reward compares an answer to this row with, and as what it reads it, for a person; "" where it does not
+    say."""
+    itself = _itself(reward)
+    if not hasattr(itself, "read_row"):
+        return ""
+    try:
+        value, kind = itself.read_value(**columns), itself.read_row(**columns)
+    except KeyError as error:
+        return f"the row has no column {error}"
+    except ValueError as error:
+        return f"refused: {error}"
+    value = value[0] if isinstance(value, tuple) and len(value) == 1 else getattr(value, "formula", value)
+    return f"{value!r:.200}, read as {kind}"
+
+
 def _itself(reward: Any) -> Any:
     while isinstance(reward, functools.partial):
         reward = reward.func

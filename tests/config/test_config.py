@@ -418,6 +418,7 @@ class TestFiles:
             ("model:\n  path: ./a.safetensors\n  config: ./model", 2, "no such file: "),
             ("model:\n  path: ./b.safetensors\n  config: ./modle", 3, "did you mean model?"),
             ("model:\n  path: ./empty", 2, "no model_index.json"),
+            ("model:\n  path: ./blocks", 2, "is a ModularPipeline, which is run in blocks"),
             ("model:\n  path: org/mo del", 2, "neither a folder nor a hub id"),
             ("seed: 1\nprompts: {train: trian.txt, eval: eval.txt}", 2, "did you mean train.txt?"),
             ("prompts: {train: train.csv, eval: eval.txt}", 1, "prompts are .txt"),
@@ -431,6 +432,8 @@ class TestFiles:
     )
     def test_refused(self, files: Path, text: str, line: int, says: str) -> None:
         (files / "empty").mkdir()
+        (files / "blocks").mkdir()
+        write(files / "blocks", "{}", "modular_model_index.json")
         write(files, "", "train.csv")
         write(files, "prompt 3\n", "copy.txt")
         write(files, "def needs_word(images, prompts, word, scale=1): ...\n", "mine.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,25 @@ def test_places_are_checked_on_disk_where_they_are_here(tmp_path: Path, monkeypa
         check_files(load(write(tmp_path, f"  - {{name: known-there-only, isolate: {tmp_path}}}")))
     with pytest.raises(ConfigError, match="unknown reward 'known-there-only'"):
         check_files(load(write(tmp_path, "  - {name: known-there-only, isolate: true}")))
+
+
+def test_weights_of_rewards_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """For the true reason, by the rule of pipelines and language models; a file of one network too."""
+    clip, weights = tmp_path / "clip", tmp_path / "clip" / "model.safetensors"
+    shutil.copytree(Path(__file__).parents[2] / "assets" / "tiny-clip", clip)
+    path = write(tmp_path, f"  - {{name: clipscore, args: {{model: {clip}}}}}")
+    check_files(load(path))
+    whole = weights.read_bytes()
+    for damage, said in (
+        (whole[:-1], "is cut"),
+        (b"version https://git-lfs", "is a Git LFS pointer"),
+        (None, "no weights"),
+    ):
+        weights.unlink() if damage is None else weights.write_bytes(damage)
+        with pytest.raises(ConfigError, match=rf"rewards\.0\.args\.model: .*clip .*{said}"):
+            check_files(load(path))
+    weights.write_bytes(whole)
+    (clip / "merges.txt").unlink(missing_ok=True)
+    (clip / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="vocabulary"):
+        check_files(load(path))

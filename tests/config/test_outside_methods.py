@@ -100,6 +100,8 @@ def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
         ("{field}", "sampling: Positive = 1.0", "", "has a key 'sampling', which is a section of every run"),
         ("{field}", "metrics: Positive = 1.0", "", "has a key 'metrics', which hides what Method declares"),
         ("def loss", "def lost", "", "a method defines loss(settings, policy, recorded)"),
+        ("def train(run, settings)", "def train(run)", "", "own.py defines train(run); train(run, settings) is called"),
+        ("recorded)", "recorded, more)", "", "loss(settings, policy, recorded) is called"),
         ("(DiffusionMethod)", "", "", "derive it from genrl.diffusion.config.schema.DiffusionMethod"),
         ("{field}", 'kind = "vla"', "", "is a method for vla runs, and this is a diffusion run"),
     ],

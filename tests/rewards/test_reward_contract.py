@@ -398,6 +398,22 @@ def test_what_a_reward_edits_in_place_is_its_own() -> None:
         assert torch.equal(images, before)
 
 
+def test_lists_of_a_row_are_the_reward_s_own() -> None:
+    def spoils(prompts: list[str], boxes: list[list[int]]) -> list[float]:
+        return [float(box.pop()) for box in boxes]
+
+    boxes = [[1, 2], [3, 4]]
+    for _ in range(2):
+        how = {"images": torch.rand(2, 3, 4, 4), "prompts": ["a", "b"], "columns": {"boxes": boxes}}
+        assert genrl_rewards.score(spoils, **how).values == [2.0, 4.0]
+    assert boxes == [[1, 2], [3, 4]]
+
+
+def test_texts_are_no_numbers() -> None:
+    with pytest.raises(ValueError, match="not a number .the text '0.5'"):
+        genrl_rewards.score(lambda images: ["0.5", 1], images=torch.rand(2, 3, 4, 4), prompts=["a", "b"])
+
+
 def test_a_picture_that_is_not_finite_has_no_score_alone_or_in_pairs() -> None:
     images = torch.rand(3, 3, 4, 4)
     images[1, 0, 0, 0] = math.nan

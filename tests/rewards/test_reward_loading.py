@@ -102,6 +102,43 @@ def test_functions_and_classes_of_a_file(mine: str, caplog: pytest.LogCaptureFix
         genrl_rewards.load("mine.py:dark")
 
 
+@pytest.mark.parametrize(
+    ("code", "args", "said"),
+    [
+        ("def mine(images, a=1): return [0.0] * len(images)", {"a": 2}, ""),
+        ("def mine(images, a=1): return [0.0] * len(images)", {"b": 2}, "has no option b"),
+        ("def mine(images, colour): return [0.0] * len(images)", {"colour": "red"}, "has no option colour"),
+        ("def mine(images, *rest): return [0.0] * len(images)", {}, "takes 'rest'"),
+        ("def mine(images, **rest): return [0.0] * len(images)", {}, "takes 'rest'"),
+        ("def mine(images, /): return [0.0] * len(images)", {}, "takes 'images'"),
+        ("mine = 3", {}, "is a constant"),
+        ("class mine: pass", {}, "has no __call__"),
+        ("class mine:\n def __init__(self, a, device): pass\n def __call__(self, images): pass", {}, "is made with a"),
+        ("class mine:\n def __init__(self, a, device): pass\n def __call__(self, images): pass", {"a": 1}, ""),
+        ("class mine:\n def __init__(self, **a): pass\n def __call__(self, images): pass", {"b": 1}, ""),
+        ("class mine:\n def __call__(self, images): pass", {"b": 1}, "has no option b"),
+        ("class mine:\n def __call__(self, *images): pass", {}, "takes 'images'"),
+        ("class base: pass\nclass mine(base): pass", {"b": 1}, None),
+        ("import not_there_at_all\ndef mine(images): pass", {}, "imports not_there_at_all"),
+        ("try:\n import not_there_at_all\nexcept ImportError: pass\ndef mine(images): pass", {}, ""),
+        ("from functools import partial\nmine = partial(max, 1)", {}, None),
+    ],
+)
+def test_the_source_says_what_loading_would(code: str, args: dict[str, Any], said: str | None, tmp_path: Path) -> None:
+    """Without running it; None: what only running it tells."""
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    found = genrl_rewards.misfit(file, "mine", args, everything=False)
+    assert (said in found and bool(said) == bool(found)) if said is not None else found == ""
+    try:
+        genrl_rewards.needs(genrl_rewards.load(f"{file}:mine", args))
+    except (ValueError, ModuleNotFoundError):
+        loads = False
+    else:
+        loads = True
+    assert said is None or loads == (said == "")
+
+
 def test_an_async_function_of_a_file_is_a_reward(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text('async def slow(images, style):\n    "Slow."\n    return [1.0] * len(images)\n')
     name = f"{tmp_path / 'mine.py'}:slow"

@@ -12,7 +12,7 @@ import genrl_rewards
 from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import file_problem, pipeline_problems
+from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -86,7 +86,7 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
         yield key, f"{path} is a file; {text}"
     elif path.is_dir():
         if not (path / "model_index.json").is_file():
-            yield key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline"
+            yield key, f"{path} {_no_pipeline(path)}"
         elif not read_json(path / "model_index.json"):
             yield key, f"{path / 'model_index.json'} is not a JSON object"
         else:
@@ -348,8 +348,11 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
     if origin.kind == "object" and (reward.isolate or (config.engine is not None and config.engine.reward_workers)):
         text = "was made in this process and cannot be sent to another; put it into a file, and name file.py:name"
         yield key, f"{reward.name} {text}"
+    yield from ((("rewards", index, "args", name), text) for name, text in arguments_problems(reward.args))
     if origin.kind == "file":
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+        if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=False):
+            yield key, f"{reward.name}: {wrong}"
     yield from _missing(reward.name, declared_columns(origin), found)
 
 
@@ -392,3 +395,11 @@ def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Itera
 def declared_columns(origin: genrl_rewards.Origin) -> tuple[str, ...]:
     """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
     return genrl_rewards.declaration(origin).columns
+
+
+def _no_pipeline(folder: Path) -> str:
+    """Why a folder without model_index.json cannot be trained."""
+    if (folder / "modular_model_index.json").is_file():
+        text = "is a ModularPipeline, which is run in blocks: there is no one call of it that training could replay"
+        return f"{text}; give the same model as a DiffusionPipeline, a folder or hub id with a model_index.json"
+    return "has no model_index.json, so it is not a saved diffusers pipeline"

@@ -25,8 +25,10 @@ NOT_DDIM = (
 
 FAILS = {
     "ChromaInpaintPipeline": "fails in diffusers itself (it reads `guidance_embeds`, which no Chroma has)",
+    "StableDiffusionAdapterPipeline": "decodes to arrays of numpy whatever output_type says, and rewards are given "
+    "tensors; T2I-Adapters of SDXL (StableDiffusionXLAdapterPipeline) are decoded as tensors",
 }
-"""Pipelines that plain diffusers cannot run either -> why."""
+"""Pipelines that plain diffusers cannot run either, or not to tensors -> why."""
 SPACED_BY = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 OWN = "self.scheduler"
 SINGLY = ("AutoencoderKLAllegro", "AutoencoderKLHunyuanVideo15")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +25,12 @@ from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
-from genrl.runtime.loop.process import Process, begin, claim, make_accelerator
+from genrl.runtime.loop.process import Claim, Process, begin, claim, make_accelerator
 from genrl.runtime.loop.running import Run as Running
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
+from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.devices import empty_cache, tf32
 from genrl.runtime.weights.optimizers import check_optimizer
 
@@ -87,6 +89,33 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
     Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
     starts.
     """
+    with ExitStack() as stack:
+        claimed, process, run = _opened(stack, config, resume, script)
+        if script is not None:
+            run.loop.on_iteration = script.on_iteration
+        stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
+        run.begin(claimed.found)
+        with saved_on_error(run.loop):
+            _train(run, kind_of(config).memory_hint)
+        run.loop.save()
+        if process.is_main:
+            run.conclude()
+        return Ended(claimed.run.folder, run.hand_over(), run.loop.is_complete, process.stop.exit_code)
+
+
+def look(config: RunConfig) -> ContactSheet:
+    """A few samples of the run of a configuration, drawn and scored; in a folder that does not stay, and nothing is
+    trained."""
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)), "run")
+        alone = config.model_copy(update={"output": str(place), "trackers": ()})
+        return _opened(stack, alone)[2].look()
+
+
+def _opened(
+    stack: ExitStack, config: RunConfig, resume: Path | None = None, script: Script | None = None
+) -> tuple[Claim, Process, Running[Any]]:
+    """A run as of `run`, restored where it goes on; the stack closes it."""
     check_trackers(config.trackers)
     check_optimizer(config.optimizer)
     kind = kind_of(config)
@@ -95,28 +124,18 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
     accelerator = make_accelerator(config.distributed.timeout_s)
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
-    with ExitStack() as stack:
-        stack.enter_context(tolerant_streams())
-        stack.enter_context(tf32(config.tf32))
-        claimed = claim(stack, config.output, resume, accelerator)
-        stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
-        # Before anything is written, so that a start which fails here leaves nothing behind.
-        prepared = kind.prepare(config, accelerator)
-        with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
-            process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
-            run = kind.open(config, process, prepared, stack)
-            if claimed.found:
-                run.loop.restore(claimed.found)
-        if script is not None:
-            run.loop.on_iteration = script.on_iteration
-        stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
-        run.begin(claimed.found)
-        with saved_on_error(run.loop):
-            _train(run, kind.memory_hint)
-        run.loop.save()
-        if process.is_main:
-            run.conclude()
-        return Ended(claimed.run.folder, run.hand_over(), run.loop.is_complete, process.stop.exit_code)
+    stack.enter_context(tolerant_streams())
+    stack.enter_context(tf32(config.tf32))
+    claimed = claim(stack, config.output, resume, accelerator)
+    stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
+    # Before anything is written, so that a start which fails here leaves nothing behind.
+    prepared = kind.prepare(config, accelerator)
+    with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
+        process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
+        run = kind.open(config, process, prepared, stack)
+        if claimed.found:
+            run.loop.restore(claimed.found)
+    return claimed, process, run
 
 
 @contextmanager

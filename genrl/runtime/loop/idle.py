@@ -1,4 +1,4 @@
-"""Runs that train nothing: a warning at the first iteration without scores, and an end with the reason after some."""
+"""Runs that train nothing: a warning at each iteration of this kind, and an end with the reason after some."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 
 def note(loop: State, row: Mapping[str, float]) -> None:
     """Count the iteration that ends, before its updates are forgotten."""
-    if math.isnan(row.get("reward/total_mean", 0.0)) and loop.is_main:
+    stepped = loop.optimization.updates or loop.optimization.other_updates
+    # A step along a gradient of 0 moves weights by decay and momentum alone.
+    still = not stepped or row.get("grad_norm") == 0.0
+    if loop.is_main and (still or math.isnan(row.get("reward/total_mean", 0.0))):
         logger.warning("iteration %d taught nothing: %s", loop.iteration, reason(row))
-    if loop.optimization.updates or loop.optimization.other_updates:
+    if stepped:
         loop.memory.pop(KEY, None)
     else:
         loop.memory[KEY] = loop.memory.get(KEY, 0) + 1
@@ -48,4 +51,8 @@ def reason(row: Mapping[str, float]) -> str:
         some = f", and {', '.join(failed)} gave some no score" if failed else ""
         same = f"in every group all samples have the same reward (zero_std_ratio 1){some}"
         return f"{same}; try easier or harder prompts, or larger groups"
+    if not row.get("updates", 1.0):
+        return "its method made no optimiser step"
+    if row.get("grad_norm") == 0.0:
+        return "the gradient was 0"
     return "look at the metrics of advantages, loss and gradient"

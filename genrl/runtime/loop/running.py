@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.process import Process
+from genrl.runtime.show import sheet
 from genrl.runtime.weights.optimization import Schedule
 from genrl.runtime.weights.optimizers import make_optimizer
 from genrl.runtime.weights.weights import Weights
@@ -148,6 +149,15 @@ class Run(ABC, Generic[C]):
         """Before the first iteration of this process, after the checkpoint `found` was restored."""
         if self.versions is not None:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
+
+    @abstractmethod
+    def look(self) -> sheet.ContactSheet:
+        """A few samples, drawn and scored for a person to look at; in one process, before anything is trained."""
+
+    def note_sheet(self, make: Callable[[], sheet.ContactSheet]) -> None:
+        """The report opens with what this makes, of what the first iteration showed anyway."""
+        if self.is_main and self.iteration == 0:
+            sheet.save(make(), self.process.run.samples / sheet.NAME)
 
     @abstractmethod
     def evaluate(self, iteration: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.runtime.show import sheet
 from genrl.runtime.show.pages import media, render, views
 from genrl.runtime.show.pages.followed import Followed
 from genrl.runtime.show.pages.state import over, warnings
@@ -47,6 +48,7 @@ def _values(run: Followed) -> dict[str, Any]:
         "facts": [done, *views.facts(run)],
         "command": " ".join(run.info.get("command", [])),
         "has_rows": bool(run.rows),
+        "sheet": sheet.read(run.run.samples / sheet.NAME),
         "warnings": list(warnings(run)),
         "title": "Success" if views.acts(run) else "Reward",
         "headlines": [views.headline_figure([run], headline) for headline in views.headlines([run])],

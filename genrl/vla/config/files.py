@@ -12,6 +12,7 @@ from typing import Any
 from genrl.config.folders import is_hub_id
 from genrl.config.plugins import names
 from genrl.config.run_config import FileFinding
+from genrl.config.weight_files import file_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.vla.config.names import PREDICTS, SAMPLERS, SIMULATORS
 from genrl.vla.config.openvla import data_set, data_sets, is_openvla
@@ -63,11 +64,14 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
         yield key, f"{path} has no config.json: it is neither a policy's folder nor the run of one"
     elif is_openvla(told := _json(file)):
         yield from _openvla(config, file.parent)
+        yield from ((key, f"{file.parent} {text}") for text in [weights_problem(file.parent)] if text)
     elif "output_features" not in told:
         yield key, f"{file} does not describe a policy: it has no output_features"
     else:
         kind = str(told.get("type"))
         yield from _own_code(key, kind, "Name", notes)
+        if ":" not in kind and (problem := _weights_problem(file.parent)):  # one's own writes what it likes
+            yield key, f"{file.parent} {problem}"
         predicts = PREDICTS.get(kind, config.sampler.predicts)
         if predicts not in config.trainer.trains:
             yield ("trainer", "algorithm"), f"{path} is of type {kind}: {not_trained(config.trainer, predicts)}"
@@ -79,6 +83,16 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
         executed, held = config.environment.chunk, told.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
+
+
+def _weights_problem(folder: Path) -> str | None:
+    """Why the weights of a policy cannot be loaded; its statistics are in files of their own beside them."""
+    one = folder / "model.safetensors"
+    if one.is_file():
+        problem = file_problem(one)
+        return problem and f"{one.name} {problem}"
+    shards = (folder / "model.safetensors.index.json").is_file()
+    return weights_problem(folder) if shards else "holds no weights: there is no model.safetensors in it"
 
 
 def _openvla(config: VLAConfig, folder: Path) -> Iterator[FileFinding]:

@@ -70,6 +70,8 @@ def demonstrated(
     return shown
 
 
+OPENPI = {STATE: "state", ACTION: "actions"}
+"""Names of columns in data sets made for openpi."""
 World = Any
 """A simulator whose rules are known, so that methods can play in it, look at it, and say what is fulfilled: one of
 `WORLDS`, as `playground.minitable.world.TableWorld`."""
@@ -206,16 +208,22 @@ def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
     if missing:
         key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
         raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
-    width = len(dataset.stats[ACTION]["mean"])
+    held = dataset.features
+    stored = {name: other for name, other in OPENPI.items() if name not in held and other in held}
+    columns = [stored.get(name, name) for name in (*columns, ACTION)]
+    if lacking := [name for name in columns if name not in held]:
+        text = f"{folder} has no column {lacking[0]!r}; it has {', '.join(sorted(held))}"
+        raise ValueError(f"demonstrations.dataset: {text}")
+    width = int(held[columns[-1]]["shape"][-1])
     if world is not None and width != world.action_dim:
         text = f"{folder} has actions of {width} numbers, {name}'s have {world.action_dim}"
         raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
     # a policy may learn all that a world can say; elsewhere what the demonstrations say is all that is known
     texts = [*dataset.tasks.values(), *(() if world is None else world.known)]
-    own = {camera: IMAGE} if IMAGE in inputs else {}
+    own = {other: name for name, other in stored.items()} | ({camera: IMAGE} if IMAGE in inputs else {})
     episodes = (
         episode._replace(columns={own.get(key, key): value for key, value in episode.columns.items()})
-        for episode in dataset.read([*columns, ACTION])
+        for episode in dataset.read(columns)
     )
     return Shown(texts, episodes, None if world is None else world.rest)
 

@@ -13,7 +13,7 @@ from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_tra
 from genrl.config.plugins import find
 from genrl.config.run_config import FileFinding
 from genrl.config.sections import missing_quantizer
-from genrl.config.weight_files import tokenizer_problem, weights_problem
+from genrl.config.weight_files import arguments_problems, tokenizer_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
@@ -252,8 +252,11 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
         except ValueError as error:
             yield ("rewards", index, "name"), str(error)
             continue
+        yield from ((("rewards", index, "args", name), text) for name, text in arguments_problems(reward.args))
         if origin.kind == "file":
             notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+            if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=True):
+                yield ("rewards", index, "name"), f"{reward.name}: {wrong}"
         if config.vlm.output not in OUTPUTS.built_in:
             continue  # what it makes is known when training starts
         declared = genrl_rewards.declaration(origin)

@@ -18,6 +18,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.pictures import save_samples
+from genrl.runtime.show.sheet import SHOWN, ContactSheet
 from genrl.vlm.common import Estimated, VLMRun, open_reference
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Environment as Settings
@@ -32,6 +33,7 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
 from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.sheet import of_episodes
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,17 @@ class EpisodesRun(VLMRun):
                     played=played,
                 )
         loop.check_stop()
+        self.note_sheet(lambda: of_episodes(ended or list(self.table.episodes.values())))
         before, seconds = loop.memory.get("env_steps", 0.0), loop.timings["rollout"]
         return acted, acted_figures(decisions, ended, before, seconds)
+
+    def look(self) -> ContactSheet:
+        """Episodes as in training."""
+        sampling = Sampling(self.config.generation.max_new_tokens, self.config.generation.temperature)
+        seeds = {slot: derive_seed(self.config.seed, "look", slot) % SEEDS for slot in range(SHOWN)}
+        with answering(self.policy):
+            play(self.policy, self.table, seeds, "train", sampling, (self.config.seed, "look"))
+        return of_episodes([self.table.episodes[slot] for slot in seeds])
 
     def _check_alive(self, left: int) -> None:
         """left: steps or episodes of this process that were not lost. Raises RuntimeError, in all processes alike,

@@ -67,6 +67,8 @@ def test_loops_that_do_not_fit(name: str, tmp_path: Path) -> None:
         ("SkyReelsV2DiffusionForcingPipeline", "only self.scheduler is the policy"),
         ("Cosmos2TextToImagePipeline", "adds noise of any size to its latents"),
         ("CosmosTextToWorldPipeline", "adds noise of any size to its latents"),
+        ("StableDiffusionAdapterPipeline", "decodes to arrays of numpy"),
+        ("StableDiffusionXLAdapterPipeline", None),
     ],
 )
 def test_loops_by_their_source(kind: str, reason: str | None) -> None:

@@ -52,7 +52,8 @@ def test_a_reward_that_tells_nothing_ends_the_run(
         train(config)
     scored = name in ("equal", "rounding", "noise")
     assert ("all samples have the same reward" if scored else f"no sample had a score; {name} gave none") in str(error)
-    assert ("iteration 1 taught nothing: no sample had a score" in caplog.text) is not scored
+    why = "in every group all samples have the same reward" if scored else "no sample had a score"
+    assert f"iteration 1 taught nothing: {why}" in caplog.text
     rows = runs.rows(tmp_path / "run")
     assert len(rows) == 2 and not (tmp_path / "run" / "lora").exists()
     failed = rows[0][f"reward/{name}_failed"]
@@ -79,6 +80,20 @@ def test_only_iterations_in_a_row_count(tmp_path: Path) -> None:
     one.config.idle_iterations = 11
     with pytest.raises(RuntimeError, match="the last 11 iterations"):
         one.finish({})
+
+
+def test_what_changes_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A method that makes no step, and one that steps along a gradient of 0; not one that learns."""
+    one = loop(tmp_path)
+    one.finish({})
+    for gradient in (0.0, 1.0):
+        one.optimization.updates = 1
+        one.finish({"grad_norm": gradient})
+    told = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
+    assert told == [
+        "iteration 1 taught nothing: its method made no optimiser step",
+        "iteration 2 taught nothing: the gradient was 0",
+    ]
 
 
 def test_every_kind_of_run_has_the_key() -> None:

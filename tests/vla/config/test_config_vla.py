@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from genrl.config import ConfigError, check_files, dump, load, load_located
 from genrl.vla.config import schema as sections
@@ -246,6 +248,7 @@ def test_overrides_and_base_files(tmp_path: Path) -> None:
 def policy_folder(folder: Path, **config: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
+    save_file({"w": torch.ones(2, 2)}, folder / "model.safetensors")
     return folder
 
 
@@ -266,6 +269,20 @@ class TestFiles:
         policy_folder(tmp_path / "run" / "policy", output_features={})
         for path in (good, tmp_path / "run"):
             assert self.problems(tmp_path, TRAINED, policy={"path": str(path)}, trackers=[]) == []
+
+    def test_weights_that_cannot_be_loaded(self, tmp_path: Path) -> None:
+        """Of a robot policy, for the true reason."""
+        folder = policy_folder(tmp_path / "policy", output_features={})
+        weights, whole = folder / "model.safetensors", (folder / "model.safetensors").read_bytes()
+        for damage, said in (
+            (whole[:-4], "model.safetensors is cut: it has"),
+            (b"version https://git-lfs.github.com/spec/v1\n", "model.safetensors is a Git LFS pointer"),
+            (b"", "model.safetensors is empty"),
+            (None, "holds no weights: there is no model.safetensors in it"),
+        ):
+            weights.unlink() if damage is None else weights.write_bytes(damage)
+            found = self.problems(tmp_path, TRAINED, policy={"path": str(folder)}, trackers=[])
+            assert [key for key, _ in found] == ["policy.path"] and said in found[0][1]
 
     def test_a_folder_of_a_policy_without_likelihood(self, tmp_path: Path) -> None:
         """Its own sampler, and training by imitation alone."""

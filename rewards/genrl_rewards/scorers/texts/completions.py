@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from genrl_rewards.contract import Reward, Scores, call, name_of, nearest, optional_columns, read
+from genrl_rewards.contract import Reward, Scores, call, name_of, nearest, of_its_own, optional_columns, read
 from genrl_rewards.declared import declared, source_of
 from genrl_rewards.extras import install
 from genrl_rewards.failures import Failure, catch
@@ -108,7 +108,7 @@ def score_completions(
     lengths = {key: len(values) for key, values in available.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
-    arguments = {key: list(available[key]) for key in _taken(reward, name, available)}
+    arguments = {key: of_its_own(available[key]) for key in _taken(reward, name, available)}
     result = catch(lambda: call(reward, arguments), len(completions))
     if not isinstance(result, Failure):
         return read(result, len(completions), name)

@@ -48,7 +48,8 @@ _PLACES = {4: _CORNERS, 2: (("x", "y"), ("start", "end"))}
 
 
 def reads(kind: str, reader: Callable[[Any], Any], column: str = "answer") -> Callable[[F], F]:
-    """Give a rule `read_row(**columns)`: as what it reads its column, for `genrl_rewards.rows` to count."""
+    """Give a rule `read_row(**columns)`: as what it reads its column, for `genrl_rewards.rows` to count; and
+    `read_value`, which is what it reads there."""
 
     def read_row(**columns: Any) -> str:
         value = reader(columns[column])
@@ -61,6 +62,7 @@ def reads(kind: str, reader: Callable[[Any], Any], column: str = "answer") -> Ca
 
     def marked(rule: F) -> F:
         rule.read_row = read_row  # type: ignore[attr-defined]
+        rule.read_value = lambda **columns: reader(columns[column])  # type: ignore[attr-defined]
         return rule
 
     return marked

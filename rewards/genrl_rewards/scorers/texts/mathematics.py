@@ -77,13 +77,13 @@ def _several(options: Any) -> bool:
     return not is_nothing(options)
 
 
-def _read_either(**columns: Any) -> str:
-    rule: Any = choice if _several(columns["options"]) else math
-    kind: str = rule.read_row(**columns)
-    return kind
+def _reader(name: str) -> Any:
+    """`read_row` or `read_value` of the rule that a row is scored by."""
+    return lambda **columns: getattr(choice if _several(columns["options"]) else math, name)(**columns)
 
 
-math_or_choice.read_row = _read_either  # type: ignore[attr-defined]
+math_or_choice.read_row = _reader("read_row")  # type: ignore[attr-defined]
+math_or_choice.read_value = _reader("read_value")  # type: ignore[attr-defined]
 
 
 @cache

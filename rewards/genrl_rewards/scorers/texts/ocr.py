@@ -196,12 +196,15 @@ class Ocr:
 
     def read_row(self, **columns: Any) -> str:
         """Kind of text as which it reads what a row asks for."""
-        value = columns["prompts" if self.target == "quotes" else self.target]
-        wanted = quoted(value) if self.target == "quotes" else text_of(value)
+        value, wanted = columns["prompts" if self.target == "quotes" else self.target], self.read_value(**columns)
         if wanted is None or not normalise(wanted):
             return NOTHING
         closed = self.target != "quotes" or _QUOTED.search(value)
         return "text" if closed else "text of a quote that is not closed"
+
+    def read_value(self, **columns: Any) -> str | None:
+        """The text that a row asks for."""
+        return quoted(columns["prompts"]) if self.target == "quotes" else text_of(columns[self.target])
 
     def read(self, image: np.ndarray, target: str = "") -> list[Line]:
         """The lines of a picture, uint8 RGB [H, W, 3]; the characters of `target` can be read in any case.

@@ -1,0 +1,54 @@
+"""The sheet of a policy in simulation: what it is shown and told, whole episodes as films, and every dimension of
+states and actions as it comes and as the policy reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
+from genrl.vla.data.spread import normalised
+from genrl.vla.evaluate import Judged
+from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch
+
+
+class Watched:
+    """What a policy was shown first, and the numbers of the first decisions; called as of `evaluate`."""
+
+    def __init__(self) -> None:
+        self.first: Batch = {}
+        self.frames: Batch = {}
+
+    def __call__(self, seen: Batch, actions: Tensor) -> None:
+        self.first = self.first or seen
+        if len(self.frames.get(ACTION, ())) < 1000:
+            numbers = {name: value for name, value in seen.items() if value.is_floating_point()}
+            now = numbers | {ACTION: actions[:, :1].cpu()}  # the first of a chunk is of what was seen
+            self.frames = {name: torch.cat([self.frames[name], v]) if self.frames else v for name, v in now.items()}
+
+
+def of_episodes(policy: Any, found: Judged, watched: Watched, imitated: Batch | None) -> ContactSheet:
+    """The sheet of evaluated episodes. imitated: frames, whose numbers are then in the table: these are learnt."""
+    looks = [Look(f"{found.lost} episodes were lost with their simulators", {})] if found.lost else []
+    for k, instruction in enumerate(found.instruction[:SHOWN]):
+        told = {"success": str(found.success[k]) if found.measured else "not measured", "steps": str(found.steps[k])}
+        told["return"] = score_text(found.returns[k])
+        seen = []
+        if not found.lost:  # else the numbers of slots and of episodes differ
+            shown = {name: value[k] for name, value in watched.first.items() if name.startswith((IMAGE, IMAGES))}
+            seen = [(f"{name}, at the start", _chw(value)) for name, value in shown.items()]
+        if len(found.clips) == len(found.instruction):  # else some were chosen
+            seen.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
+        looks.append(Look(instruction or "(no instruction)", told, seen))
+    raw = imitated or watched.frames
+    numbers = normalised(policy, raw)
+    flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}
+    return ContactSheet(looks, dimensions(flat, numbers))
+
+
+def _chw(picture: Tensor) -> Tensor:
+    """[..., H, W, 3] uint8 as [..., 3, H, W] in [0, 1]."""
+    return picture[..., :3].movedim(-1, -3).float() / 255
