@@ -97,10 +97,10 @@ class Trace:
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python knows (not a compiler's fake ones), shared storages once."""
-    storages = {}
+    """Of all tensors that Python knows (not a compiler's fake ones, nor wrappers of vmap), shared storages once."""
+    storages, wrapped = {}, torch._C._functorch.is_functorch_wrapped_tensor
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type != "meta":
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type != "meta" and not wrapped(thing):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -190,7 +190,11 @@ class Asymmetry(Change):
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
         right = batch.read("right", self.name)
-        return token_advantages.asymmetric(advantage, right, batch.group, alpha=self.alpha)
+        found, scored = advantage.clone(), ~batch.rewards.isnan()  # the others are neither right nor wrong
+        found[scored] = token_advantages.asymmetric(
+            advantage[scored], right[scored], batch.group[scored], alpha=self.alpha
+        )
+        return found
 
 
 Transform = (

@@ -54,7 +54,10 @@ def test_an_environment_of_ones_own_is_asked_in_its_process(workers: int) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (":without", "has no expert; minitable, metaworld, point_maze, fetch, reacher have one, .*expert_chunk"),
+        (
+            ":without",
+            "has no expert; minitable, metaworld, libero, point_maze, fetch, reacher have one, .*expert_chunk",
+        ),
         (":too_short", r"expert_chunk\(3\) of .* must be finite numbers \[3, 2\], got \[2, 2\]"),
     ],
 )

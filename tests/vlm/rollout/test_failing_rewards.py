@@ -64,8 +64,8 @@ def test_one_row_gives_no_score_and_the_run_goes_on(tmp_path: Path) -> None:
         advantage = found.batch.advantage[found.batch.extra["row"].argsort()]
         assert advantage.isfinite().all()
         assert (advantage[torch.tensor(bad)] == 0).all() and (advantage[~torch.tensor(bad)] != 0).any()
-    train(settings)
-    assert [one["eval/picky_failed"] for one in rows(tmp_path / "run")] == [1.0, 1.0]
+    train(config(tmp_path, 1, evaluation={"every": 1, "blind": False}, output=str(tmp_path / "whole")))
+    assert [one["eval/picky_failed"] for one in rows(tmp_path / "whole")] == [1.0, 1.0]
 
 
 def test_too_many_end_the_run_with_the_first_row(tmp_path: Path) -> None:

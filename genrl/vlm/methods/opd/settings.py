@@ -32,7 +32,7 @@ class Teacher(Section):
     answer in it, the model teaches itself (SDFT, arXiv 2601.19897)."""
 
 
-class OPD(Answers):
+class LanguageOPD(Answers):
     """On-policy distillation: a method of groups of answers, by its preset, whose tokens are paid by a teacher."""
 
     title: ClassVar[str] = "On-policy distillation of language models"

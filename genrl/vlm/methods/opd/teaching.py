@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genrl.objectives.tokens.token_distillation import generalised_divergence, with_rest
 from genrl.vlm.methods.extras import CHUNK, allowed_logits
-from genrl.vlm.methods.opd.settings import OPD, Teacher
+from genrl.vlm.methods.opd.settings import LanguageOPD, Teacher
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.augment import with_text
@@ -37,7 +37,7 @@ class Said(NamedTuple):
 class Teachers:
     """The teachers of a run. Raises ValueError for one of other tokens, and where a checkpoint was taught by others."""
 
-    def __init__(self, run: AnswersRun, settings: OPD) -> None:
+    def __init__(self, run: AnswersRun, settings: LanguageOPD) -> None:
         self.run, self.settings = run, settings
         self.known = {one.name: one for one in settings.teachers}
         self.models = {name: self._opened(one) for name, one in self.known.items()}
@@ -132,7 +132,7 @@ class Teachers:
 
 
 def divergence(
-    settings: OPD, policy: Policy, states: Tensor, mask: Tensor, ids: Tensor, rows: Tensor, temperature: float
+    settings: LanguageOPD, policy: Policy, states: Tensor, mask: Tensor, ids: Tensor, rows: Tensor, temperature: float
 ) -> Tensor:
     """[B, T]: how far the model, of hidden states [B, T, H], is from what its teacher said, [B, T, K]; 0 where masked.
     Gradient through the states and the output layer."""

@@ -22,7 +22,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.extras import replayed
-from genrl.vlm.methods.opd.settings import OPD
+from genrl.vlm.methods.opd.settings import LanguageOPD
 from genrl.vlm.methods.opd.teaching import Teachers, divergence
 from genrl.vlm.methods.policy_loss import recipe_loss
 from genrl.vlm.policies.policy import Policy
@@ -31,7 +31,7 @@ from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
 
 
-def train(run: AnswersRun, settings: OPD) -> None:
+def train(run: AnswersRun, settings: LanguageOPD) -> None:
     """All iterations that are left."""
     teachers = Teachers(run, settings)
     for _ in run.loop.iterations():
@@ -45,7 +45,7 @@ def train(run: AnswersRun, settings: OPD) -> None:
 
 
 def taught(
-    run: AnswersRun, settings: OPD, teachers: Teachers, answers: Answers, ready: Estimated
+    run: AnswersRun, settings: LanguageOPD, teachers: Teachers, answers: Answers, ready: Estimated
 ) -> tuple[Estimated, dict[str, float]]:
     """Estimates with what the teachers say, and figures of all processes."""
     batch, temperature = ready.batch, run.config.generation.temperature
@@ -75,7 +75,7 @@ def figures(old: Tensor, teacher: Tensor, mask: Tensor) -> dict[str, float]:
     return {"teacher/gap": sum(g for g, *_ in every) / tokens, "teacher/k3": sum(k for _, k, _ in every) / tokens}
 
 
-def loss(settings: OPD, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+def loss(settings: LanguageOPD, policy: Policy, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's part of the update's loss, [], its log-probabilities [b, T], and figures."""
     if settings.estimator == "sampled":
         return answering.loss(settings, policy, given)
