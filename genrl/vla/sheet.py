@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
@@ -33,11 +34,12 @@ class Watched:
 def of_episodes(policy: Any, found: Judged, watched: Watched, imitated: Batch | None) -> ContactSheet:
     """The sheet of evaluated episodes. imitated: frames, whose numbers are then in the table: these are learnt."""
     looks = [Look(f"{found.lost} episodes were lost with their simulators", {})] if found.lost else []
+    several = dist.is_initialized() and dist.get_world_size() > 1
     for k, instruction in enumerate(found.instruction[:SHOWN]):
         told = {"success": str(found.success[k]) if found.measured else "not measured", "steps": str(found.steps[k])}
         told["return"] = score_text(found.returns[k])
         seen = []
-        if not found.lost:  # else the numbers of slots and of episodes differ
+        if not (found.lost or several):  # else the numbers of slots here and of episodes differ
             shown = {name: value[k] for name, value in watched.first.items() if name.startswith((IMAGE, IMAGES))}
             seen = [(f"{name}, at the start", _chw(value)) for name, value in shown.items()]
         if len(found.clips) == len(found.instruction):  # else some were chosen
