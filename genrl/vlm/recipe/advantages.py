@@ -269,7 +269,7 @@ class Signed(Estimator):
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         right, tokens = batch.read("right", self.name), masking.token_count(batch.mask)
-        scored = ~batch.rewards.isnan()  # the others are neither right nor wrong
+        scored = ~batch.scores(self.name).isnan()  # the others are neither right nor wrong
         found = right.new_zeros(len(right)).double()
         found[scored] = token_advantages.signed(right[scored], tokens[scored], positive=self.right, negative=self.wrong)
         return found
