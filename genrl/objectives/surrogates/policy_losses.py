@@ -28,6 +28,14 @@ class SurrogateOutput(NamedTuple):
     clipped: Tensor
 
 
+def gated_surrogate(ratio: Tensor, advantage: Tensor, far: Tensor) -> SurrogateOutput:
+    """`-A rho`, and 0 where a step would lead further away of what is far already: A (rho - 1) > 0 and `far`, which
+    `clipped` marks. ratio with gradient, advantage without, of one dtype; shapes that broadcast to the ratio's."""
+    dropped = far & (advantage * (ratio.detach() - 1.0) > 0)
+    # where, not a product: 0 times an infinite ratio would be NaN
+    return SurrogateOutput(torch.where(dropped, 0.0, -advantage * ratio), ratio, dropped)
+
+
 def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """`exp(l - l_old)`, elementwise: 1 on policy, gradient through `log_prob` only."""
     return torch.exp(log_prob - old_log_prob.detach())

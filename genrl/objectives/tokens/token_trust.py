@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput, gated_surrogate
 from genrl.objectives.tokens.tokens import log_ratio, masked, per_token
 
 FARTHEST = 20.0
@@ -24,20 +24,13 @@ def _moved(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> tuple[Tensor
     return ratio, old, (masked(log_prob.detach(), mask).exp() - old).abs()
 
 
-def _gated(ratio: Tensor, weight: Tensor, far: Tensor) -> SurrogateOutput:
-    """`-A rho`, and 0 where a step would lead further away of what is far already."""
-    dropped = far & (weight * (ratio.detach() - 1.0) > 0)
-    # where, not a product: 0 times an infinite ratio would be NaN
-    return SurrogateOutput(torch.where(dropped, 0.0, -weight * ratio), ratio, dropped)
-
-
 def probability_mask_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, delta: float = 0.15
 ) -> SurrogateOutput:
     """`-A rho` where `A (rho - 1) <= 0 or D <= delta`, else 0: DPPO of tokens, with total variation by the sampled one.
     `clipped` marks the others."""
     ratio, _, distance = _moved(log_prob, old_log_prob, mask)
-    return _gated(ratio, per_token(advantage.detach(), mask).to(ratio.dtype), distance > delta)
+    return gated_surrogate(ratio, per_token(advantage.detach(), mask).to(ratio.dtype), distance > delta)
 
 
 def cumulative_mask_surrogate(
@@ -66,7 +59,9 @@ def cumulative_mask_surrogate(
     tail = torch.where(kept, distance, torch.nan).nanquantile(0.9, dim=1, keepdim=True)
     rate = tail.nan_to_num(nan=0.0).clamp(slack, 2.0 * slack)
     before = rate * (weight.cumsum(1) - weight) - (far.cumsum(1) - far)
-    return _gated(ratio, per_token(advantage.detach(), mask).to(ratio.dtype), far > (delta + before).clamp(max=delta))
+    return gated_surrogate(
+        ratio, per_token(advantage.detach(), mask).to(ratio.dtype), far > (delta + before).clamp(max=delta)
+    )
 
 
 def quadratic_surrogate(

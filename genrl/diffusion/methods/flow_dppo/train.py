@@ -10,7 +10,6 @@ docs/flow_dppo.md has the equations and what is known of it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.flow_dppo.settings import FlowDPPO
@@ -21,7 +20,7 @@ from genrl.diffusion.steps.old_means import OldMeans
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import actions_of, collect, penalised, update
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, importance_ratio, kl_gaussian
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput, gated_surrogate, importance_ratio, kl_gaussian
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 
@@ -63,7 +62,4 @@ def divergence_surrogate(
     lead further away; `clipped` marks those that are left out.
     """
     ratio = importance_ratio(log_prob, old_log_prob)
-    weight = advantage.detach().to(ratio.dtype)
-    dropped = (divergence.detach() >= threshold) & (weight * (ratio.detach() - 1.0) > 0)
-    # where, not a product: 0 times an infinite ratio would be NaN
-    return SurrogateOutput(torch.where(dropped, 0.0, -weight * ratio), ratio, dropped)
+    return gated_surrogate(ratio, advantage.detach().to(ratio.dtype), divergence.detach() >= threshold)
