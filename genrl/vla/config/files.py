@@ -165,13 +165,12 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
 
 def _libero(config: VLAConfig) -> Iterator[FileFinding]:
     """What of LIBERO's packages is missing; its suites, tasks and protocol."""
-    from genrl.vla.simulators.contract import Reading
-    from genrl.vla.simulators.libero import env, package
+    from genrl.vla.simulators.libero import package
 
     settings = config.environment.args
     yield from ((("environment", "name"), line) for line in package.missing(str(settings.get("assets", ""))))
     try:
-        env.describe(config.environment.tasks or (), Reading(chunk=1), settings)
+        package.chosen(config.environment.tasks or (), settings)
     except ValueError as error:
         yield ("environment", "args" if "environment.args" in str(error) else "tasks"), str(error)
 

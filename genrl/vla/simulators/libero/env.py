@@ -8,7 +8,6 @@ starts, and the place of the furniture, by the seed: nothing of what was before,
 from __future__ import annotations
 
 import copy
-import difflib
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import Description, Misuse, Reading
-from genrl.vla.simulators.libero.package import PROTOCOLS, expanded, opened, starts, tasks_of
+from genrl.vla.simulators.libero.package import PROTOCOLS, chosen, opened, starts, tasks_of
 from genrl.vla.simulators.simulator import SlotHost
 
 CAMERAS = {"image": "agentview", "image2": "robot0_eye_in_hand"}
@@ -38,17 +37,9 @@ Seen = dict[str, NDArray[np.float64]]
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
-    """Single tasks, or all of suites. settings: `protocol`, one of `package.PROTOCOLS`, lerobot where it is left out;
-    `assets`, the folder of the scenes, where it is not one of the usual ones. Raises ValueError for others."""
+    """Single tasks, or all of suites. settings as `package.chosen` reads them."""
+    names, longest = chosen(tasks, settings)
     protocol, assets = settings.get("protocol", "lerobot"), settings.get("assets", "")
-    if unknown := sorted(set(settings) - {"protocol", "assets"}):
-        raise ValueError(f"environment.args: libero knows protocol and assets, not {unknown}")
-    if protocol not in PROTOCOLS:
-        near = difflib.get_close_matches(str(protocol), PROTOCOLS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"environment.args: there is no protocol {protocol!r}{hint}; they are {', '.join(PROTOCOLS)}")
-    names = expanded(tasks, assets)
-    longest = max(PROTOCOLS[protocol].limit(name.partition("/")[0]) for name in names)
     # with a limit of the user's, a suite's own is that, too
     own = {"protocol": protocol, "assets": assets, "limit": reading.max_steps}
     limit = longest if reading.max_steps is None else reading.max_steps

