@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from benchmarks.claims import cells, plan, stored, tables, work
 from benchmarks.claims.plan import Claim, Plan, Recipe
 from benchmarks.claims.statistics import Interval, at, paired, reached, stratified, student, verdict
+from genrl.cli import init
 from genrl.config import load
 from genrl.runtime.folder.run import Run
 from genrl.vlm.config.schema import VLMConfig
@@ -30,6 +31,11 @@ def given() -> Plan:
 def test_pages_show_what_is_stored(given: Plan) -> None:
     wrong = tables.write(given, stored.read(), check=True)
     assert not wrong, f"run `python -m benchmarks.claims table`: {', '.join(map(str, wrong))} are not current"
+
+
+def test_the_demo_says_what_its_stored_runs_reached() -> None:
+    shares = [run["curve"][init.RIGHT][-1] for run in stored.of(stored.read(), "demos/quickstart").values()]
+    assert tuple(round(share, 2) for share in (min(shares), max(shares))) == init.USUAL
 
 
 def test_a_number_that_was_changed_by_hand_is_found(given: Plan, tmp_path: Path) -> None:
