@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Overrides
+from genrl.cli.arguments import Overrides, default_device
 
 if TYPE_CHECKING:
     from genrl.recipes import Recipe
@@ -35,7 +36,9 @@ def demo(overrides: Overrides = None) -> None:
     from genrl.recipes import find
 
     run = Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")  # a demo never meets the folder of the one before
-    train(find("quickstart").file, [f"output={run}", *(overrides or ())])
+    # The model is too small for two threads to share a call; two processes share the pictures.
+    processes = min(2, os.cpu_count() or 1) if default_device() == "cpu" else 1
+    train(find("quickstart").file, [f"output={run}", *(overrides or ())], processes)
     if (run / "metrics.jsonl").exists():  # not where `output` was changed
         typer.echo(_what_it_learned(run))
 

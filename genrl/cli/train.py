@@ -115,7 +115,8 @@ def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int
         if run:
             _say_if_done(run, config.iterations)
     if nproc > 1:
-        _launch(nproc)
+        _launch(file, overrides, run, nproc)
+        return
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one process starve those of the next
 
     from genrl.runtime.loop.frame import train as train_as
@@ -137,19 +138,14 @@ def _remark(text: str) -> None:
     typer.secho(printable(text), fg=typer.colors.YELLOW, err=True)
 
 
-def _launch(nproc: int) -> None:
-    """Be the launcher of this very command, without --nproc."""
-
-    arguments, skip = [], False
-    for argument in sys.argv[1:]:
-        if skip or argument == "--nproc" or argument.startswith("--nproc="):
-            skip = argument == "--nproc" and not skip
-            continue
-        arguments.append(argument)
+def _launch(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
+    """Be the launcher of the processes that train."""
+    arguments = ["train", str(file), *(overrides or ()), *(("--resume", str(run)) if run else ())]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
     # `-m` would search the current folder first, where a user's datasets.py or tests.py may lie
     environment["PYTHONSAFEPATH"] = "1"
-    raise typer.Exit(launch([sys.executable, "-m", "genrl", *arguments], nproc, environment))
+    if status := launch([sys.executable, "-m", "genrl", *arguments], nproc, environment):
+        raise typer.Exit(status)
 
 
 # Several processes of one command on this machine: started, told of signals, waited for as long as they need to save.

@@ -26,6 +26,7 @@ from genrl.mdp.noise import keyed_noise
 from genrl.mdp.noise_levels import logit_normal_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.runtime.loop.updating import Meter
+from genrl.runtime.weights.low_rank import merged
 
 Tensors = dict[str, Tensor]
 
@@ -85,7 +86,8 @@ def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Te
 
 def solved(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
     """Samples by the deterministic solver."""
-    return independent(policy.roll_out(batch), slots)
+    with merged(policy.denoisers.values()):
+        return independent(policy.roll_out(batch), slots)
 
 
 def estimate(settings: Matching, rollouts: Rollouts) -> tuple[Tensor, Meter]:
@@ -100,9 +102,10 @@ def estimate(settings: Matching, rollouts: Rollouts) -> tuple[Tensor, Meter]:
 @torch.no_grad()
 def under(run: DiffusionRun, snapshot: str, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
     """The model's output under a snapshot ("reference": the model before training), [B, ...], without gradient."""
-    weights = run.weights
-    with weights.reference() if snapshot == REFERENCE else weights.use(snapshot):
-        return run.policy.velocity(batch, state, sigma)
+    weights, policy = run.weights, run.policy
+    # Merged within, not before: it is the snapshot's adapter that is merged.
+    with weights.reference() if snapshot == REFERENCE else weights.use(snapshot), merged(policy.denoisers.values()):
+        return policy.velocity(batch, state, sigma)
 
 
 def check_given(config: Config, rows: Sequence[Prompt], columns: Sequence[str]) -> None:

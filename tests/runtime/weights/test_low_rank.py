@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from genrl.runtime.weights.low_rank import in_input_precision
+from genrl.runtime.weights.low_rank import in_input_precision, merged
 
 
 class Net(nn.Module):
@@ -94,3 +94,24 @@ def test_names_and_copies() -> None:
         in_input_precision(net)
         assert list(net.state_dict()) == names
         assert torch.equal(copy.deepcopy(net)(x), net(x))
+
+
+def test_merged_adapters_compute_the_same_and_leave_no_trace() -> None:
+    net = adapted(torch.float32)
+    x, before = torch.randn(5, 64), copy.deepcopy(net.state_dict())
+    apart = net(x)
+    with pytest.raises(RuntimeError, match="within"), merged([net]), torch.no_grad():
+        torch.testing.assert_close(net(x), apart, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(next(net.parameters()), next(iter(before.values())))
+        raise RuntimeError("within")
+    assert net.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(net(x), apart)
+
+
+def test_only_float32_is_merged() -> None:
+    net = adapted(torch.bfloat16)
+    x = torch.randn(5, 64).bfloat16()
+    apart = net(x)
+    with merged([net]):
+        assert torch.equal(net(x), apart)
