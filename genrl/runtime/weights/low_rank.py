@@ -74,11 +74,8 @@ def merged(networks: Iterable[nn.Module]) -> Iterator[None]:
     layers = [module for network in networks for module in network.modules() if isinstance(module, LoraLayer)]
     matrices = [layer.get_base_layer().weight for layer in layers]
     plain = all(type(weight) is nn.Parameter and weight.dtype == torch.float32 for weight in matrices)
-    if (
-        torch.accelerator.is_available()
-        or not plain
-        or any(layer.disable_adapters or layer.merged or layer.lora_variant for layer in layers)
-    ):
+    other = any(layer.disable_adapters or layer.merged or layer.lora_variant for layer in layers)
+    if torch.accelerator.is_available() or not plain or other:
         yield
         return
     values = [weight.data for weight in matrices]
