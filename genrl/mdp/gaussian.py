@@ -54,7 +54,9 @@ def sample(mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
     return mean + std * noise.to(mean)
 
 
-def log_prob(x: Tensor, mean: Tensor, std: Tensor | float, reduction: Reduction = "mean") -> Tensor:
+def log_prob(
+    x: Tensor, mean: Tensor, std: Tensor | float, reduction: Reduction = "mean", *, checked: bool = False
+) -> Tensor:
     """Log-density of `x` under N(mean, std^2 I), in nats, constants included.
 
     `log p = -(x - mean)^2 / (2 std^2) - ln std - ln(2 pi) / 2`, per element, then reduced over the D elements of a
@@ -64,19 +66,20 @@ def log_prob(x: Tensor, mean: Tensor, std: Tensor | float, reduction: Reduction 
     Shapes: x, mean [B, ...]; std a float, [], [B], [B, 1, ..., 1] or [B, ...]; returns [B].
     `x` is an action that was taken: it is detached, gradients flow through mean (and std) only.
     float32 whatever comes in, float64 if any of x and mean is.
-    Raises ValueError where a std is not positive: a deterministic step has no log-probability. (The check reads one
-    value back from the device.)
+    Raises ValueError where a std is not positive: a deterministic step has no log-probability. The check waits for the
+    device; with `checked` the caller has made it.
     """
     dtype = compute_dtype(x, mean)
-    scale = _positive(per_sample(std, mean, dtype))
+    scale = per_sample(std, mean, dtype)
+    if not checked:
+        _require_positive(scale)
     z = (x.detach().to(dtype) - mean.to(dtype)) / scale
     return reduce_elements(-0.5 * z * z - scale.log() - _HALF_LOG_TWO_PI, reduction)
 
 
-def _positive(std: Tensor) -> Tensor:
+def _require_positive(std: Tensor) -> None:
     if not bool((std > 0).all()):
         raise ValueError(
             "a transition with std 0 (an ODE step, noise level 0, or the last CPS/DDIM step) is not an action and has "
             f"no log-probability; leave it out of the trained steps (smallest std: {float(std.min())})"
         )
-    return std

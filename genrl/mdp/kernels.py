@@ -38,6 +38,8 @@ class Transition(NamedTuple):
 
     mean: Tensor
     std: Tensor
+    random: bool | None = None
+    """Whether all of std is above 0, as the host knows it: reading std would wait for the device. None = not said."""
 
 
 def ode(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar) -> Transition:
@@ -156,7 +158,7 @@ def ddim(
     std = _host(eta) * variance.sqrt()
     direction = (1.0 - ab_next - std**2).clamp(min=0.0).sqrt()
     mean = per_sample(ab_next.sqrt(), x, dtype) * clean + per_sample(direction, x, dtype) * noise_hat
-    return Transition(mean, _std_column(std, x, dtype))
+    return Transition(mean, *_spread(std, x, dtype))
 
 
 def _euler_maruyama(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, b: Tensor) -> Transition:
@@ -173,7 +175,7 @@ def _transition(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, *, c1: T
     dtype = compute_dtype(x, velocity)
     c0 = 1.0 - t_next
     on_x, on_velocity = per_sample(c0 + c1, x, dtype), per_sample((1.0 - t) * c1 - t * c0, x, dtype)
-    return Transition(on_x * x.to(dtype) + on_velocity * velocity.to(dtype), _std_column(std, x, dtype))
+    return Transition(on_x * x.to(dtype) + on_velocity * velocity.to(dtype), *_spread(std, x, dtype))
 
 
 def transition_of(x: Tensor, mean: Tensor, std: Scalar) -> Transition:
@@ -187,11 +189,13 @@ def transition_of(x: Tensor, mean: Tensor, std: Scalar) -> Transition:
         raise ValueError(f"the kernel's std is one number per sample, [{x.shape[0]}], not {tuple(spread.shape)}")
     if not bool(((spread >= 0) & spread.isfinite()).all()):
         raise ValueError(f"the kernel's std must be 0 or more and finite, got {spread.flatten().tolist()}")
-    return Transition(mean.to(dtype), spread.reshape(-1, *[1] * (x.dim() - 1)).expand(x.shape[0], *[1] * (x.dim() - 1)))
+    column = spread.reshape(-1, *[1] * (x.dim() - 1)).expand(x.shape[0], *[1] * (x.dim() - 1))
+    return Transition(mean.to(dtype), column, bool((spread > 0).all()))
 
 
-def _std_column(std: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return per_sample(std, x, dtype).expand(x.shape[0], *[1] * (x.dim() - 1))
+def _spread(std: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """A transition's std on the device of x, and whether all of it, on the host, is above 0."""
+    return per_sample(std, x, dtype).expand(x.shape[0], *[1] * (x.dim() - 1)), bool((std > 0).all())
 
 
 def _host(value: Scalar) -> Tensor:

@@ -42,7 +42,8 @@ class Actions:
 
     def _replayed(self, step: Step, transition: Transition, next_state: Tensor, rows: Tensor | None) -> Replayed:
         output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
-        logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
+        random = bool(transition.random)
+        logp = log_prob(next_state, transition.mean, transition.std, self.reduction, checked=random)
         return Replayed(logp, transition.mean, transition.std, output, step)
 
 
@@ -82,7 +83,7 @@ class Recording:
             self.predicted = predicted_clean(head, step)
         branching = self.children if self.stop is not None and i == self.stop - 1 else None
         # A step without noise (the last one of most kernels) has no density, and so nothing that could be trained.
-        if i in self.stochastic and bool((transition.std > 0).all()):
+        if i in self.stochastic and transition.random:
             self.final = self._record(step, transition, branching)
         elif branching is not None:
             raise ValueError(f"step {i} branches, but its transition has no variance: its children would be equal")

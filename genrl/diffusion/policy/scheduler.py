@@ -79,8 +79,8 @@ class Request:
 
 
 def leading(latents: Tensor, shape: torch.Size) -> Tensor:
-    """The first of `latents` in each dimension, of this shape: a view."""
-    return latents[tuple(slice(size) for size in shape)]
+    """The first of `latents` in each dimension, of this shape: themselves, or a view."""
+    return latents if latents.shape == shape else latents[tuple(slice(size) for size in shape)]
 
 
 def leads(shape: torch.Size, latents: torch.Size) -> bool:
@@ -115,11 +115,11 @@ class PolicyHead:
     parametrisation: Parametrisation
     request: Request
     full_timesteps: Tensor
-    """Of the schedule that is run: what the pipeline leaves of `uncut` (strength below 1)."""
+    """Of the schedule that is run, on the CPU: what the pipeline leaves of `uncut` (strength below 1)."""
     full_sigmas: Tensor
     """Flow: its noise levels, float32 [T + 1], from noise (1, without a cut) to data (0)."""
     uncut: tuple[Tensor, Tensor | None]
-    """Timesteps and, of a flow, sigmas as the parent made them."""
+    """Timesteps and, of a flow, sigmas as the parent made them, on the CPU."""
 
     next_index: int
     """Step that the pipeline makes next."""
@@ -154,12 +154,16 @@ class PolicyHead:
     def hold(self, state: Tensor) -> Tensor:
         """Keep `state` (float32) as the truth behind its copy rounded to the pipeline's dtype, which is returned."""
         self._state, self._given = state, state.to(self.latents_dtype, copy=True)  # some pipelines write into it
+        self._written = self._given._version
         return self._given
 
     def true_state(self, sample: Tensor) -> Tensor:
         """What stands behind `sample`, float32: a pipeline that hands back what it was given gets the state that this
         was rounded from; one that changed the state between two steps (masks, re-noising) is taken at its word."""
         given = self._given
+        # The very tensor, not written into: known without waiting for the device.
+        if sample is given and sample._version == self._written:
+            return self._state
         if given is not None and sample.shape == given.shape and torch.equal(sample.to(given.dtype), given):
             return self._state
         return sample.to(torch.float32, copy=True)
@@ -174,10 +178,10 @@ class PolicyHead:
         request, (uncut, sigmas) = self.request, self.uncut
         self.full_timesteps, length = timesteps, len(timesteps)
         if sigmas is not None:
-            own = sigmas[len(uncut) - length :].float().cpu()
+            own = sigmas[len(uncut) - length :].float()
             self.full_sigmas = 1.0 - own if self._inverted else own
         if request.at is not None:
-            at = self._timestep_at(request.at).to(timesteps.device)
+            at = self._timestep_at(request.at)
             self.next_index = -1
             return at.reshape(1, *at.shape)
         if request.empty:
@@ -190,25 +194,29 @@ class PolicyHead:
         # One more where the call is left after the last step: to the pipeline that one is not the last of all.
         return timesteps[request.start : stop if request.on_end is None else stop + 1]
 
-    def _expose_segment(self) -> None:
-        flow = self.parametrisation == "flow"
+    def _expose_segment(self, device: torch.device | str) -> None:
+        """Show the pipeline, on its device, what it is to loop over of the schedule that was made on the CPU."""
+        flow, self._device = self.parametrisation == "flow", device
         self.uncut = self.timesteps, self.sigmas if flow else None
-        self.timesteps = self.expose(self.timesteps)
+        self.timesteps = self.expose(self.timesteps).to(device)
         exposed, self._base = len(self.timesteps), 0
         if flow and self.request.at is None and exposed != len(self.full_timesteps):
             self._base = self.next_index  # some pipelines read sigmas[i] with their loop's i
             self.sigmas = self.sigmas[self._base : self._base + exposed + 1]
+        if flow:
+            self.sigmas = self.sigmas.to(device)
 
     def recut(self, cut: Callable[[int, Tensor], Tensor]) -> Tensor:
         """What the pipeline is to loop over, where it cuts its schedule: `cut` is given the number of steps and the
         timesteps of the uncut one, which the scheduler shows from here on."""
-        self.timesteps, sigmas = self.uncut
+        timesteps, sigmas = self.uncut
+        self.timesteps = timesteps.to(self._device)
         if sigmas is not None:
-            self.sigmas = sigmas
-        kept = cut(len(self.timesteps), self.timesteps)
-        self._base = len(kept) - len(self.timesteps)
-        left = self.expose(kept)
-        return left if len(left) else self.full_timesteps[-1:].as_subclass(_Unlooped)
+            self.sigmas = sigmas.to(self._device)
+        left_out = len(timesteps) - len(cut(len(timesteps), self.timesteps))
+        self._base = -left_out
+        left = self.expose(timesteps[left_out:]).to(self._device)
+        return left if len(left) else self.timesteps[-1:].as_subclass(_Unlooped)
 
     def _timestep_at(self, sigma: Tensor) -> Tensor:
         """The model's time of a noise level, as its schedule pairs them: exact on the grid, linear between.
@@ -220,9 +228,9 @@ class PolicyHead:
         end = float(self.config.num_train_timesteps) if self._inverted else 0.0
         timesteps, own = self.uncut
         assert own is not None
-        own = own.float().cpu()
+        own = own.float()
         sigmas = (1.0 - own if self._inverted else own).double().flip(0)  # ascending from 0
-        times = torch.cat([timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
+        times = torch.cat([timesteps.double(), torch.tensor([end]).double()]).flip(0)
         wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
         right = torch.searchsorted(sigmas, wanted).clamp(1, len(sigmas) - 1)
         share = (wanted - sigmas[right - 1]) / (sigmas[right] - sigmas[right - 1])
@@ -235,11 +243,11 @@ class PolicyHead:
         # The next entry of the schedule, not `t - 1000 // n` as in DDIM's own step: they differ where the spacing is
         # linspace, and at numbers of steps that do not divide, and the model was told a level that no state has.
         times = self.full_timesteps
-        alphas = self.alphas_cumprod.to(times.device)
+        alphas = self.alphas_cumprod
         level = alphas[times[index]]
         if index + 1 < len(times):
             return level, alphas[times[index + 1]], level
-        return level, self.final_alpha_cumprod.to(times.device), level
+        return level, self.final_alpha_cumprod, level
 
     def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The parent's own; a flow has none, and what asks a scheduler by its exact class may call it all the same."""
@@ -249,6 +257,7 @@ class PolicyHead:
     def note(self, state: Tensor) -> None:
         """Remember what the parent's own step led to."""
         self._state = self._given = state
+        self._written = state._version
         self.next_index += 1
 
     def _step(self, model_output: Tensor, sample: Tensor) -> Tensor:
@@ -317,11 +326,14 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     own = deepcopy(scheduler)
     evenly = parametrisation == "diffusion" and not config.keys().isdisjoint({"solver_order", "predictor_order"})
 
-    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        parent.set_timesteps(self, *args, **kwargs)
+    def set_timesteps(
+        self: Any, num_inference_steps: int | None = None, device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        # On the CPU, where the levels are read: to read them from a device would wait for it, in every call.
+        parent.set_timesteps(self, num_inference_steps, "cpu", *args, **kwargs)
         if evenly and self.config.timestep_spacing == "linspace":
             self.timesteps = _linspaced(self.timesteps, own)
-        self._expose_segment()
+        self._expose_segment(device or "cpu")
 
     def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.request.on_step is None:
@@ -344,6 +356,8 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
         "parametrisation": parametrisation,
         "_state": None,
         "_given": None,
+        "_written": 0,
+        "_device": "cpu",
         "_base": 0,
     }
     head_class: Any = type(f"Policy{parent.__name__}", (PolicyHead, parent), members)

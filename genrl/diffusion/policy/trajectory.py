@@ -271,9 +271,8 @@ class Replayed:
 def of_rows(transition: Transition, rows: Tensor) -> Transition:
     """The transition of each of these rows."""
     where = rows.to(transition.mean.device)
-    return Transition(
-        transition.mean[where], transition.std.expand(len(transition.mean), *transition.std.shape[1:])[where]
-    )
+    std = transition.std.expand(len(transition.mean), *transition.std.shape[1:])
+    return transition._replace(mean=transition.mean[where], std=std[where])
 
 
 def step_noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children: Children | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -371,3 +372,19 @@ def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
     with pytest.raises(TypeError):
         policy.replay(recorded.step(1, batch([0], no_such_argument=1)))
     assert torch.equal(plain(policy.pipe), plain(fresh))
+
+
+def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled, replayed and differentiated on a device of which nothing can be read: reading a value would stop the
+    host until the device has done all that it was given."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # knows no such device
+    monkeypatch.setattr(encoding, "_to", lambda value, device: value)  # of a prompt once, before the first step
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe.to("meta"))
+    policy.denoiser.requires_grad_(True)
+    batch = Batch(["a", "b"], [(0, 0), (0, 1)], {**family.call, "num_inference_steps": 4})
+    trajectory = policy.roll_out(batch, Kernel("flow_sde", 0.7), range(3))
+    with torch.enable_grad():
+        replayed = policy.replay(trajectory.step(1))
+        (replayed.log_prob - trajectory.log_probs[1]).exp().mean().backward()
+    assert replayed.log_prob.is_meta and all(p.grad is not None for p in policy.denoiser.parameters())
