@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from genrl.objectives.surrogates.bounds import MEAN_LOSSES, PairLoss
+
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
+LEAST_NATS = 1e-6
+"""Of a mean negative log-probability: below, the odds of an answer are more than a million to one."""
 
 
 class PreferenceOutput(NamedTuple):
@@ -85,14 +89,63 @@ def step_preference_loss(
     return PreferenceOutput(-F.logsigmoid(logit), logit, (logit > 0).detach())
 
 
-def dpo_loss(
-    log_prob_win: Tensor, log_prob_lose: Tensor, ref_log_prob_win: Tensor, ref_log_prob_lose: Tensor, *, beta: float
+def pair_loss(
+    kind: PairLoss,
+    win: Tensor,
+    lose: Tensor,
+    tokens_win: Tensor | None = None,
+    tokens_lose: Tensor | None = None,
+    *,
+    beta: float,
+    smoothing: float = 0.0,
 ) -> PreferenceOutput:
-    """`-log sigmoid(beta [(l_w - l_w^ref) - (l_l - l_l^ref)])`: DPO (arXiv 2305.18290, eq. 7), l [P] of sequences."""
+    """Loss of pairs of answers, each by h, the sum over its tokens of log-prob - log-prob under the reference, [P].
+
+    sigmoid: DPO, `-log sigmoid(beta D)`, D = h_w - h_l (arXiv 2305.18290, eq. 7), with smoothing e of labels that are
+    wrong so often; robust: unbiased for them (2403.00409); ipo: `(h_w / n_w - h_l / n_l - 1 / (2 beta))^2` over means
+    of tokens (2310.12036, as TRL has it); hinge: `max(0, 1 - beta D)` (2305.10425); sigmoid_norm: DPO on means of
+    tokens; nca_pair (2402.05369), apo_zero, apo_down (2408.06266), sppo_hard (2405.00675): these look at each side by
+    itself. orpo: `-beta log sigmoid` of the difference of log-odds of mean log-probabilities (2403.07691), without a
+    reference: win and lose are sums of log-probabilities alone. It belongs beside the likelihood of the winner.
+    tokens_win, tokens_lose: numbers of tokens [P], of the losses on means. Raises ValueError for beta <= 0.
+    """
     if beta <= 0:
         raise ValueError(f"beta must be positive, got {beta}")
-    logit = beta * ((log_prob_win - ref_log_prob_win.detach()) - (log_prob_lose - ref_log_prob_lose.detach()))
-    return PreferenceOutput(-F.logsigmoid(logit), logit, (logit > 0).detach())
+    if kind in MEAN_LOSSES:
+        if tokens_win is None or tokens_lose is None:
+            raise ValueError(f"{kind} is of means over tokens: give their numbers")
+        win, lose = win / tokens_win, lose / tokens_lose
+    if kind == "orpo":
+        win, lose = (mean - torch.log(-torch.expm1(mean.clamp(max=-LEAST_NATS))) for mean in (win, lose))
+        return PreferenceOutput(-beta * F.logsigmoid(win - lose), win - lose, (win > lose).detach())
+    a, b, logit, log = beta * win, beta * lose, beta * (win - lose), F.logsigmoid
+    if kind in ("sigmoid", "sigmoid_norm"):
+        loss = -(1.0 - smoothing) * log(logit) - smoothing * log(-logit)
+    elif kind == "robust":
+        loss = (-(1.0 - smoothing) * log(logit) + smoothing * log(-logit)) / (1.0 - 2.0 * smoothing)
+    elif kind == "ipo":
+        loss = (win - lose - 1.0 / (2.0 * beta)).square()
+    elif kind == "hinge":
+        loss = (1.0 - logit).relu()
+    elif kind == "nca_pair":
+        loss = -log(a) - 0.5 * log(-a) - 0.5 * log(-b)
+    elif kind == "apo_zero":
+        loss = 1.0 - a.sigmoid() + b.sigmoid()
+    elif kind == "apo_down":
+        loss = a.sigmoid() + 1.0 - logit.sigmoid()
+    else:
+        loss = (win - 1.0 / (2.0 * beta)).square() + (lose + 1.0 / (2.0 * beta)).square()
+    return PreferenceOutput(loss, logit, (logit > 0).detach())
+
+
+def marked_loss(h: Tensor, good: Tensor, baseline: Tensor | float, *, beta: float) -> PreferenceOutput:
+    """`1 - sigmoid(beta (h - z))` of answers that are marked good, `1 - sigmoid(beta (z - h))` of others, [B]: KTO
+    (arXiv 2402.01306, eq. 8), without its weights. h as in `pair_loss`; good: bool; baseline: z, at least 0, without
+    gradient: the mean of h over answers to other questions. With z = 0 it is APO-zero for answers without pairs."""
+    if beta <= 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    logit = torch.where(good, 1.0, -1.0) * beta * (h - baseline)
+    return PreferenceOutput(1.0 - logit.sigmoid(), logit, (logit > 0).detach())
 
 
 def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> Tensor:

@@ -154,8 +154,8 @@ class Weights:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within the block the model is the one training began from: LoRA switched off, or the snapshot `reference`; or,
-        where a method has moved it, the snapshot `FOLLOWING`."""
+        """Within the block the model is the one training began from: LoRA switched off, or the snapshot `reference`. Or
+        the snapshot `FOLLOWING`, where a method has moved it."""
         moved = FOLLOWING if FOLLOWING in self.snapshots else REFERENCE
         with self.use(moved) if moved is FOLLOWING or self._reference is None else self._reference():
             yield

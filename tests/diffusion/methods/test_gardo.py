@@ -45,7 +45,7 @@ def test_golden_gates(golden: Any) -> None:
 
 
 def test_the_best_of_the_trained_score_and_worst_of_the_others_pays() -> None:
-    """The sample of rank k of n has k / n lower ones. Where scores agree, or a sample has none, nobody is over-rated."""
+    """The sample of rank k of n has k / n lower ones. Where scores agree, or lack, nobody is over-rated."""
     score = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     over = gardo.overrated(score, [score.flip(0), score])
     torch.testing.assert_close(over, torch.tensor([-0.375, -0.125, 0.125, 0.375], dtype=torch.float64))

@@ -1,0 +1,158 @@
+"""Preferences in place of answers: which pairs are learnt, what the model before training says of them, and the loss.
+
+    h = sum_t log pi(y_t | x) - log pi_0(y_t | x)           of an answer y, pi_0: the model before training
+    L = 1/P sum over pairs of f(h of the preferred, h of the other), or of marked answers of f(h, good, z)
+        - sft_weight mean over tokens of the preferred answers of log pi
+
+f by name: `objectives.preferences.preference`. z is KTO's baseline, the mean h of the answers of a batch to others of
+its questions, before the step and without gradient. P is the number of pairs of all micro-batches and processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Self
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.objectives.preferences.preference import marked_loss, pair_loss
+from genrl.runtime.loop.recorded import Recorded
+from genrl.vlm.methods.sft.settings import VLMSFT, Preference
+from genrl.vlm.policies.log_probs import TokenScores
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.data import Questions, Told, target_of
+from genrl.vlm.run import AnswersRun
+from genrl.vlm.tasks import Row
+
+MARKS = {True: True, False: False, "true": True, "false": False}  # and 1 and 0, which equal these
+
+
+class Judged(NamedTuple):
+    """Questions with pairs, or marked answers. rows int64 [n]: those that are learnt; good bool [N]: by question,
+    whether its first answer is liked; baseline: KTO's."""
+
+    run: AnswersRun
+    rows: Tensor
+    good: Tensor
+    baseline: float
+
+    @classmethod
+    def of(cls, run: AnswersRun, settings: VLMSFT, rows: Sequence[Row], told: Told) -> Self:
+        """All processes call it alike."""
+        wanted, number = settings.preference, len(rows)
+        assert wanted is not None
+        if wanted.of_pairs:
+            halves = [one.split(number) if number else (one[:0], one[:0]) for one in (told.tokens, told.mask)]
+            unlike = torch.stack([(first != second).any(1) for first, second in halves]).any(0)
+            return cls(run, unlike.nonzero()[:, 0], torch.ones(number, dtype=torch.bool), 0.0)
+        good = torch.tensor([mark_of(row, wanted.mark) for row in rows], dtype=torch.bool)
+        z = baseline(run, told, settings.rows_per_pass) if wanted.loss == "kto" else 0.0
+        return cls(run, torch.arange(number), good, z)
+
+    def tokens(self, told: Told) -> int:
+        """Of the preferred answers that are learnt."""
+        return int(told.mask[self.rows][self.good[self.rows]].sum())
+
+    def added(self, wanted: Preference, given: Recorded, part: Tensor, number: int) -> Recorded:
+        """What the loss of these questions further reads. number: of those that are learnt in the step."""
+        tensors = {"good": self.good[part], "baseline": torch.tensor(self.baseline), "number": torch.tensor(number)}
+        if wanted.loss != "orpo":
+            with torch.no_grad(), before_training(self.run) as model:
+                tensors["ref"] = total(model, given).cpu()
+        return Recorded(given.batch, {**given.tensors, **tensors})
+
+
+@contextmanager
+def before_training(run: AnswersRun) -> Iterator[Policy]:
+    """The model before training: a second one, or the policy without its LoRA."""
+    if run.reference is not None:
+        yield run.reference
+    else:
+        with run.policy.reference():
+            yield run.policy
+
+
+def total(model: Policy, given: Recorded) -> Tensor:
+    """Log-probability of each answer, [B]."""
+    asked = given.batch
+    found = model.log_probs(asked.prompts, given["answers"], given["answered"], group=asked.group, share_prefix=False)
+    return found.log_prob.sum(1)
+
+
+@torch.no_grad()
+def baseline(run: AnswersRun, told: Told, at_once: int) -> float:
+    """KTO's z: how much answers to the question before have gained under each question, at least 0. A collective."""
+    number, gained = len(told.prompts), 0.0
+    for part in torch.arange(number).split(at_once) if number else ():
+        asked, others = [told.prompts[k] for k in part.tolist()], (part - 1) % number
+
+        def said(model: Policy, asked: Sequence[object] = asked, others: Tensor = others) -> float:
+            each = torch.arange(len(others))
+            found = model.log_probs(asked, told.tokens[others], told.mask[others], group=each, share_prefix=False)
+            return float(found.log_prob.double().sum())
+
+        gained += said(run.policy)
+        with before_training(run) as model:
+            gained -= said(model)
+    every = gather_object([(gained, number)])
+    return max(0.0, sum(g for g, _ in every) / max(1, sum(n for _, n in every)))
+
+
+def loss(wanted: Preference, now: TokenScores, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's part of the step's loss, [], and of figures of the step."""
+    log_prob = now.log_prob
+    mask, good = given["answered"].to(log_prob.device), given["good"].to(log_prob.device)
+    gain, number, pairs = log_prob.sum(1), int(given["number"]), len(good)
+    if "ref" in given:
+        gain = gain - given["ref"].to(gain)
+    if wanted.of_pairs:
+        (win, lose), tokens = gain.split(pairs), mask.sum(1).split(pairs)
+        found = pair_loss(wanted.loss, win, lose, *tokens, beta=wanted.beta, smoothing=wanted.smoothing)
+        weight = torch.ones_like(found.loss)
+    else:
+        found = marked_loss(gain, good, float(given["baseline"]), beta=wanted.beta)
+        weight = torch.where(good, wanted.desirable, wanted.undesirable)
+    liked = log_prob[:pairs][good].sum() / max(1, int(given["tokens"]))
+    value = (weight * found.loss).sum() / number
+    if wanted.sft_weight:
+        value = value - wanted.sft_weight * liked
+    right = found.correct.float() + 0.5 * (found.logit == 0).float()
+    figures = {"right": right.sum(), "margin": found.logit.detach().sum(), "target": liked.detach() * number}
+    return {"loss": value} | {f"preference/{name}": figure / number for name, figure in figures.items()}
+
+
+def mark_of(row: Row, column: str) -> bool:
+    """Whether an answer is good. Raises ValueError for a column that does not say so."""
+    said = row.columns.get(column)
+    said = said.strip().lower() if isinstance(said, str) else said
+    if not isinstance(said, bool | int | float | str) or said not in MARKS:
+        have = ", ".join(row.columns) or "none"
+        text = f"the column {column!r} is to mark the answer true or false (trainer.preference.mark), and holds"
+        raise ValueError(f"{row.name}: {text} {row.columns.get(column)!r}; columns: {have}")
+    return MARKS[said]
+
+
+def survey(settings: VLMSFT, questions: Questions) -> str:
+    """How many rows there are of each kind, of data that are read. Raises ValueError where a row is no pair, or has no
+    mark, with the number of these and the first; and where no row says anything."""
+    wanted, counts, wrong = settings.preference, {True: 0, False: 0}, list[str]()
+    prompt = questions[0].prompt
+    assert wanted is not None
+    for name, columns in questions.columns():
+        row = Row(name, prompt, columns)
+        try:
+            texts = [target_of(row, target) for target in settings.targets]
+            counts[len(set(texts)) == 2 if wanted.of_pairs else mark_of(row, wanted.mark)] += 1
+        except ValueError as error:
+            wrong.append(str(error))
+    number, what = sum(counts.values()), "pairs" if wanted.of_pairs else "marked answers"
+    if wrong:
+        raise ValueError(f"{len(wrong)} of {number + len(wrong)} rows are no {what}; {wrong[0]}")
+    if number and not counts[True]:
+        raise ValueError(f"none of {number} rows has {'two different answers' if wanted.of_pairs else 'a good answer'}")
+    if wanted.of_pairs:
+        return f"{counts[True]} pairs, and {counts[False]} of equal answers, which are left out"
+    return f"{counts[True]} good answers and {counts[False]} bad ones"
