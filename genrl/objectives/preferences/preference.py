@@ -1,4 +1,4 @@
-"""Preference losses: Diffusion-DPO on matching errors, D3PO and SPO on single steps, DPO on token sequences.
+"""Preference losses: D3PO and SPO on single steps; DPO and its kin on token sequences, and on pictures by their errors.
 
 All of them score a pair by one number, how much more the policy than the reference prefers the winner, and take
 `-log sigmoid` of it. Shapes: one value per pair, [P]; index 0 of a pair is not preferred by its place.
@@ -6,7 +6,7 @@ All of them score a pair by one number, how much more the policy than the refere
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from genrl.objectives.surrogates.bounds import MEAN_LOSSES, PairLoss
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
 LEAST_NATS = 1e-6
 """Of a mean negative log-probability: below, the odds of an answer are more than a million to one."""
 
@@ -25,41 +24,6 @@ class PreferenceOutput(NamedTuple):
     loss: Tensor
     logit: Tensor
     correct: Tensor
-
-
-def diffusion_dpo_loss(
-    error_win: Tensor,
-    error_lose: Tensor,
-    ref_error_win: Tensor,
-    ref_error_lose: Tensor,
-    *,
-    beta: float,
-    half: bool = True,
-    kind: PreferenceLoss = "sigmoid",
-) -> PreferenceOutput:
-    """`-log sigmoid(-beta/2 d)`, d = (e_w - e_l) - (e_w^ref - e_l^ref): Diffusion-DPO (arXiv 2311.12908, eq. 14).
-
-    e [P] are squared errors of the network at one noise and level for both samples of the pair, averaged over elements
-    (`forward_process.matching_error` for flows; of the noise prediction for others). beta takes the place of the
-    paper's beta T weight(t): 5000 in its code for SDXL, 100 in Flow-GRPO's.
-    half: False drops the 1/2, the convention of diffusers' SD 1.5 script (its 2500 is the same loss as 5000 with it).
-    kind: "hinge" max(0, 1 + beta d); "ipo" (-d - 1 / (2 beta))^2. Both go without the 1/2.
-    Gradient through error_win and error_lose only. Raises ValueError for beta <= 0.
-    """
-    if beta <= 0:
-        raise ValueError(f"beta must be positive, got {beta}")
-    difference = (error_win - error_lose) - (ref_error_win - ref_error_lose).detach()
-    logit = -beta * difference
-    if kind == "sigmoid":
-        logit = 0.5 * logit if half else logit
-        loss = -F.logsigmoid(logit)
-    elif kind == "hinge":
-        loss = (1.0 - logit).relu()
-    elif kind == "ipo":
-        loss = (-difference - 1.0 / (2.0 * beta)).square()
-    else:
-        raise ValueError(f"kind must be 'sigmoid', 'hinge' or 'ipo', got {kind!r}")
-    return PreferenceOutput(loss, logit, (difference < 0).detach())
 
 
 def step_preference_loss(
@@ -99,7 +63,9 @@ def pair_loss(
     beta: float,
     smoothing: float = 0.0,
 ) -> PreferenceOutput:
-    """Loss of pairs of answers, each by h, the sum over its tokens of log-prob - log-prob under the reference, [P].
+    """Loss of pairs of answers, each by h, the sum over its tokens of log-prob - log-prob under the reference, [P]. Of
+    pictures h is how much the squared error of the network has fallen, and Diffusion-DPO sigmoid at half of its beta
+    (arXiv 2311.12908, eq. 14).
 
     sigmoid: DPO, `-log sigmoid(beta D)`, D = h_w - h_l (arXiv 2305.18290, eq. 7), with smoothing e of labels that are
     wrong so often; robust: unbiased for them (2403.00409); ipo: `(h_w / n_w - h_l / n_l - 1 / (2 beta))^2` over means
@@ -133,8 +99,10 @@ def pair_loss(
         loss = 1.0 - a.sigmoid() + b.sigmoid()
     elif kind == "apo_down":
         loss = a.sigmoid() + 1.0 - logit.sigmoid()
-    else:
+    elif kind == "sppo_hard":
         loss = (win - 1.0 / (2.0 * beta)).square() + (lose + 1.0 / (2.0 * beta)).square()
+    else:
+        raise ValueError(f"kind must be one of {', '.join(get_args(PairLoss))}; got {kind!r}")
     return PreferenceOutput(loss, logit, (logit > 0).detach())
 
 

@@ -97,7 +97,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, model: Path) -> None:
     for trainer, text in (
         ({"diversity": "unlike"}, "no reward is called 'unlike'"),
         ({"gate": {"rewards": ["other"]}}, "no reward is called 'other'"),
-        ({"gate": {"rewards": []}}, "which rewards are asked"),
+        ({"gate": {"rewards": []}}, "name one reward or more"),
         ({"gate": {"rewards": ["redness"], "share": 0.5}}, "low <= share <= high"),
         ({"kl_weight": 0.0}, "nothing is gated"),
     ):

@@ -25,11 +25,11 @@ def test_golden_diffusion_dpo(golden) -> None:
     prediction, target = a.given("diffdpo_model_pred").requires_grad_(), a.given("diffdpo_target")
     errors = forward_process.matching_error(prediction, target).chunk(2)
     reference = forward_process.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
+    gains, one = [old - new for new, old in zip(errors, reference, strict=True)], torch.ones(len(errors[0]))
     for found in a.matches(r"(diffdpo_(half|full|hinge|ipo)_beta([\d.]+)_)loss"):
         kind = found[2] if found[2] in ("hinge", "ipo") else "sigmoid"
-        out = preference.diffusion_dpo_loss(
-            *errors, *reference, beta=float(found[3]), half=found[2] == "half", kind=kind
-        )
+        beta = float(found[3]) / (2 if found[2] == "half" else 1)
+        out = preference.pair_loss(kind, *gains, one, one, beta=beta)
         loss = out.loss.mean()
         a.check(found[0], loss)
         if found[2] == "half":
@@ -96,7 +96,8 @@ def test_golden_trainers_dpo(golden) -> None:
     errors = forward_process.matching_error(velocity, target).chunk(2)
     reference = forward_process.matching_error(both("v_ref"), target).chunk(2)
     for found in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
-        out = preference.diffusion_dpo_loss(*errors, *reference, beta=float(found[1]))
+        gains = [old - new for new, old in zip(errors, reference, strict=True)]
+        out = preference.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
         gradient = torch.autograd.grad(out.loss.mean(), velocity, retain_graph=True)[0]
         for field, value in (("loss", out.loss.mean()), ("inside", out.logit), ("grad_v", gradient)):
             for name in a.tags(rf"(out_\w+_{field}_beta{found[1]})"):
@@ -141,9 +142,9 @@ def test_pairs_are_all_decided_comparisons_within_groups(rows: list[tuple[int, f
 def test_wrong_settings_are_refused() -> None:
     value = torch.zeros(2)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.diffusion_dpo_loss(value, value, value, value, beta=0.0)
-    with pytest.raises(ValueError, match="'sigmoid', 'hinge' or 'ipo'"):
-        preference.diffusion_dpo_loss(value, value, value, value, beta=1.0, kind="l2")  # type: ignore[arg-type]
+        preference.pair_loss("hinge", value, value, beta=0.0)
+    with pytest.raises(ValueError, match="one of sigmoid, robust, ipo"):
+        preference.pair_loss("l2", value, value, beta=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip in"):
         preference.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
     with pytest.raises(ValueError, match="beta must be positive"):

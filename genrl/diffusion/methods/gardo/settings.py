@@ -79,13 +79,9 @@ class GARDO(Windowed):
         yield from super().problems(config)
         if self.kl_weight == 0:
             yield ("trainer.kl_weight",), "without a divergence nothing is gated; write 0.04, or use flow_grpo"
-        named = {"trainer.gate": () if self.gate is None else self.gate.rewards}
-        named["trainer.diversity"] = () if self.diversity is None else (self.diversity,)
-        for key, labels in named.items():
-            if unknown := [label for label in labels if label not in config.reward_labels]:
-                text = f"no reward is called {unknown[0]!r}; there are {', '.join(config.reward_labels)}"
-                yield (key, "rewards"), text
-        if self.gate is not None and not self.gate.low <= self.gate.share <= self.gate.high:
-            yield ("trainer.gate",), "write low <= share <= high"
-        if self.gate is not None and not self.gate.rewards:
-            yield ("trainer.gate",), "which rewards are asked? name one or more, or write gate: null"
+        labels = [*(() if self.gate is None else self.gate.rewards), *filter(None, [self.diversity])]
+        if unknown := [label for label in labels if label not in config.reward_labels]:
+            text = f"no reward is called {unknown[0]!r}; there are {', '.join(config.reward_labels)}"
+            yield ("trainer.diversity" if unknown[0] == self.diversity else "trainer.gate", "rewards"), text
+        if self.gate is not None and not (self.gate.rewards and self.gate.low <= self.gate.share <= self.gate.high):
+            yield ("trainer.gate",), "name one reward or more that is asked, and let low <= share <= high"

@@ -24,6 +24,7 @@ from genrl.vlm.methods.sft.settings import VLMSFT, Preference
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions, Told, target_of
+from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row
 
@@ -85,20 +86,25 @@ def total(model: Policy, given: Recorded) -> Tensor:
 @torch.no_grad()
 def baseline(run: AnswersRun, told: Told, at_once: int) -> float:
     """KTO's z: how much answers to the question before have gained under each question, at least 0. A collective."""
-    number, gained = len(told.prompts), 0.0
-    for part in torch.arange(number).split(at_once) if number else ():
-        asked, others = [told.prompts[k] for k in part.tolist()], (part - 1) % number
-
-        def said(model: Policy, asked: Sequence[object] = asked, others: Tensor = others) -> float:
-            each = torch.arange(len(others))
-            found = model.log_probs(asked, told.tokens[others], told.mask[others], group=each, share_prefix=False)
-            return float(found.log_prob.double().sum())
-
-        gained += said(run.policy)
+    others, gained = told._replace(tokens=told.tokens.roll(1, 0), mask=told.mask.roll(1, 0)), 0.0
+    for part in torch.arange(len(told.prompts)).split(at_once) if told.prompts else ():
+        given = recorded(others, part, tokens=1)
+        gained += float(total(run.policy, given).double().sum())
         with before_training(run) as model:
-            gained -= said(model)
-    every = gather_object([(gained, number)])
+            gained -= float(total(model, given).double().sum())
+    every = gather_object([(gained, len(told.prompts))])
     return max(0.0, sum(g for g, _ in every) / max(1, sum(n for _, n in every)))
+
+
+def recorded(told: Told, part: Tensor, *, tokens: int) -> Recorded:
+    """What the loss of some questions is made of. tokens: those of all answers of the update."""
+    kinds = len(told.mask) // len(told.prompts)
+    rows = torch.cat([part + kind * len(told.prompts) for kind in range(kinds)])
+    longest = int(told.mask[rows].sum(1).max())
+    group = torch.arange(len(part)).repeat(kinds)
+    asked = Asked([told.prompts[number] for number in part.tolist()], group, temperature=1.0)
+    tensors = {"answers": told.tokens[rows, :longest], "answered": told.mask[rows, :longest]}
+    return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
 
 
 def loss(wanted: Preference, now: TokenScores, given: Recorded) -> dict[str, Tensor]:
@@ -109,8 +115,8 @@ def loss(wanted: Preference, now: TokenScores, given: Recorded) -> dict[str, Ten
     if "ref" in given:
         gain = gain - given["ref"].to(gain)
     if wanted.of_pairs:
-        (win, lose), tokens = gain.split(pairs), mask.sum(1).split(pairs)
-        found = pair_loss(wanted.loss, win, lose, *tokens, beta=wanted.beta, smoothing=wanted.smoothing)
+        sides = (*gain.split(pairs), *mask.sum(1).split(pairs))
+        found = pair_loss(wanted.loss, *sides, beta=wanted.beta, smoothing=wanted.smoothing)
         weight = torch.ones_like(found.loss)
     else:
         found = marked_loss(gain, good, float(given["baseline"]), beta=wanted.beta)
@@ -128,7 +134,7 @@ def mark_of(row: Row, column: str) -> bool:
     """Whether an answer is good. Raises ValueError for a column that does not say so."""
     said = row.columns.get(column)
     said = said.strip().lower() if isinstance(said, str) else said
-    if not isinstance(said, bool | int | float | str) or said not in MARKS:
+    if isinstance(said, list | dict) or said not in MARKS:
         have = ", ".join(row.columns) or "none"
         text = f"the column {column!r} is to mark the answer true or false (trainer.preference.mark), and holds"
         raise ValueError(f"{row.name}: {text} {row.columns.get(column)!r}; columns: {have}")

@@ -138,16 +138,15 @@ class VLMSFT(VLMMethod):
             yield from self._preferences(config, self.preference)
 
     def _preferences(self, config: VLMConfig, wanted: Preference) -> Iterator[Finding]:
-        key = "trainer.preference"
-        if wanted.smoothing and wanted.loss not in ("sigmoid", "sigmoid_norm", "robust"):
-            yield (f"{key}.smoothing",), f"{wanted.loss} has none; write 0"
-        if wanted.loss == "robust" and wanted.smoothing >= 0.5:
-            yield (f"{key}.smoothing",), "half of the labels wrong say nothing; write less than 0.5"
-        if wanted.loss == "orpo" and not wanted.sft_weight:
-            yield (f"{key}.sft_weight",), "ORPO stands beside the likelihood of the preferred answer; write 1"
-        if wanted.loss == "kto" and self.batch_size < 4:
-            yield ("trainer.batch_size", f"{key}.loss"), "KTO's baseline is a mean over a batch; write 4 or more"
-        if self.first_token_share is not None:
-            yield ("trainer.first_token_share", key), "is of the likelihood of answers; write null"
-        if config.distributed.fsdp:
-            yield ("distributed.fsdp", key), "the model before training is asked in passes of its own; write false"
+        key, kind = "trainer.preference", wanted.loss
+        smoothed = kind in ("sigmoid", "sigmoid_norm", "robust")
+        for wrong, where, text in (
+            (wanted.smoothing and not smoothed, f"{key}.smoothing", f"{kind} has none; write 0"),
+            (wanted.smoothing >= 0.5, f"{key}.smoothing", "half of the labels wrong say nothing; write less than 0.5"),
+            (kind == "orpo" and not wanted.sft_weight, f"{key}.sft_weight", "ORPO is beside the likelihood; write 1"),
+            (kind == "kto" and self.batch_size < 4, "trainer.batch_size", "KTO's baseline is a mean; write 4 or more"),
+            (self.first_token_share, "trainer.first_token_share", "is of the likelihood of answers; write null"),
+            (config.distributed.fsdp, "distributed.fsdp", "preferences ask a second model by itself; write false"),
+        ):
+            if wrong:
+                yield (where, key), text

@@ -27,7 +27,7 @@ from genrl.vlm.methods.sft import preferences
 from genrl.vlm.methods.sft.settings import VLMSFT
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import idle_pass
-from genrl.vlm.rollout.data import Questions, Told, tell
+from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 
@@ -80,7 +80,7 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     def prepare(part: Tensor) -> Recorded | None:
         if not len(part):
             return None
-        given = recorded(told, part, tokens=tokens)
+        given = preferences.recorded(told, part, tokens=tokens)
         return given if judged is None or wanted is None else judged.added(wanted, given, part, pairs)
 
     def measure(part: Tensor, results: Results, given: Recorded) -> None:
@@ -95,17 +95,6 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     if judged is not None:
         figures |= {"preference/equal": 1 - pairs / len(batch), "preference/baseline": judged.baseline}
     return figures
-
-
-def recorded(told: Told, part: Tensor, *, tokens: int) -> Recorded:
-    """What the loss of some questions is made of. tokens: those of all answers of the update."""
-    kinds = len(told.mask) // len(told.prompts)
-    rows = torch.cat([part + kind * len(told.prompts) for kind in range(kinds)])
-    longest = int(told.mask[rows].sum(1).max())
-    group = torch.arange(len(part)).repeat(kinds)
-    asked = Asked([told.prompts[number] for number in part.tolist()], group, temperature=1.0)
-    tensors = {"answers": told.tokens[rows, :longest], "answered": told.mask[rows, :longest]}
-    return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
 
 
 def loss(settings: VLMSFT, policy: Policy, given: Recorded) -> dict[str, Tensor]:
@@ -145,7 +134,7 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
         told = tell(run.policy, rows, *settings.targets)
         judged = preferences.Judged.of(run, settings, rows, told)
         if len(judged.rows):
-            given = judged.added(wanted, recorded(told, judged.rows, tokens=1), judged.rows, 1)
+            given = judged.added(wanted, preferences.recorded(told, judged.rows, tokens=1), judged.rows, 1)
             right += float(loss(settings, run.policy, given)["preference/right"])
         number += len(judged.rows)
         run.loop.advance_or_leave(len(rows))
