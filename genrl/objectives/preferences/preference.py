@@ -14,9 +14,6 @@ from torch import Tensor
 
 from genrl.objectives.surrogates.bounds import MEAN_LOSSES, PairLoss
 
-LEAST_NATS = 1e-6
-"""Of a mean negative log-probability: below, the odds of an answer are more than a million to one."""
-
 
 class PreferenceOutput(NamedTuple):
     """loss [P]; logit [P], what its sigmoid is taken of; correct [P] (bool): the policy has the pair in order."""
@@ -82,7 +79,8 @@ def pair_loss(
             raise ValueError(f"{kind} is of means over tokens: give their numbers")
         win, lose = win / tokens_win, lose / tokens_lose
     if kind == "orpo":
-        win, lose = (mean - torch.log(-torch.expm1(mean.clamp(max=-LEAST_NATS))) for mean in (win, lose))
+        # odds of more than a million to one count as that: of 1 they are infinite
+        win, lose = (mean - torch.log(-torch.expm1(mean.clamp(max=-1e-6))) for mean in (win, lose))
         return PreferenceOutput(-beta * F.logsigmoid(win - lose), win - lose, (win > lose).detach())
     a, b, logit, log = beta * win, beta * lose, beta * (win - lose), F.logsigmoid
     if kind in ("sigmoid", "sigmoid_norm"):

@@ -112,7 +112,7 @@ def gate(memory: dict[str, Any], settings: Gate, rollouts: Rollouts, meter: Mete
 def follow(run: DiffusionRun, settings: Moving, kl: float) -> int:
     """Let the reference be the present model where it is due; how often it has been."""
     kept = run.loop.memory.get(KEPT, {})
-    since, moved = kept.get("since", 0) + 1, kept.get("moved", 0)
+    since, moved = kept.get("since", 0) + 1, int(kept.get("moved", 0))
     if kl > settings.reset_kl or since >= settings.reset_every:
         run.weights.snapshot(FOLLOWING)
         since, moved = 0, moved + 1

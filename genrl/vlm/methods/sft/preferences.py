@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -21,8 +21,7 @@ from torch import Tensor
 from genrl.objectives.preferences.preference import marked_loss, pair_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.methods.sft.settings import VLMSFT, Preference
-from genrl.vlm.policies.log_probs import TokenScores
-from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.policy import Policy, Replay
 from genrl.vlm.rollout.data import Questions, Told, target_of
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
@@ -92,7 +91,7 @@ def baseline(run: AnswersRun, told: Told, at_once: int) -> float:
         gained += float(total(run.policy, given).double().sum())
         with before_training(run) as model:
             gained -= float(total(model, given).double().sum())
-    every = gather_object([(gained, len(told.prompts))])
+    every: list[tuple[float, int]] = gather_object([(gained, len(told.prompts))])
     return max(0.0, sum(g for g, _ in every) / max(1, sum(n for _, n in every)))
 
 
@@ -107,16 +106,16 @@ def recorded(told: Told, part: Tensor, *, tokens: int) -> Recorded:
     return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
 
 
-def loss(wanted: Preference, now: TokenScores, given: Recorded) -> dict[str, Tensor]:
+def loss(wanted: Preference, now: Replay, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's part of the step's loss, [], and of figures of the step."""
-    log_prob = now.log_prob
+    log_prob, kind = now.log_prob, cast(Any, wanted.loss)
     mask, good = given["answered"].to(log_prob.device), given["good"].to(log_prob.device)
     gain, number, pairs = log_prob.sum(1), int(given["number"]), len(good)
     if "ref" in given:
         gain = gain - given["ref"].to(gain)
     if wanted.of_pairs:
         sides = (*gain.split(pairs), *mask.sum(1).split(pairs))
-        found = pair_loss(wanted.loss, *sides, beta=wanted.beta, smoothing=wanted.smoothing)
+        found = pair_loss(kind, *sides, beta=wanted.beta, smoothing=wanted.smoothing)
         weight = torch.ones_like(found.loss)
     else:
         found = marked_loss(gain, good, float(given["baseline"]), beta=wanted.beta)

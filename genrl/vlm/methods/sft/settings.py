@@ -134,10 +134,8 @@ class VLMSFT(VLMMethod):
         for name in ("augmentation", "synthesis"):
             if getattr(config, name) is not None:
                 yield (name, "trainer.algorithm"), "is of answers that the model samples; leave it out"
-        if self.preference is not None:
-            yield from self._preferences(config, self.preference)
-
-    def _preferences(self, config: VLMConfig, wanted: Preference) -> Iterator[Finding]:
+        if (wanted := self.preference) is None:
+            return
         key, kind = "trainer.preference", wanted.loss
         smoothed = kind in ("sigmoid", "sigmoid_norm", "robust")
         for wrong, where, text in (
