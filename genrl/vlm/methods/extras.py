@@ -214,15 +214,15 @@ def degraded_prompts(policy: Policy, answers: Answers, config: VLMConfig, iterat
 def reference_probability(policy: Policy, answers: Answers, parts: Sequence[Tensor]) -> Tensor:
     """Mean probability of the tokens of the right answer, the column `answer`, float64 [B, 2]: after the reasoning of
     each row, 0 where it has no `<answer`, and after none. RLPR (arXiv 2506.18254)."""
-    found = torch.zeros(len(answers.texts), 2, dtype=torch.float64)
+    probability = torch.zeros(len(answers.texts), 2, dtype=torch.float64)
     first = torch.arange(0, len(answers.texts), answers.size)
     with gathered(policy):
         for rows in parts:
-            found[rows, 0] = likely(policy, answers, rows, after_reasoning=True)
+            probability[rows, 0] = likely(policy, answers, rows, after_reasoning=True)
         for rows in first.split(max(1, *map(len, parts), 1)):
-            found[rows, 1] = likely(policy, answers, rows, after_reasoning=False)
-    found[:, 1] = found[first, 1].repeat_interleave(answers.size)
-    return found
+            probability[rows, 1] = likely(policy, answers, rows, after_reasoning=False)
+    probability[:, 1] = probability[first, 1].repeat_interleave(answers.size)
+    return probability
 
 
 def likely(policy: Policy, answers: Answers, rows: Tensor, *, after_reasoning: bool) -> Tensor:

@@ -53,7 +53,7 @@ class Judged(NamedTuple):
         return cls(run, torch.arange(number), good, z)
 
     def tokens(self, told: Told) -> int:
-        """Of the preferred answers that are learnt."""
+        """Number of tokens of the preferred answers that are learnt."""
         return int(told.mask[self.rows][self.good[self.rows]].sum())
 
     def added(self, wanted: Preference, given: Recorded, part: Tensor, number: int) -> Recorded:
@@ -78,8 +78,8 @@ def before_training(run: AnswersRun) -> Iterator[Policy]:
 def total(model: Policy, given: Recorded) -> Tensor:
     """Log-probability of each answer, [B]."""
     asked = given.batch
-    found = model.log_probs(asked.prompts, given["answers"], given["answered"], group=asked.group, share_prefix=False)
-    return found.log_prob.sum(1)
+    scores = model.log_probs(asked.prompts, given["answers"], given["answered"], group=asked.group, share_prefix=False)
+    return scores.log_prob.sum(1)
 
 
 @torch.no_grad()
@@ -115,17 +115,17 @@ def loss(wanted: Preference, now: Replay, given: Recorded) -> dict[str, Tensor]:
         gain = gain - given["ref"].to(gain)
     if wanted.of_pairs:
         sides = (*gain.split(pairs), *mask.sum(1).split(pairs))
-        found = pair_loss(kind, *sides, beta=wanted.beta, smoothing=wanted.smoothing)
-        weight = torch.ones_like(found.loss)
+        output = pair_loss(kind, *sides, beta=wanted.beta, smoothing=wanted.smoothing)
+        weight = torch.ones_like(output.loss)
     else:
-        found = marked_loss(gain, good, float(given["baseline"]), beta=wanted.beta)
+        output = marked_loss(gain, good, float(given["baseline"]), beta=wanted.beta)
         weight = torch.where(good, wanted.desirable, wanted.undesirable)
     liked = log_prob[:pairs][good].sum() / max(1, int(given["tokens"]))
-    value = (weight * found.loss).sum() / number
+    value = (weight * output.loss).sum() / number
     if wanted.sft_weight:
         value = value - wanted.sft_weight * liked
-    right = found.correct.float() + 0.5 * (found.logit == 0).float()
-    figures = {"right": right.sum(), "margin": found.logit.detach().sum(), "target": liked.detach() * number}
+    right = output.correct.float() + 0.5 * (output.logit == 0).float()
+    figures = {"right": right.sum(), "margin": output.logit.detach().sum(), "target": liked.detach() * number}
     return {"loss": value} | {f"preference/{name}": figure / number for name, figure in figures.items()}
 
 

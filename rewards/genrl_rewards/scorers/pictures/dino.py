@@ -113,8 +113,8 @@ class Diversity:
     @torch.no_grad()
     def __call__(self, images: torch.Tensor, group: list[int]) -> torch.Tensor:
         tokens = in_batches(lambda pictures: self.dino.features(pictures).class_token, CHUNK, frames(images))
-        found = unlike(tokens.view(len(images), -1, tokens.shape[-1]).mean(1), group, nearest=self.nearest)
-        return found.to(images.device)
+        features = tokens.view(len(images), -1, tokens.shape[-1]).mean(1)
+        return unlike(features, group, nearest=self.nearest).to(images.device)
 
 
 def unlike(features: torch.Tensor, group: Sequence[int], *, nearest: bool = False) -> torch.Tensor:

@@ -64,14 +64,14 @@ def novel(features: Tensor, right: Tensor) -> Tensor:
     """EVOL-RL's reward of a group, [n]: features [n, D] of its reasoning, right bool [n]."""
     unit = normalize(features, dim=1) if features.shape[1] else features
     alike = (unit @ unit.T).clamp(0, 1).fill_diagonal_(0)
-    found = torch.zeros(len(right))
+    scores = torch.zeros(len(right))
     for good, low, single in ((True, 0.5, 1.0), (False, -1.0, -0.5)):
         rows = (right == good).nonzero()[:, 0]
         if len(rows) == 1:
-            found[rows] = single
+            scores[rows] = single
         elif len(rows):
             within = alike[rows][:, rows].sum(1) / (len(rows) - 1)
             new = 1 - (within + alike[rows].amax(1)) / 2
             spread = new.max() - new.min()
-            found[rows] = low + 0.5 * ((new - new.min()) / spread if spread > 1e-8 else torch.full_like(new, 0.5))
-    return found
+            scores[rows] = low + 0.5 * ((new - new.min()) / spread if spread > 1e-8 else torch.full_like(new, 0.5))
+    return scores
