@@ -72,6 +72,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     "text_judge": BuiltIn("texts.answerer", "TextJudge", "0 to 1"),
     "consistent": BuiltIn("texts.answerer", "Consistent", "0 to 2"),
     "answered": BuiltIn("texts.answerer", "Answered", "0 or 1"),
+    "rubric": BuiltIn("texts.answerer", "Rubric", "at most 1"),
+    "novelty": BuiltIn("texts.novelty", "Novelty", "-1 to 1"),
     "edit_judge": BuiltIn("judges.judge", "EditJudge", "0 to 1"),
     "paco_grid": BuiltIn(
         "pictures.paco", "PacoGrid", "0 to 1", needs="pil_images, prompts, or a column", column="grid"

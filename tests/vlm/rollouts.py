@@ -68,6 +68,7 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "accuracy": accuracy,
             "right": accuracy,
             "proxy": tokens(old + 0.2),
+            "reference_probability": torch.linspace(0.1, 0.9, 2 * rows, dtype=torch.float64).view(2, rows).T.flip(1),
             "scores": 3.0 + draw(rows),
             "task": group % 2,
             "components": draw(rows, 2),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.config import load
-from genrl.objectives.preferences.preference import dpo_loss
+from genrl.objectives.preferences.preference import pair_loss
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.recipe.presets import PRESETS
@@ -136,7 +136,8 @@ class TestLosses:
         found = policy_loss(PRESETS["dpo"], estimate(PRESETS["dpo"], batch).batch.with_log_prob(new)).loss
         own, old = ((values * mask).sum(1) for values in (new, ref))
         pairs = ((1, 0), (8, 6))  # the second group has no spread
-        wanted = sum(dpo_loss(own[[a]], own[[b]], old[[a]], old[[b]], beta=0.1).loss.sum() for a, b in pairs)
+        gain = own - old
+        wanted = sum(pair_loss("sigmoid", gain[[a]], gain[[b]], beta=0.1).loss.sum() for a, b in pairs)
         assert torch.allclose(found, wanted / 3)
 
     def test_hi_grpo_is_the_sum_of_the_token_means_of_its_two_steps(self) -> None:

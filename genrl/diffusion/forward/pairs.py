@@ -23,7 +23,7 @@ from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.groups import best_and_worst
 from genrl.objectives.forward.forward_process import matching_error
-from genrl.objectives.preferences.preference import diffusion_dpo_loss
+from genrl.objectives.preferences.preference import pair_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 
@@ -108,7 +108,9 @@ def loss(settings: DiffusionDPO, policy: Policy, given: Recorded) -> Tensors:
     output = policy.velocity(given.batch, given["noisy"], given["sigma"])
     errors = matching_error(output, given["target"]).chunk(2)
     ref_errors = matching_error(given["reference"], given["target"]).chunk(2)
-    out = diffusion_dpo_loss(*errors, *ref_errors, beta=settings.beta)
+    # half of beta as in eq. 14 and SDXL's 5000; the script for SD 1.5 has the whole
+    gain = (ref_errors[0] - ref_errors[1]).detach() - (errors[0] - errors[1])
+    out = pair_loss("sigmoid", gain, torch.zeros_like(gain), beta=settings.beta / 2)
     return {
         "loss": out.loss * given["counts"],
         "preference/correct": out.correct,

@@ -191,7 +191,8 @@ def penalised(
     value, terms = surrogate.loss, {}
     if settings.kl_weight > 0:
         terms["kl"] = reference_kl(settings.kl, new, given["reference"])
-        value = value + settings.kl_weight * terms["kl"]
+        pays = given["pays"] if "pays" in given else 1.0  # a method may let some samples alone pay it (GARDO)
+        value = value + settings.kl_weight * pays * terms["kl"]
     for name, (weight, term) in (further or {}).items():
         terms[name] = term
         value = value + weight * term

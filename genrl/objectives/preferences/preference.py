@@ -1,4 +1,4 @@
-"""Preference losses: Diffusion-DPO on matching errors, D3PO and SPO on single steps, DPO on token sequences.
+"""Preference losses: D3PO and SPO on single steps; DPO and its kin on token sequences, and on pictures by their errors.
 
 All of them score a pair by one number, how much more the policy than the reference prefers the winner, and take
 `-log sigmoid` of it. Shapes: one value per pair, [P]; index 0 of a pair is not preferred by its place.
@@ -6,13 +6,13 @@ All of them score a pair by one number, how much more the policy than the refere
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
+from genrl.objectives.surrogates.bounds import MEAN_LOSSES, PairLoss
 
 
 class PreferenceOutput(NamedTuple):
@@ -21,41 +21,6 @@ class PreferenceOutput(NamedTuple):
     loss: Tensor
     logit: Tensor
     correct: Tensor
-
-
-def diffusion_dpo_loss(
-    error_win: Tensor,
-    error_lose: Tensor,
-    ref_error_win: Tensor,
-    ref_error_lose: Tensor,
-    *,
-    beta: float,
-    half: bool = True,
-    kind: PreferenceLoss = "sigmoid",
-) -> PreferenceOutput:
-    """`-log sigmoid(-beta/2 d)`, d = (e_w - e_l) - (e_w^ref - e_l^ref): Diffusion-DPO (arXiv 2311.12908, eq. 14).
-
-    e [P] are squared errors of the network at one noise and level for both samples of the pair, averaged over elements
-    (`forward_process.matching_error` for flows; of the noise prediction for others). beta takes the place of the
-    paper's beta T weight(t): 5000 in its code for SDXL, 100 in Flow-GRPO's.
-    half: False drops the 1/2, the convention of diffusers' SD 1.5 script (its 2500 is the same loss as 5000 with it).
-    kind: "hinge" max(0, 1 + beta d); "ipo" (-d - 1 / (2 beta))^2. Both go without the 1/2.
-    Gradient through error_win and error_lose only. Raises ValueError for beta <= 0.
-    """
-    if beta <= 0:
-        raise ValueError(f"beta must be positive, got {beta}")
-    difference = (error_win - error_lose) - (ref_error_win - ref_error_lose).detach()
-    logit = -beta * difference
-    if kind == "sigmoid":
-        logit = 0.5 * logit if half else logit
-        loss = -F.logsigmoid(logit)
-    elif kind == "hinge":
-        loss = (1.0 - logit).relu()
-    elif kind == "ipo":
-        loss = (-difference - 1.0 / (2.0 * beta)).square()
-    else:
-        raise ValueError(f"kind must be 'sigmoid', 'hinge' or 'ipo', got {kind!r}")
-    return PreferenceOutput(loss, logit, (difference < 0).detach())
 
 
 def step_preference_loss(
@@ -85,14 +50,68 @@ def step_preference_loss(
     return PreferenceOutput(-F.logsigmoid(logit), logit, (logit > 0).detach())
 
 
-def dpo_loss(
-    log_prob_win: Tensor, log_prob_lose: Tensor, ref_log_prob_win: Tensor, ref_log_prob_lose: Tensor, *, beta: float
+def pair_loss(
+    kind: PairLoss,
+    win: Tensor,
+    lose: Tensor,
+    tokens_win: Tensor | None = None,
+    tokens_lose: Tensor | None = None,
+    *,
+    beta: float,
+    smoothing: float = 0.0,
 ) -> PreferenceOutput:
-    """`-log sigmoid(beta [(l_w - l_w^ref) - (l_l - l_l^ref)])`: DPO (arXiv 2305.18290, eq. 7), l [P] of sequences."""
+    """Loss of pairs of answers, each by h, the sum over its tokens of log-prob - log-prob under the reference, [P]. Of
+    pictures h is how much the squared error of the network has fallen, and Diffusion-DPO sigmoid at half of its beta
+    (arXiv 2311.12908, eq. 14).
+
+    sigmoid: DPO, `-log sigmoid(beta D)`, D = h_w - h_l (arXiv 2305.18290, eq. 7), with smoothing e of labels that are
+    wrong so often; robust: unbiased for them (2403.00409); ipo: `(h_w / n_w - h_l / n_l - 1 / (2 beta))^2` over means
+    of tokens (2310.12036, as TRL has it); hinge: `max(0, 1 - beta D)` (2305.10425); sigmoid_norm: DPO on means of
+    tokens; nca_pair (2402.05369), apo_zero, apo_down (2408.06266), sppo_hard (2405.00675): these look at each side by
+    itself. orpo: `-beta log sigmoid` of the difference of log-odds of mean log-probabilities (2403.07691), without a
+    reference: win and lose are sums of log-probabilities alone. It belongs beside the likelihood of the winner.
+    tokens_win, tokens_lose: numbers of tokens [P], of the losses on means. Raises ValueError for beta <= 0.
+    """
     if beta <= 0:
         raise ValueError(f"beta must be positive, got {beta}")
-    logit = beta * ((log_prob_win - ref_log_prob_win.detach()) - (log_prob_lose - ref_log_prob_lose.detach()))
-    return PreferenceOutput(-F.logsigmoid(logit), logit, (logit > 0).detach())
+    if kind in MEAN_LOSSES:
+        if tokens_win is None or tokens_lose is None:
+            raise ValueError(f"{kind} is of means over tokens: give their numbers")
+        win, lose = win / tokens_win, lose / tokens_lose
+    if kind == "orpo":
+        # odds of more than a million to one count as that: of 1 they are infinite
+        win, lose = (mean - torch.log(-torch.expm1(mean.clamp(max=-1e-6))) for mean in (win, lose))
+        return PreferenceOutput(-beta * F.logsigmoid(win - lose), win - lose, (win > lose).detach())
+    a, b, logit, log = beta * win, beta * lose, beta * (win - lose), F.logsigmoid
+    if kind in ("sigmoid", "sigmoid_norm"):
+        loss = -(1.0 - smoothing) * log(logit) - smoothing * log(-logit)
+    elif kind == "robust":
+        loss = (-(1.0 - smoothing) * log(logit) + smoothing * log(-logit)) / (1.0 - 2.0 * smoothing)
+    elif kind == "ipo":
+        loss = (win - lose - 1.0 / (2.0 * beta)).square()
+    elif kind == "hinge":
+        loss = (1.0 - logit).relu()
+    elif kind == "nca_pair":
+        loss = -log(a) - 0.5 * log(-a) - 0.5 * log(-b)
+    elif kind == "apo_zero":
+        loss = 1.0 - a.sigmoid() + b.sigmoid()
+    elif kind == "apo_down":
+        loss = a.sigmoid() + 1.0 - logit.sigmoid()
+    elif kind == "sppo_hard":
+        loss = (win - 1.0 / (2.0 * beta)).square() + (lose + 1.0 / (2.0 * beta)).square()
+    else:
+        raise ValueError(f"kind must be one of {', '.join(get_args(PairLoss))}; got {kind!r}")
+    return PreferenceOutput(loss, logit, (logit > 0).detach())
+
+
+def marked_loss(h: Tensor, good: Tensor, baseline: Tensor | float, *, beta: float) -> PreferenceOutput:
+    """`1 - sigmoid(beta (h - z))` of answers that are marked good, `1 - sigmoid(beta (z - h))` of others, [B]: KTO
+    (arXiv 2402.01306, eq. 8), without its weights. h as in `pair_loss`; good: bool; baseline: z, at least 0, without
+    gradient: the mean of h over answers to other questions. With z = 0 it is APO-zero for answers without pairs."""
+    if beta <= 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    logit = torch.where(good, 1.0, -1.0) * beta * (h - baseline)
+    return PreferenceOutput(1.0 - logit.sigmoid(), logit, (logit > 0).detach())
 
 
 def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> Tensor:

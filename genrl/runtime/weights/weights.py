@@ -19,6 +19,8 @@ from genrl.runtime.weights.shares import Shares
 
 AVERAGE = "average"
 REFERENCE = "reference"
+FOLLOWING = "following"
+"""A reference that a method has moved (GARDO); a snapshot that is checkpointed, unlike `REFERENCE`."""
 LENT = "lent"
 
 
@@ -152,8 +154,10 @@ class Weights:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within the block the model is the one training began from: LoRA switched off, or the snapshot `reference`."""
-        with self.use(REFERENCE) if self._reference is None else self._reference():
+        """Within the block the model is the one training began from: LoRA switched off, or the snapshot `reference`. Or
+        the snapshot `FOLLOWING`, where a method has moved it."""
+        moved = FOLLOWING if FOLLOWING in self.snapshots else REFERENCE
+        with self.use(moved) if moved is FOLLOWING or self._reference is None else self._reference():
             yield
 
     def state(self) -> dict[str, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.tokens.token_trust import min_p_log_prob
@@ -18,6 +19,7 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import answer_ids
 from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.surrogates import LowProbability
 from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
@@ -146,6 +148,8 @@ def computed(
         tokens = zip(answers.tokens, answers.mask, strict=True)
         found["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
         found["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
+    if "reference_probability" in reads:
+        found["reference_probability"] = reference_probability(policy, answers, parts)
     if "divergence" in reads:
         with gathered(policy):
             rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
@@ -204,6 +208,45 @@ def allowed_logits(policy: Policy, logits: Tensor, temperature: float) -> Tensor
 def degraded_prompts(policy: Policy, answers: Answers, config: VLMConfig, iteration: int) -> list[Encoded]:
     """The questions with degraded pictures."""
     return changed_prompts(policy, answers, degraded, config.seed, "degraded", iteration)
+
+
+@torch.no_grad()
+def reference_probability(policy: Policy, answers: Answers, parts: Sequence[Tensor]) -> Tensor:
+    """Mean probability of the tokens of the right answer, the column `answer`, float64 [B, 2]: after the reasoning of
+    each row, 0 where it has no `<answer`, and after none. RLPR (arXiv 2506.18254)."""
+    probability = torch.zeros(len(answers.texts), 2, dtype=torch.float64)
+    first = torch.arange(0, len(answers.texts), answers.size)
+    with gathered(policy):
+        for rows in parts:
+            probability[rows, 0] = likely(policy, answers, rows, after_reasoning=True)
+        for rows in first.split(max(1, *map(len, parts), 1)):
+            probability[rows, 1] = likely(policy, answers, rows, after_reasoning=False)
+    probability[:, 1] = probability[first, 1].repeat_interleave(answers.size)
+    return probability
+
+
+def likely(policy: Policy, answers: Answers, rows: Tensor, *, after_reasoning: bool) -> Tensor:
+    """Mean probability of the right answer's tokens in the place of these rows' own, [n]; 0 without such a place."""
+    tokens, scored = [], []
+    for k, number in zip(rows.tolist(), answers.group[rows].tolist(), strict=True):
+        row, said = answers.rows[number], answers.tokens[k][answers.mask[k]]
+        text = f"<answer> {row.columns['answer']} </answer>"
+        right = answer_ids(row.prompt, text, policy.processor, policy.stop_ids)
+        before = reasoning(policy, said) if after_reasoning else said[:0]
+        tokens.append(torch.cat([said[:0] if before is None else before, right]))
+        place = answer_tokens(policy, tokens[-1], torch.ones_like(tokens[-1]).bool())
+        scored.append(place & (before is not None))
+    mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True).bool()
+    padded, kept = pad_sequence(tokens, batch_first=True), pad_sequence(scored, batch_first=True)
+    log_prob = policy.log_probs(answers.prompts, padded, mask, group=answers.group[rows]).log_prob.double().cpu()
+    return (log_prob.exp() * kept).sum(1) / kept.sum(1).clamp(min=1)
+
+
+def reasoning(policy: Policy, tokens: Tensor) -> Tensor | None:
+    """The tokens before the one in which the last `<answer` begins; None without one."""
+    pieces = [policy.tokenizer.decode([token]) for token in tokens.tolist()]
+    begin, ends = "".join(pieces).rfind("<answer"), np.cumsum([len(piece) for piece in pieces])
+    return None if begin < 0 else tokens[: int((ends <= begin).sum())]
 
 
 def answer_tokens(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Classification(WholeGroups):
 
 
 class Preference(WholeGroups):
-    """DPO on the best and the worst answer of each group (`preference.dpo_loss`). A group without spread has no pair,
+    """DPO on the best and the worst answer of each group (`preference.pair_loss`). A group without spread has no pair,
     and counts in the mean."""
 
     tensors = ("ref",)
@@ -69,10 +69,9 @@ class Preference(WholeGroups):
         sign = groups.best_and_worst(batch.scores(self.name), batch.group)
         best, worst = ((sign == side).nonzero()[:, 0] for side in (1, -1))  # by group, since rows of one are together
         now = masking.row_sum(batch.terms[0], batch.mask)
-        ref = masking.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
+        gain = now - masking.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
         return (
-            preference.dpo_loss(now[best], now[worst], ref[best], ref[worst], beta=self.beta).loss.sum()
-            / batch.number_of_groups
+            preference.pair_loss("sigmoid", gain[best], gain[worst], beta=self.beta).loss.sum() / batch.number_of_groups
         )
 
 

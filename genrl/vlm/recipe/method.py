@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 ONE = ("advantage", "surrogate", "group_loss")
 SEVERAL = ("transforms", "weights", "regularisers", "reward_terms")
-OF_PICTURES = {"masked_image", "degraded", "ema", "divergence"}
+OF_PICTURES = {"masked_image", "degraded", "ema", "divergence", "reference_probability"}
 """What only texts about pictures have (`Choice.tensors`)."""
 FORWARDS = {
     "ref": "the model before training",
     "masked_image": "the picture masked",
     "degraded": "the picture degraded, in each update",
     "ema": "a moving average of the model",
+    "reference_probability": "the right answer after each reasoning, and after none",
     "proxy": "whole distributions, without their least likely tokens",
 }
 """Further evaluations of the same tokens, without gradient, by what a choice reads of them."""

@@ -35,6 +35,7 @@ from genrl.vlm.recipe.shaping import (
     ConsistencyBonus,
     InformativeGroups,
     KlInReward,
+    ReferenceProbability,
     SigmaFilter,
     TrajectoryDependency,
     Uncertainty,
@@ -307,6 +308,14 @@ PRESETS: dict[str, Preset] = {
         source="arXiv 2506.16141",
         notes="on policy, one update per rollout; reference is the policy's moving average, decay .995, every 10 "
         "steps; margin .01 for general video",
+    ),
+    "rlpr": Preset(
+        _Z,
+        Clip(low=0.2, high=0.27),
+        "token_mean",
+        reward_terms=(ReferenceProbability(),),
+        source="arXiv 2506.18254",
+        notes="no verifier: rewards are of the form alone, .1; G = 8; its filter by the spread of rewards is left out",
     ),
     "stable_reinforce": Preset(
         WhitenedReturns(eps=0.0, population=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import Count, NonNegative, Number, Positive
+from genrl.config.section import Count, Flag, NonNegative, Number, Positive
 from genrl.vlm.recipe.choice import Choice, lazily
 
 if TYPE_CHECKING:
@@ -79,6 +79,22 @@ class ConsistencyBonus(Term):
         return reward_shaping.consistency_bonus(accuracy, confidence, batch.group, **constants)
 
 
+class ReferenceProbability(Term):
+    """How likely the right answer is after the reasoning, the mean over its tokens of their probability: RLPR (arXiv
+    2506.18254; [reference_probability] [B, 2], after the row's own reasoning and after none). Column `answer`."""
+
+    tensors = ("reference_probability",)
+    name: Literal["reference_probability"] = "reference_probability"
+    coefficient: Number = 0.9
+    """Factor (RLPR: .9, beside .1 of the form)."""
+    baseline: Flag = True
+    """Less how likely it is without reasoning, at least 0."""
+
+    def reward(self, batch: TokenBatch) -> Tensor:
+        likely = batch.read("reference_probability", self.name)
+        return self.coefficient * ((likely[:, 0] - likely[:, 1]).clamp(min=0) if self.baseline else likely[:, 0])
+
+
 class KlInReward(Term):
     """`-beta (l_old - l_ref)`: per token for whitened_returns, else summed over the row."""
 
@@ -97,7 +113,7 @@ class KlInReward(Term):
         return reward_shaping.with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
 
 
-RewardTerm = LengthReward | OverlongPenalty | ConsistencyBonus | KlInReward
+RewardTerm = LengthReward | OverlongPenalty | ConsistencyBonus | ReferenceProbability | KlInReward
 
 # --- transforms of advantages, in order
 

@@ -241,7 +241,8 @@ TOGETHER = 16
 
 
 class Told(NamedTuple):
-    """Questions with their answers: tokens int64 [B, T], mask bool [B, T], padded on the right."""
+    """Questions with their answers: tokens int64 [B, T], mask bool [B, T], padded on the right. With several answers to
+    each of n questions, those of the first kind come first, B = k n."""
 
     prompts: list[Encoded]
     tokens: Tensor
@@ -250,7 +251,8 @@ class Told(NamedTuple):
     @property
     def positions(self) -> int:
         """Positions that a model reads to score the answers, without padding: nobody reads an answer's last token."""
-        return sum(prompt.length for prompt in self.prompts) + int(self.mask.sum()) - len(self.prompts)
+        each = len(self.mask) // max(1, len(self.prompts))
+        return each * sum(prompt.length for prompt in self.prompts) + int(self.mask.sum()) - each * len(self.prompts)
 
 
 def target_of(row: Row, target: str) -> str:
@@ -259,7 +261,9 @@ def target_of(row: Row, target: str) -> str:
 
     def column(name: str) -> str:
         found = row.columns.get(name)
-        if found is None or not str(found).strip():
+        if isinstance(found, list) and found and isinstance(found[-1], Mapping):  # messages: what the last one says
+            found = found[-1].get("content")
+        if found is None or isinstance(found, list | Mapping) or not str(found).strip():
             have = ", ".join(row.columns) or "none"
             text = f"the column {name!r} is to be the answer (trainer.target), and holds {found!r}"
             raise ValueError(f"{row.name}: {text}; columns: {have}")
@@ -268,19 +272,18 @@ def target_of(row: Row, target: str) -> str:
     return PLACE.sub(lambda place: column(place[1]), target) if "{" in target else column(target)
 
 
-def tell(policy: Policy, rows: Sequence[Row], target: str) -> Told:
-    """Rows as a loss takes them. Raises ValueError naming the row whose answer cannot be taught: no text, the token of
-    a place for an image in it, or more tokens than the model has positions."""
-    prompts, answers = [], []
-    for row in rows:
-        prompt = policy.encode(row.prompt)
-        ids = answer_ids(row.prompt, target_of(row, target), policy.processor, policy.stop_ids)
-        policy.check_room([prompt], len(ids))
-        if held := sorted(set(ids.tolist()) & set(policy.forbidden.tolist())):
-            words = policy.tokenizer.convert_ids_to_tokens(held)
-            raise ValueError(f"{row.name}: the answer holds {words[0]!r}, which stands for an image")
-        prompts.append(prompt)
-        answers.append(ids)
+def tell(policy: Policy, rows: Sequence[Row], *targets: str) -> Told:
+    """Rows as a loss takes them, with the answers of each target in turn. Raises ValueError naming the row whose answer
+    cannot be taught: no text, the token of a place for an image in it, or more tokens than the model has positions."""
+    prompts, answers = [policy.encode(row.prompt) for row in rows], []
+    for target in targets:
+        for row, prompt in zip(rows, prompts, strict=True):
+            ids = answer_ids(row.prompt, target_of(row, target), policy.processor, policy.stop_ids)
+            policy.check_room([prompt], len(ids))
+            if held := sorted(set(ids.tolist()) & set(policy.forbidden.tolist())):
+                words = policy.tokenizer.convert_ids_to_tokens(held)
+                raise ValueError(f"{row.name}: the answer holds {words[0]!r}, which stands for an image")
+            answers.append(ids)
     if not answers:
         return Told([], torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.bool))
     mask = pad_sequence([torch.ones_like(ids) for ids in answers], batch_first=True).bool()

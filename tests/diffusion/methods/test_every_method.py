@@ -62,6 +62,11 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
         {},
     ),
     "flow_dppo": ({"updates_per_iteration": 2}, PLAIN, {}),
+    "gardo": (
+        {"gate": {"rewards": ["brightness"]}, "diversity": "brightness", "reference_model": {"reset_every": 1}},
+        EVALUATION,
+        {},
+    ),
     "opd": ({"teachers": [{"guidance": 2.0}]}, PLAIN | {"zero_std_ratio", "group_std_mean"}, {}),
     "diffusion_nft": ({"kl_weight": 0.0}, KL | EVALUATION, {"ema": None}),
     "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
@@ -93,6 +98,7 @@ ONE_OF_EACH_ROOM = ("flow_grpo", "diffusion_nft", "d3po", "draft", "diff_instruc
 KEPT: dict[str, set[str]] = {
     "adv_grpo": {"kept-adversary", "kept-adversary_optimizer"},
     "diffusion_nft": {"snapshot-old"},
+    "gardo": {"snapshot-following"},
     "prompt_rl": {"kept-rewriter"},
     "awm": {"snapshot-ema_reference", "snapshot-old"},
     "dgpo": {"snapshot-ema_reference"},

@@ -25,11 +25,11 @@ def test_golden_diffusion_dpo(golden) -> None:
     prediction, target = a.given("diffdpo_model_pred").requires_grad_(), a.given("diffdpo_target")
     errors = forward_process.matching_error(prediction, target).chunk(2)
     reference = forward_process.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
+    gains, one = [old - new for new, old in zip(errors, reference, strict=True)], torch.ones(len(errors[0]))
     for found in a.matches(r"(diffdpo_(half|full|hinge|ipo)_beta([\d.]+)_)loss"):
         kind = found[2] if found[2] in ("hinge", "ipo") else "sigmoid"
-        out = preference.diffusion_dpo_loss(
-            *errors, *reference, beta=float(found[3]), half=found[2] == "half", kind=kind
-        )
+        beta = float(found[3]) / (2 if found[2] == "half" else 1)
+        out = preference.pair_loss(kind, *gains, one, one, beta=beta)
         loss = out.loss.mean()
         a.check(found[0], loss)
         if found[2] == "half":
@@ -78,7 +78,8 @@ def test_golden_dpo_on_masked_image_tokens(golden) -> None:
             logits = a.given(f"ar_dpo_logits_{side}")
             totals[side] = masked_token_log_prob(logits, labels[side[1]], first=first, reduction=reduction)
             a.check(f"ar_dpo_{reduction}_logp_{side}", totals[side])
-    a.check("ar_dpo_loss", preference.dpo_loss(*totals.values(), beta=a.number("ar_dpo_beta")).loss.mean())
+    gains = totals["pc"] - totals["rc"], totals["pr"] - totals["rr"]
+    a.check("ar_dpo_loss", preference.pair_loss("sigmoid", *gains, beta=a.number("ar_dpo_beta")).loss.mean())
     # the supervised term: mean over all tokens
     a.check("ar_dpo_sft_ce", -totals["pc"].sum() / (labels["c"][:, first:] != -100).sum())
     a.all_used("ar_dpo_.*")
@@ -95,7 +96,8 @@ def test_golden_trainers_dpo(golden) -> None:
     errors = forward_process.matching_error(velocity, target).chunk(2)
     reference = forward_process.matching_error(both("v_ref"), target).chunk(2)
     for found in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
-        out = preference.diffusion_dpo_loss(*errors, *reference, beta=float(found[1]))
+        gains = [old - new for new, old in zip(errors, reference, strict=True)]
+        out = preference.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
         gradient = torch.autograd.grad(out.loss.mean(), velocity, retain_graph=True)[0]
         for field, value in (("loss", out.loss.mean()), ("inside", out.logit), ("grad_v", gradient)):
             for name in a.tags(rf"(out_\w+_{field}_beta{found[1]})"):
@@ -140,12 +142,71 @@ def test_pairs_are_all_decided_comparisons_within_groups(rows: list[tuple[int, f
 def test_wrong_settings_are_refused() -> None:
     value = torch.zeros(2)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.diffusion_dpo_loss(value, value, value, value, beta=0.0)
-    with pytest.raises(ValueError, match="'sigmoid', 'hinge' or 'ipo'"):
-        preference.diffusion_dpo_loss(value, value, value, value, beta=1.0, kind="l2")  # type: ignore[arg-type]
+        preference.pair_loss("hinge", value, value, beta=0.0)
+    with pytest.raises(ValueError, match="one of sigmoid, robust, ipo"):
+        preference.pair_loss("l2", value, value, beta=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip in"):
         preference.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.dpo_loss(value, value, value, value, beta=-1.0)
+        preference.pair_loss("sigmoid", value, value, beta=-1.0)
+    with pytest.raises(ValueError, match="give their numbers"):
+        preference.pair_loss("ipo", value, value, beta=1.0)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        preference.marked_loss(value, value > 0, 0.0, beta=0.0)
     with pytest.raises(ValueError, match="one length"):
         preference.preference_pairs(value, torch.zeros(3).long())
+
+
+PAIRS = ("sigmoid", "robust", "ipo", "hinge", "sigmoid_norm", "nca_pair", "apo_zero", "apo_down", "sppo_hard")
+
+
+def test_golden_pairs_and_marks_of_answers(golden) -> None:
+    """TRL's losses and their gradients in log-probabilities of tokens; the first half of the rows are preferred."""
+    a = Arrays(golden("preference"))
+    log_prob, mask, beta = a.given("logp").requires_grad_(), a.given("mask"), a.number("beta")
+    pairs, tokens = len(mask) // 2, mask.sum(1)
+    h = ((log_prob - a.given("ref_logp")) * mask).sum(1)
+    for kind in PAIRS:
+        smoothing = a.number("label_smoothing") if kind == "robust" else 0.0
+        sides = (h[:pairs], h[pairs:], tokens[:pairs], tokens[pairs:])
+        found = preference.pair_loss(kind, *sides, beta=beta, smoothing=smoothing).loss
+        a.check(f"dpo_{kind}", found.detach(), rtol=1e-8)
+        a.check(f"dpo_{kind}_grad", torch.autograd.grad(found.mean(), log_prob, retain_graph=True)[0], rtol=1e-8)
+    good, heavier = a.given("kto_label"), a.number("kto_undesirable_weight")
+    for name in ("positive", "zero"):
+        others = a.given("kto_kl_logp") + a.number(f"kto_{name}_kl_shift") - a.given("kto_kl_ref_logp")
+        z = (others * mask).sum(1).mean().clamp(min=0)
+        a.check(f"kto_{name}_kl_z", z)
+        found = preference.marked_loss(h, good, z, beta=beta).loss
+        a.check(f"kto_{name}_kl_loss", found.detach(), rtol=1e-8)
+        mean = (found * torch.where(good, torch.ones_like(found), heavier)).mean()
+        a.check(f"kto_{name}_kl_weighted_mean", mean.detach(), rtol=1e-8)
+        a.check(f"kto_{name}_kl_grad", torch.autograd.grad(mean, log_prob, retain_graph=True)[0], rtol=1e-8)
+    a.all_used(but="dpo_(exo_pair|bco_pair|aot|aot_unpaired|discopop).*")  # which are not built
+
+
+def test_a_model_that_has_not_moved_is_undecided() -> None:
+    """log 2 of the sigmoids, half of the sums of two sides, and KTO 1/2; ORPO in closed form from two odds."""
+    zero, one = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    want = {"sigmoid": math.log(2), "robust": math.log(2), "sigmoid_norm": math.log(2), "hinge": 1.0, "ipo": 25.0,
+            "nca_pair": 2 * math.log(2), "apo_zero": 1.0, "apo_down": 1.0, "sppo_hard": 50.0}  # fmt: skip
+    assert set(want) == set(PAIRS)
+    for kind, value in want.items():
+        found = preference.pair_loss(kind, zero, zero, one, one, beta=0.1)
+        torch.testing.assert_close(found.loss, value * one)
+        assert not found.correct.any()
+    torch.testing.assert_close(preference.marked_loss(zero, zero > 0, 0.0, beta=0.1).loss, 0.5 * one)
+    shares = torch.tensor([0.8, 0.5], dtype=torch.float64)  # odds 4 and 1
+    win, lose = 3 * shares.log()
+    found = preference.pair_loss("orpo", win[None], lose[None], 3 * one[:1], 3 * one[:1], beta=0.1)
+    torch.testing.assert_close(found.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
+
+
+def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() -> None:
+    """E over labels that are flipped with probability e of the robust loss is the loss of the right labels."""
+    h = torch.tensor([1.5, -2.0], dtype=torch.float64), torch.tensor([0.5, 1.0], dtype=torch.float64)
+    right, flipped = (preference.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))
+    smooth = preference.pair_loss("sigmoid", *h, beta=0.5, smoothing=0.2).loss
+    torch.testing.assert_close(smooth, 0.8 * right + 0.2 * flipped)
+    robust = [preference.pair_loss("robust", *sides, beta=0.5, smoothing=0.2).loss for sides in (h, h[::-1])]
+    torch.testing.assert_close(0.8 * robust[0] + 0.2 * robust[1], right)

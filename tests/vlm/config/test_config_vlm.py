@@ -84,7 +84,7 @@ LIMITED = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 class TestNames:
     def test_the_rules_are_all_of_the_verifiable_rewards(self) -> None:
         own = {n for n, f in vars(verifiable).items() if getattr(f, "__module__", "") == verifiable.__name__}
-        helpers = {"T", "answer_in", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of"}
+        helpers = {"T", "answer_in", "votes_of", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of"}
         assert {name for name in own - helpers if not name.startswith("_")} == set(RULES)
 
     @pytest.mark.parametrize("name", [n for n, one in PRESETS.items() if one.output is None and n not in LIMITED])

@@ -27,6 +27,7 @@ from genrl.vlm.recipe.shaping import (
     KlInReward,
     LengthReward,
     OverlongPenalty,
+    ReferenceProbability,
     SigmaFilter,
     Uncertainty,
 )
@@ -60,6 +61,7 @@ def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
         OverlongPenalty(maximum=6, buffer=3): reward_shaping.overlong_penalty(lengths, maximum=6, buffer=3),
         KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
         ConsistencyBonus(margin=0.1): bonus,
+        ReferenceProbability(baseline=False): 0.9 * batch.extra["reference_probability"][:, 0],
     }
     for term, value in wanted.items():
         got = advantage(replace(CENTRED, reward_terms=(term,)), batch)

@@ -100,22 +100,36 @@ class Diversity:
     a group of one, so evaluation needs `group_size: 2` or more. Of a video, the tokens are averaged over its frames.
 
     `model`, `size`, `dtype` as in `dino`
+    `nearest` 1 - the cosine with the most similar other picture, instead of the mean (GARDO)
     """
 
-    def __init__(self, model: str = MODEL, size: int = 224, dtype: str = "float32", device: str = "cpu"):
+    def __init__(
+        self, model: str = MODEL, size: int = 224, dtype: str = "float32", device: str = "cpu", nearest: bool = False
+    ):
+        self.nearest = nearest
         self.dino = DinoFeatures(model, size, device, "diversity", dtype)
         self.to = self.dino.to
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor, group: list[int]) -> torch.Tensor:
         tokens = in_batches(lambda pictures: self.dino.features(pictures).class_token, CHUNK, frames(images))
-        unit = torch.nn.functional.normalize(tokens.view(len(images), -1, tokens.shape[-1]).mean(1), dim=-1)
-        groups = torch.tensor(group, device=unit.device)
-        seen = ~unit.isnan().any(1)  # a picture that could not be decoded has no score, the others of its group have
-        same = (groups[:, None] == groups) & seen & ~torch.eye(len(groups), dtype=torch.bool, device=unit.device)
-        others = same.sum(1)  # 0 / 0 for a group of one: no score
-        alike = torch.where(same, unit @ unit.T, 0.0).sum(1) / others
-        return (1 - alike).where(seen & (others > 0), torch.nan).to(images.device)
+        features = tokens.view(len(images), -1, tokens.shape[-1]).mean(1)
+        return unlike(features, group, nearest=self.nearest).to(images.device)
+
+
+def unlike(features: torch.Tensor, group: Sequence[int], *, nearest: bool = False) -> torch.Tensor:
+    """1 - the mean cosine of features [N, D] with the others of the group, or with the nearest of them, [N]; NaN where
+    there is no other, or the features are not numbers."""
+    unit = torch.nn.functional.normalize(features, dim=-1)
+    groups = torch.tensor(group, device=unit.device)
+    seen = ~unit.isnan().any(1)  # a picture that could not be decoded has no score, the others of its group have
+    same = (groups[:, None] == groups) & seen & ~torch.eye(len(groups), dtype=torch.bool, device=unit.device)
+    cosines, others = unit @ unit.T, same.sum(1)
+    if nearest:
+        alike = torch.where(same, cosines, -torch.inf).amax(1)
+    else:
+        alike = torch.where(same, cosines, 0.0).sum(1) / others  # 0 / 0 for a group of one: no score
+    return (1 - alike).where(seen & (others > 0), torch.nan)
 
 
 class DinoSimilarity:

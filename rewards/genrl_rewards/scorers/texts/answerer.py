@@ -3,7 +3,8 @@ the chosen frames, whether reasoning and answer agree, and what a judge says abo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genrl_rewards.contract import check_choice
@@ -24,6 +25,7 @@ JUDGED = """A question and an answer to it are between the markers.
 YES_NO = f"{JUDGED}\nIs the answer right? Answer with one word, Yes or No."
 SCORE = f"""{JUDGED}
 How good is the answer? Give reasons in one sentence. Then end with a line "Score: X", X from 0 (useless) to 10."""
+MEETS = f"{JUDGED}\nDoes the answer meet this criterion? {{criterion}}\nAnswer with one word, Yes or No."
 AGREES = f"{JUDGED}\nDoes the reasoning lead to the answer given at the end? Answer with one word, Yes or No."
 
 
@@ -153,6 +155,52 @@ class TextJudge:
 
     def __call__(self, prompts: list[str], completions: list[str]) -> list[float]:
         return judged(self.lm, asked(self.question, prompts, completions), self.mode, self.max_tokens)[0]
+
+
+class Rubric:
+    """Points of the criteria that a written answer meets, over all positive points (Rubrics as Rewards, 2507.17746).
+
+    Column `rubric`: a list of `{criterion, points}`; negative points are taken off, so a score may be below 0. A judge
+    is asked about each criterion by itself, and what it does not answer with yes is not met.
+
+    `model`, `server`, `dtype`  of the judge, as in `text_judge`
+    `question` what is asked, with placeholders `{prompt}`, `{criterion}` and `{completion}`
+    """
+
+    def __init__(
+        self,
+        model: str,
+        question: str = MEETS,
+        server: Endpoint = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+    ):
+        self.question = templates.read(question, "rubric", holding="{criterion}")
+        self.lm = open_lm(model, server, dtype, device, "rubric")
+        self.to = self.lm.to
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], rubric: list[Sequence[Mapping[str, Any]]]
+    ) -> list[float]:
+        points = [points_of(rows) for rows in rubric]
+        questions = [
+            [filled(templates.put(self.question, "{criterion}", str(one["criterion"])), prompt, completion)]
+            for prompt, completion, rows in zip(prompts, completions, rubric, strict=True)
+            for one in rows
+        ]
+        yes = iter(judged(self.lm, questions)[0])
+        met = [math.fsum(worth for worth in row if next(yes) > 0.5) for row in points]
+        return [got / math.fsum(worth for worth in row if worth > 0) for got, row in zip(met, points, strict=True)]
+
+
+def points_of(rubric: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Points of the criteria of a row. Raises ValueError where none is positive, or something is no criterion."""
+    if not all(isinstance(one, Mapping) and {"criterion", "points"} <= one.keys() for one in rubric):
+        raise ValueError(f"rubric: a criterion is {{criterion: text, points: number}}, found {rubric!r:.80}")
+    points = [float(one["points"]) for one in rubric]
+    if not any(worth > 0 for worth in points):
+        raise ValueError("rubric: at least one criterion must have positive points")
+    return points
 
 
 def asked(question: str, prompts: Sequence[str], completions: Sequence[str]) -> list[Question]:

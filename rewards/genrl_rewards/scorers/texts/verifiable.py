@@ -280,7 +280,7 @@ def tag_format(completions: list[str], tags: Sequence[str] = ("think", "answer")
     return [score(completion) for completion in completions]
 
 
-def _votes(
+def votes_of(
     completions: Iterable[str], group: Sequence[int], tag: str
 ) -> tuple[list[str | None], dict[int, Counter[str]]]:
     """The answers without case and white space (None for a missing one), and how often each occurs in its group."""
@@ -299,7 +299,7 @@ def majority(completions: list[str], group: list[int], tag: str = "answer") -> l
     Answers are compared without case and white space. Of equally frequent ones the first to appear wins; a completion
     without an answer scores 0 and has no vote.
     """
-    plain, votes = _votes(completions, group, tag)
+    plain, votes = votes_of(completions, group, tag)
     # Counter.most_common keeps the order of appearance among equals
     winner = {number: counter.most_common(1)[0][0] for number, counter in votes.items()}
     return [float(text is not None and text == winner[number]) for number, text in zip(group, plain, strict=True)]
@@ -311,7 +311,7 @@ def diversity(completions: list[str], group: list[int], tag: str = "answer") -> 
     For pictures synthesised from a description, this is Syn-GRPO's reward for the description; the formula is ours.
     Answers as in `majority`. No score without an answer, and none for a group with one answer.
     """
-    plain, votes = _votes(completions, group, tag)
+    plain, votes = votes_of(completions, group, tag)
     spread: dict[int, float] = {}
     for number, counter in votes.items():
         total = counter.total()

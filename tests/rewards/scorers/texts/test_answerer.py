@@ -12,8 +12,10 @@ from PIL import Image
 
 import genrl_rewards
 from genrl_rewards.scorers.judges.lm import LocalLM, open_lm
-from genrl_rewards.scorers.texts import answerer
+from genrl_rewards.scorers.judges.vlm import Answer
+from genrl_rewards.scorers.texts import answerer, novelty
 from genrl_rewards.scorers.texts.completions import load_text, score_completions
+from tests.golden_cases import Arrays
 from tests.rewards import chat_server, tiny_vlm
 
 import transformers  # isort: skip
@@ -105,6 +107,58 @@ def test_a_language_model_judges(lm: str, eyes: str) -> None:
     assert all(
         math.isnan(value) for value in answerer.TextJudge(lm, mode="score", dtype="float32", max_tokens=2)([""], ["3"])
     )
+
+
+RUBRIC = [{"criterion": "It says three.", "points": 3}, {"criterion": "It is polite.", "points": 1},
+          {"criterion": "It boasts.", "points": -2}]  # fmt: skip
+
+
+def test_points_of_criteria_that_are_met_over_the_positive_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 of 4, less 2 of what it should not; unreadable is not met, and a completion adds no criterion."""
+
+    class Judge:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def to(self, device: str) -> None: ...
+
+        def yes_no(self, questions: list[list[str]]) -> list[Any]:
+            self.asked += [question[0] for question in questions]
+            said = [0.9 if "three" in q and ">\n3\n" in q else math.nan if "polite" in q else 0.2 + 0.7 * ("best" in q)
+                    for (q,) in questions]  # fmt: skip
+            return [Answer(yes, 1.0) for yes in said]
+
+    judge = Judge()
+    monkeypatch.setattr(answerer, "open_lm", lambda *_: judge)
+    reward = genrl_rewards.load("rubric", {"model": "some/model"})
+    texts = ["3", "3 , i am the best", "{criterion}"]
+    found = score_completions(reward, prompts=["how many ?"] * 3, completions=texts, columns={"rubric": [RUBRIC] * 3})
+    assert found.values == [0.75, 0.25, 0.0]
+    assert len(judge.asked) == 9 and "{criterion}" in judge.asked[6]
+    for wrong, text in (([{"criterion": "x", "points": -1}], "positive points"), ([{"points": 1}], "a criterion is")):
+        with pytest.raises(ValueError, match=text):
+            reward(["q"], ["a"], [wrong])
+
+
+def test_golden_novelty(golden: Any) -> None:
+    """EVOL-RL's code, of embeddings and right answers; ordinary, alone, and without a right or a wrong one."""
+    data = Arrays(golden("novelty"))
+    for case in data.tags(r"(case\d+)_right"):
+        found = novelty.novel(data.given(f"{case}_embeddings"), data.given(f"{case}_right"))
+        data.near(f"{case}_reward", found)
+    data.all_used()
+
+
+def test_the_majority_is_right_and_who_thinks_alike_is_paid_less(lm: str) -> None:
+    texts = [f"<think> {thought} </think> <answer> {answer} </answer>" for thought, answer in (
+        ("i see two here", 2), ("i see two here", 2), ("one and one", 2), ("i see three", 3))]  # fmt: skip
+    reward = genrl_rewards.load("novelty", {})
+    found = score_completions(reward, prompts=[""] * 6, completions=[*texts, "none", texts[0]], group=[0] * 5 + [1])
+    assert found.values == [0.5, 0.5, 1.0, -0.5, -1.0, 1.0]
+    same = score_completions(reward, prompts=[""] * 2, completions=texts[:2], group=[0, 0])
+    assert same.values == [0.75, 0.75], "none is more novel than the other"
+    by_model = novelty.Novelty(model=lm, dtype="float32")
+    assert by_model(texts, [0] * 4)[0] == by_model(texts, [0] * 4)[1] and by_model(texts, [0] * 4)[3] == -0.5
 
 
 def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
