@@ -158,6 +158,8 @@ class DiffusionRun(Run[Config]):
         if under is not None:
             drawing = partial(self.weights.use, under)
         if self.versions is not None:
+            # What draws is noted, which is not what is trained where a method samples by a snapshot (DiffusionNFT's old
+            # policy).
             with drawing():
                 self.note_weights()
             drawing = self.drawing if self.age else drawing
@@ -244,9 +246,11 @@ class DiffusionRun(Run[Config]):
         loop, config = self.loop, self.config
         loop.timings["train"] = time.perf_counter() - self._train_started
         if self.rollouts.running:
+            # In memory, which checkpoints keep and an undone iteration takes back.
             loop.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
         elapsed = time.perf_counter() - loop.started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
+        # Processes that compute one sample together have each counted it: a call of theirs is one.
         calls = gather_object([(self._sample_calls, train_calls)])
         row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
         if self.scorers.pool is not None:
@@ -282,6 +286,8 @@ class DiffusionRun(Run[Config]):
         if not self.eval_prompts:
             return {}
         self.loop.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
+        # Evaluations are due at other times after a resume with another `every`; the counts of training are not to
+        # depend on it.
         with self.policy.uncounted():
             held_out = partial(
                 evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
@@ -311,6 +317,7 @@ class DiffusionRun(Run[Config]):
 
     def export(self, folder: Path | None) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""
+        # Full weights are in the checkpoint already; only adapters have a format of their own that users load.
         if not self.weights.is_lora:
             return
         with self.loop.averaged():
@@ -348,6 +355,7 @@ class DiffusionRun(Run[Config]):
     def conclude(self) -> None:
         """The end of a run, complete or not: LoRA, before/after picture, report, and where they are."""
         run, config, loop = self.process.run, self.config, self.loop
+        # Read back from the file: a resumed process has not seen the evaluations before it.
         rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
         saved = checkpoint.latest(run.checkpoints)
         if self.weights.is_lora and loop.is_complete and saved is not None:
@@ -379,4 +387,5 @@ def loss_scale(config: Config, rollouts: Rollouts) -> float:
     terms = rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
     if config.trainer.reduction == "mean":
         terms *= rollouts.sample_elements
+    # A power of two changes the exponent alone: scaling and its undoing round nothing.
     return 2.0 ** round(math.log2(terms))

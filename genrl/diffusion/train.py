@@ -81,10 +81,12 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if places is not None and places.rewards:
         pool = RewardPool(config, places.rewards, places.options, stopped)
         stack.callback(pool.close)
+    # Rewards come before the pipeline: what is wrong with them is told before the part that takes minutes.
     scorers = open_scorers(config, str(device), stopped, pool)
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
+    # The actors load their pipelines while this process loads its own: they are waited for at the end.
     far = RayRollouts(config, places.rollouts, places.options) if places is not None else None
     if far is not None:
         stack.callback(far.close)
@@ -93,6 +95,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     said = use_kernels(policy, config.kernels)
     if said:
         process.progress.say(said)
+    # How many denoisers a pipeline has is known once it is loaded; all else was refused by `check`.
     if problem := experts_problem(config, len(policy.denoisers)):
         raise ValueError(f"{config.sharded_by}: {problem}")
     weights = trainable_weights(config, policy, sharding_of(config, device))
@@ -159,6 +162,7 @@ def check_rewards(
     """ValueError for rewards that the method cannot use, or that need columns which the prompts lack or cannot read."""
     config.trainer.check_data(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
+        # Under another method it stays as it was loaded, its head perhaps at random, and no figure would say so.
         if config.trainer.rewards_are != "trained" and genrl_rewards.is_trainable(scorer):
             raise ValueError(
                 f"reward {label!r} is trained beside the model, which this algorithm does not do (adv_grpo does)"
@@ -189,6 +193,7 @@ def open_policy(
         encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
     if not _all_placed(config):  # nothing is placed that is to leave again
         idle = text_encoders(pipe) if offload.text_encoders else []
+        # A denoiser that is sharded may not fit on one device whole: each process moves its own share.
         idle += policy.denoisers if config.shards else ()
         place(pipe, home, stay=idle)
     return policy
@@ -302,6 +307,7 @@ def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None 
         refers_to_base=config.trainer.reference == "base",
     )
     policy.singly = weights.in_step
+    # Full fine-tuning has no adapter to switch off: the starting weights are copied while they are still those.
     if weights.refers_to_snapshot and config.trainer.reference is not None:
         weights.snapshot(REFERENCE)
     if config.model.gradient_checkpointing:
@@ -320,6 +326,7 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
     """
     if not (kernels.fused or kernels.attention):
         return ""
+    # Kernels are judged by an empty tensor of the device and precision that the model computes in.
     computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
     like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
     running = ["fused by torch.compile"] if kernels.fused else []

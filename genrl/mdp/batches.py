@@ -24,6 +24,7 @@ def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, i
         )
     first = iteration * prompts_per_iteration
     epochs = range(first // num_prompts, (first + prompts_per_iteration - 1) // num_prompts + 1)
+    # An iteration may lie across two epochs, or hold several where there are few prompts.
     rows = {epoch: _permutation(num_prompts, generator(seed, "prompts", epoch)) for epoch in epochs}
     return [rows[p // num_prompts][p % num_prompts] for p in range(first, first + prompts_per_iteration)]
 

@@ -76,6 +76,7 @@ def dpm_solver(
         else:
             second = _slope(history[-1].clean, history[-1].sigma, history[-2], h)
             near, far = _step(now, history[-1].sigma) / h, _step(history[-1].sigma, history[-2].sigma) / h
+            # A prediction at sigma = 1 is infinitely far in lambda, and so has no say.
             share = near / (near + far) if math.isfinite(far) else 0.0
             curve = (first - second) / (near + far)
             quadratic = (1.0 - then) * ((decay - 1.0 + h) / h**2 - 0.5)
@@ -100,6 +101,7 @@ def solve(
         predicted = velocity(x, sigma)
         now = predict(x, predicted, sigma)
         x = dpm_solver(x, predicted, sigma, sigma_next, history).mean
+        # Second order reads one prediction: older ones would make it a third-order step.
         history = [now]
     return x
 

@@ -163,6 +163,7 @@ def grow(plan: SamplingPlan, *key: int | str) -> Tree:
         total += len(alive)
         if plan.continue_one and ways > 1:
             chosen = torch.randint(ways, (plan.roots,), generator=generator(*key, "continue", step))
+            # The others stay in the tree, without children: SPO compares all candidates, and one goes on.
             alive = alive.view(plan.roots, ways)[torch.arange(plan.roots), chosen]
     return from_parents(torch.cat(parents))
 

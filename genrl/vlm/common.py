@@ -129,6 +129,7 @@ class VLMRun(Run[VLMConfig]):
     def drawing(self) -> Iterator[None]:
         """`Run.drawing`; what the policy computed by other weights is forgotten."""
         with super().drawing():
+            # Prefixes that were computed with the present weights say nothing of older ones.
             if self.age:
                 weights_changed(self.policy)
             yield
@@ -154,6 +155,7 @@ class VLMRun(Run[VLMConfig]):
         assert self.preset is not None, "the methods whose rows are estimated have one"
         counts = gather_object([len(rows["mask"])])
         found = estimate(self.preset, batch_of_all(rows, size), **known)
+        # Only now are both of the same weights: later the gap holds what training has changed since an engine's update.
         if self.loop.iteration == 0 and "sampler" in rows:
             check_gap(found.metrics["sampler_gap_mean"])
         share = ours(found.batch, counts, self.process.rank, rows["mask"].shape[1])

@@ -125,6 +125,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
     """
     check_failed(config, found.failures, len(found.names))
     first = np.array(found.scores[config.reward_labels[0]])
+    # 1e-9: rewards are sums of floats, and NaN compares as false, which is meant.
     right = int((first >= config.evaluation.right_at - 1e-9).sum())
     low, high = wilson(right, len(first))
     row: dict[str, Any] = {
@@ -138,6 +139,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         scored = values[~np.isnan(values)]
         row[f"eval/{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
         row[f"eval/{label}_failed"] = float(len(values) - len(scored))
+        # An answer without a score counts as 0 here, so that a reward which fails does not raise the mean.
         total += reward.weight * np.nan_to_num(values)
     row["eval/total_mean"], row["eval/total_se"] = float(total.mean()), float(total.std()) / len(total) ** 0.5
     return row
@@ -228,6 +230,7 @@ def compare(
     check_pairs(len(questions))
     begin(2 * len(questions))
     before = _made(a, first, config, questions, advance, steps.get(a))
+    # By the first answer, before the second model is loaded and asked all of them.
     check_size(before[0][0], len(questions), beside=page.beside)
     after = _made(b, second, config, questions, advance, steps.get(b))
     for k in range(len(questions)):

@@ -133,10 +133,12 @@ class AnswersRun(VLMRun):
         spent = 0.0
         first, selection, known = loop.memory.get("questions", 0), config.economy.selection, economy.of(loop.memory)
         choice: dict[str, float] = {}
+        # Before the first answer, so that a server which draws ahead is handed the weights of this iteration too.
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
         for _ in range(config.trainer.group_filter.rounds):
             loop.phase("answering", own * config.generation.group_size)
+            # More candidates than are wanted where a selection chooses among them.
             pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
             chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
             # all processes choose from the same pool alike, and each takes its part
@@ -146,6 +148,7 @@ class AnswersRun(VLMRun):
                 rows = self.synthesis.replaced(rows)
             with loop.timed("rollout"), self.drawing(), self._answering():
                 found, seconds = self._answers(rows, first)
+                # All answers are measured, those too that the filter leaves out, else figures would flatter the model.
                 drawn.append(found)
                 spent += seconds
                 if selection is not None:
@@ -166,6 +169,7 @@ class AnswersRun(VLMRun):
             first += len(pool)
             kept.append(trained_on(config, found))
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
+            # All processes see the same sum, so they stop together: another round begins with words to each other.
             if sum(mine) >= wanted:
                 break
         loop.memory |= memory | {"questions": first}
@@ -202,10 +206,12 @@ class AnswersRun(VLMRun):
         for iteration in self.coming():
             if server.has(iteration):
                 continue
+            # `generation.staleness` goes without `resample`: every iteration before it uses up just these questions.
             start = first + (iteration - loop.iteration) * len(rows)
             asked = [self.questions.row(number) for number in self.questions.asked(iteration, start, len(rows))]
             with self.versions.drawing(loop.weights, iteration):
                 found = checkpoint_weights(self.policy)
+                # A copy: the server reads it while training goes on writing into the weights.
                 weights = {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
             version = f"after {iteration - self.versions.age(iteration)} iterations"
             server.begin(iteration, config, asked, (config.seed, "answers", iteration, start), weights, version)
@@ -251,6 +257,7 @@ class AnswersRun(VLMRun):
         size = config.economy.keep or config.generation.group_size
         updates = self.updates(answers.mask, size)
         parts = [part for update in updates for part in update.parts]
+        # Without the probability under the weights that drew, older answers cannot be weighed.
         if self.versions is not None and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
             raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
         reads = self.reads | ({"old"} if self.needs_old else set())
@@ -262,6 +269,7 @@ class AnswersRun(VLMRun):
         loop.check_stop()
         mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
         if self.bounds:
+            # Estimates of a bound are of the whole answer: none of them stands for padding.
             mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
         else:
             mine["sampler"] = answers.sampler_log_prob

@@ -66,6 +66,7 @@ class PipelineCalls:
             call = call.__wrapped__  # type: ignore[attr-defined]
         # On the CPU: a seed is the same noise on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in batch.initial_seeds]
+        # `expose` adds a step for a call that is left at its end; a loop without that callback would run it.
         if not self._tells_ends:
             request.on_end = None
         ends = {} if request.on_end is None else {"callback_on_step_end": self._tell_end}
@@ -87,6 +88,7 @@ class PipelineCalls:
             return None
         except torch.OutOfMemoryError:
             raise
+        # What diffusers and torch raise for arguments that do not fit each other, mostly without a word on which.
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             said = self._explained(error)
             if said is None:
@@ -104,6 +106,7 @@ class PipelineCalls:
             return None  # what a step or a head of ours raised is addressed already
         if any("/torch/distributed/" in frame.filename for frame in frames):
             return None  # of another process
+        # The innermost frame of diffusers, not of torch below it: it shows the line of the pipeline's loop.
         frame = next(one for one, package in zip(frames[::-1], packages[::-1], strict=True) if package == "diffusers")
         where = f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
         said = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -158,6 +158,7 @@ def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo, kept: _Kept |
     length = len(arguments["prompt"])
     split = [k for k, v in arguments.items() if _per_prompt(k, v, length)]
 
+    # Some are told the number of prompts beside the list of them: a row alone is one.
     def counted(prompts: int) -> dict[str, Any]:
         return {"batch_size": prompts} if "batch_size" in arguments else {}
 
@@ -280,8 +281,10 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
     if isinstance(value, Image.Image):
+        # By content: every epoch opens the file anew, so the object is another one.
         return value.mode, value.size, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
     if isinstance(value, torch.device):
+        # Not the index: encodings are kept on the CPU, and moved to whichever device asks.
         return value.type
     if value is None or isinstance(value, (str, int, float, bool, torch.dtype)):
         return value

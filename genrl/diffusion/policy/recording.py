@@ -32,6 +32,8 @@ class Actions:
         """(next state, as `evaluate` gives it). rows: row of the state that each action is drawn from, where they are
         not one to one."""
         drawn = transition if rows is None else of_rows(transition, rows)
+        # The action is a constant of the loss. With the mean's graph in it, x' - mean would be the noise alone, and log
+        # p would have no gradient.
         next_state = sample(drawn.mean.detach(), drawn.std, noise)
         return next_state, self._replayed(step, drawn, next_state, rows)
 
@@ -72,6 +74,8 @@ class Recording:
     def on_step(self, step: Step) -> Tensor:
         """The next state. Leaves the pipeline after a step that branches: its loop would go on with as many rows as it
         began with."""
+        # From here, not from `prepare_latents`: a pipeline may change its latents before the first step (masks,
+        # packing).
         if self.seen == 0:
             self.initial = step.state
         self.seen += 1

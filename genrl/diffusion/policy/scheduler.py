@@ -178,6 +178,7 @@ class PolicyHead:
             self.full_sigmas = 1.0 - own if self._inverted else own
         if request.at is not None:
             at = self._timestep_at(request.at).to(timesteps.device)
+            # An arbitrary level is no step of the schedule, and has no next one.
             self.next_index = -1
             return at.reshape(1, *at.shape)
         if request.empty:
@@ -223,6 +224,7 @@ class PolicyHead:
         own = own.float().cpu()
         sigmas = (1.0 - own if self._inverted else own).double().flip(0)  # ascending from 0
         times = torch.cat([timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
+        # In float64: between two close levels of a shifted schedule float32 would lose the place.
         wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
         right = torch.searchsorted(sigmas, wanted).clamp(1, len(sigmas) - 1)
         share = (wanted - sigmas[right - 1]) / (sigmas[right] - sigmas[right - 1])
@@ -281,6 +283,7 @@ def _linspaced(timesteps: Tensor, own: Any) -> Tensor:
     the noise levels from the last one to the first at equal distances, without a step at t = 0 that changes nothing."""
     own.set_timesteps(len(timesteps))
     theirs: Tensor = own.timesteps
+    # Interpolated times (Karras) are none of the training's and index no alpha-bar: then DDIM's own grid stays.
     whole = len(theirs) == len(timesteps) and not theirs.is_floating_point() and bool((theirs.diff() < 0).all())
     return theirs.to(timesteps) if whole else timesteps
 

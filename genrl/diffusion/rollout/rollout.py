@@ -137,6 +137,8 @@ def downsampled(rollouts: Rollouts, keep: int) -> Rollouts:
     the others are NaN, so that advantages are of the kept ones among themselves. Every micro-batch holds whole groups
     of independent samples."""
     groups = int(rollouts.group.max()) + 1
+    # The subset with the largest spread of rewards carries the most gradient per sample (PODS); groups lie slot by
+    # slot.
     kept = max_variance(rollouts.total.view(groups, -1), keep).flatten()
     slots = set(kept.nonzero()[:, 0].tolist())
     return replace(
@@ -200,6 +202,7 @@ def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int, kn
 
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
     """Slots of the roots of each micro-batch, in the order of training."""
+    # Cut in slot order: the samples of a prompt share a micro-batch, and so one encoding of it.
     cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
     # Whole micro-batches are shuffled, never samples: which ones are run together decides their bits.
     order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
@@ -217,6 +220,7 @@ def tree_micro_batches(
     for u in range(updates):
         first, last = (len(roots) * k // updates for k in (u, u + 1))
         some = sorted(roots[k] for k in order[first:last])
+        # Each update is cut by itself: a micro-batch that lay across two updates would be stepped on twice.
         found += [some[s : s + together] for s in range(0, len(some), together)]
         bounds.append(len(found))
     return found, bounds
@@ -355,6 +359,7 @@ def gathered(
     mine: dict[int, MicroBatch] = {}
     for position, micro_batch in drawn:
         mine[position] = micro_batch
+        # Processes draw in lockstep, one micro-batch each: the others have just finished as many.
         worker.advance(len(micro_batch.slots) * worker.num_processes)
     if len(mine) < -(-len(sheet.plan) // worker.num_processes):
         worker.advance(0)  # another process has one more: meet it where the end is agreed
@@ -384,4 +389,5 @@ def _chunks(count: int, size: int) -> list[list[int]]:
 
 def to_bytes(image: Tensor) -> Tensor:
     """Floats in [0, 1] as uint8; what is not a number is black."""
+    # Clamped before the cast: out of range, a float becomes any byte, and another one on each device.
     return (image.nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8)

@@ -122,6 +122,7 @@ def open_scorers(
     offloaded: dict[str, str] = {}
     alone: dict[str, Lock] = {}
     copies: dict[str, int] = {}
+    # Where a later reward is refused, those that were opened before it must not leave their processes behind.
     with ExitStack() as undo:
         for index, (label, settings) in enumerate(zip(config.reward_labels, config.rewards, strict=True)):
             where = str(settings.args.get("device", device))
@@ -132,6 +133,8 @@ def open_scorers(
             undo.callback(genrl_rewards.close, reward)
             opened[label] = reward
             server = inner(reward)
+            # A model in this process or in its own child answers one thread at a time, and so does a cache; servers
+            # queue themselves.
             if not isinstance(server, Remote) or isinstance(server, Isolated) or settings.cache:
                 alone[label] = Lock()
             elif len(server.servers) > 1:
@@ -332,6 +335,7 @@ def shared_out(holders: Mapping[int, Sequence[int]]) -> dict[int, int]:
     holders: group -> the processes of its pictures.
     """
     processes = PartialState().num_processes
+    # No process scores more than its share, or all would wait for the one that holds most.
     room = dict.fromkeys(range(processes), -(-len(holders) // processes))
     found: dict[int, int] = {}
     for group, of_pictures in sorted(holders.items()):
@@ -345,6 +349,7 @@ def gathered_on(process: int, mine: dict[int, Tensor]) -> dict[int, Tensor]:
     """The entries of all processes, on this one; nothing on the others. A collective."""
     state = PartialState()
     parts: list[Any] | None = [None] * state.num_processes if state.process_index == process else None
+    # To the one that scores them alone: pictures of all on all processes would multiply the memory by their number.
     torch.distributed.gather_object(mine, parts, dst=process)
     return {slot: image for part in parts or () for slot, image in part.items()}
 
@@ -403,7 +408,7 @@ def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
+    return float(values.nanmean())
 
 
 def _std(values: Tensor) -> float:

@@ -222,6 +222,7 @@ class PolicyGradient(Stochastic, Updating):
             # of such an SDE (b -> eta sqrt(2 sigma / (1 - sigma)) as dt -> 0); the s of flow_cps does not go with dt.
             reason = "its steps are alpha-bars" if self.kernel == "ddim" else "its noise does not shrink with the step"
             yield keys, f"{self.kernel} has no dt to weight by ({reason}); use gaussian"
+        # Its formula takes the data out of a velocity, x0 = x - sigma v, which a noise prediction is not.
         if self.kl_weight > 0 and self.kl == "x_prediction" and self.kernel == "ddim":
             yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
 
@@ -312,6 +313,7 @@ class Windowed(GroupRelative):
 def mean_of(config: Config, rounds: Sequence[Round], count: Callable[[Round], int]) -> float:
     """Mean over the run's iterations of what is counted per prompt, for all prompts of one."""
     per_prompt = math.fsum(one.share * count(one) for one in rounds)
+    # The shares of the rounds add up to 1 only nearly; without rounding a count would read 79.99999999999999.
     return round(config.sampling.prompts_per_iteration * per_prompt, 6)
 
 

@@ -176,6 +176,7 @@ class PromptHistory:
         """
         values = rewards.detach().double()
         scores = torch.full_like(values, torch.nan)
+        # Each prompt once, whatever number of slots it fills: its history grows by one entry an iteration.
         for prompt in dict.fromkeys(prompts):
             rows = [row for row, name in enumerate(prompts) if name == prompt and not values[row].isnan()]
             if not rows:
@@ -200,6 +201,7 @@ def _log_sibling_weights(parent: Tensor, logits: Tensor) -> Tensor:
     own = logits[..., edges]
     mother = parent[edges].expand_as(own)
     empty = torch.zeros_like(logits)
+    # Less the largest of the siblings, as in every log-softmax: exp of a log-probability that is a sum would underflow.
     raised = own - empty.scatter_reduce(-1, mother, own, "amax", include_self=False).gather(-1, mother)
     weights = torch.zeros_like(logits)
     weights[..., edges] = raised - empty.scatter_add(-1, mother, raised.exp()).gather(-1, mother).log()
@@ -211,6 +213,7 @@ def _softmax_mean(parent: Tensor, leaf_values: Tensor, leaf_logits: Tensor) -> T
     leaf = leaf_values.detach().double()
     scored = ~leaf.isnan()
     logits = torch.where(leaves_below(parent) & scored[..., None, :], leaf_logits[..., None, :], -torch.inf)
+    # A node without a scored leaf has a row of -inf, whose softmax is NaN: that says "no value".
     return (logits.softmax(-1) * torch.where(scored, leaf, 0.0)[..., None, :]).sum(-1)
 
 
@@ -219,6 +222,7 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     scored = ~values.isnan()
     count = scored.sum(-1, keepdim=True)
     mean = values.nansum(-1, keepdim=True) / count
+    # In two passes: E[x^2] - E[x]^2 cancels where rewards are close to each other.
     squares = torch.where(scored, values - mean, 0.0).square().sum(-1, keepdim=True)
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 

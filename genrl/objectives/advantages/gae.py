@@ -51,6 +51,7 @@ def gae(
         raise ValueError(f"rewards, flags and values must all have one shape [T, B]; got {sorted(shapes)}")
     factor = torch.as_tensor(discount, dtype=torch.float64, device=rewards.device).expand(rewards.shape)
     now = values.detach().double()
+    # where, not a product: values of rows that only reset may be NaN.
     following = torch.where(terminated.bool(), 0.0, next_values.detach().double())
     delta = rewards.double() + factor * following - now
     carried = torch.where(terminated.bool() | truncated.bool(), 0.0, factor * lam)
@@ -135,6 +136,7 @@ def action_gae(
         following = torch.where(terminated[t].bool(), 0.0, next_values[t].detach().double())
         for j in reversed(range(paid.shape[-1])):
             advantage = paid[t, :, j] + gamma * following - now[t, :, j] + gamma * lam * ahead
+            # An action that was not executed hands on what comes after it, undiscounted: it took no time.
             ahead = torch.where(there[t, :, j], advantage, ahead)
             following = torch.where(there[t, :, j], now[t, :, j], following)
             advantages[t, :, j] = advantage

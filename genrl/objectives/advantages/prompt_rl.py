@@ -51,6 +51,7 @@ def rewriter_loss(
     """
     kept = mask.bool()
     new, reference = torch.where(kept, log_prob, 0.0), torch.where(kept, ref_log_prob, 0.0)
+    # Its value is 1, its gradient that of log p: on policy there is nothing else to divide by.
     gain = importance_ratio(new, new) * advantage.detach().to(new.dtype)[:, None]
     loss = torch.where(kept, kl_weight * kl_k3(new, reference) - gain, 0.0)
     return loss.sum(dim=1) / kept.sum(dim=1).clamp(min=1)

@@ -46,6 +46,7 @@ def extreme_leaves(leaf_values: Tensor, count: int) -> Tensor:
         raise ValueError(f"count: keeping the {count} best and worst leaves leaves nothing to train; use 1 or more")
     scored = ~leaf_values.isnan()
     best = leaf_values.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)[..., :count]
+    # Flipped: of equal leaves the first counts as better, so the worst are looked for from the end.
     worst = leaf_values.nan_to_num(torch.inf).flip(-1).argsort(dim=-1, stable=True)[..., :count]
     kept = torch.zeros_like(scored).scatter(-1, best, True)
     return kept.scatter(-1, leaf_values.shape[-1] - 1 - worst, True) & scored

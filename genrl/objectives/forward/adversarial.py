@@ -30,6 +30,7 @@ def discriminator_loss(real: Tensor, fake: Tensor, *, kind: DiscriminatorLoss = 
     if kind == "hinge":
         return 0.5 * ((1.0 - real).relu().mean() + (1.0 + fake).relu().mean())
     if kind == "bce":
+        # softplus(-x) is -log sigmoid(x) without the overflow of an exponential.
         return 0.5 * (F.softplus(-real).mean() + F.softplus(fake).mean())
     raise ValueError(f"kind must be 'hinge' or 'bce', got {kind!r}")
 

@@ -78,6 +78,7 @@ def step_preference_loss(
     if beta <= 0 or not 0 <= clip < 1:
         raise ValueError(f"beta must be positive and clip in [0, 1), got {beta} and {clip}")
     ratios = [
+        # Clipped as ratios: beyond the bounds a side has a value and no gradient.
         (log_prob - ref.detach()).exp().clamp(1.0 - clip, 1.0 + clip).log()
         for log_prob, ref in ((log_prob_a, ref_log_prob_a), (log_prob_b, ref_log_prob_b))
     ]

@@ -1,6 +1,6 @@
 """Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL, PACS.
 
-score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`,
+score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`),
 group [B] integers. **Groups must be complete**: a micro-batch that holds half of one is another loss.
 """
 

@@ -39,6 +39,7 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """`r - mean of the others of its group`: RLOO (arXiv 2402.14740), [N]. A sample without others gets 0."""
     index, count = _scored_counts(rewards, group)
     size = count[index]
+    # r - mean of the others = (r - mean of all) n / (n - 1): no second pass over the group.
     return group_advantages(rewards, group, scale="none") * size / (size - 1.0).clamp(min=1.0)
 
 
@@ -224,6 +225,7 @@ def smoothed_advantages(
         visit = before + 1
         new_mean = float(scores.mean())
         new_variance = float(scores.var()) if len(scores) > 1 and bool((scores != scores[0]).any()) else 0.0
+        # The variance of all visits from two variances and the distance of their means (Chan's update).
         variance = (before * std**2 + new_variance + before / visit * (new_mean - mean) ** 2) / visit
         mean, std = (before * mean + new_mean) / visit, variance**0.5
         new = new_scores[members]

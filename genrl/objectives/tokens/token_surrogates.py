@@ -141,6 +141,7 @@ def sequence_token_clip_surrogate(
 ) -> SurrogateOutput:
     """PPO's clip of `sg(s_b) exp(l - sg l)` per token: GSPO-token (arXiv 2507.18071, eq. 13), for advantages [B, T]."""
     kept = masked(log_prob, mask)
+    # The value is the row's ratio, the gradient the token's own: kept - kept.detach() is 0.
     row = mean_log_ratio(log_prob.detach(), old_log_prob, mask)[:, None]
     return _clipped(row + (kept - kept.detach()), per_token(advantage, mask), low, high)
 
@@ -256,6 +257,7 @@ def vespo_surrogate(
     up = (advantage >= 0)[:, None]
     power = torch.where(up, torch.full_like(log_weight, positive[0]), negative[0])
     rate = torch.where(up, torch.full_like(log_weight, positive[1]), negative[1])
+    # In the log: W^k alone overflows for a long answer, and inf times exp(-inf) is NaN.
     phi = torch.exp(rate + power * log_weight - rate * log_weight.exp())
     loss = phi * score_function_loss(masked(log_prob, mask), advantage[:, None])
     return SurrogateOutput(loss, log_weight.exp(), torch.zeros_like(phi, dtype=torch.bool))
@@ -271,6 +273,7 @@ def _clipped(
     drop_above: float | None = None,
 ) -> SurrogateOutput:
     """PPO's clip of `exp(difference)`, with the dual clip and VL-DAC's rule."""
+    # The shared clip takes two log-probabilities: the difference and 0 have the same ratio.
     plain = clipped_surrogate(difference, torch.zeros((), device=difference.device), advantage, low, high)
     loss, clipped = plain.loss, plain.clipped
     weight = advantage.detach().to(loss.dtype)

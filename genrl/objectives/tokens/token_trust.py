@@ -19,6 +19,7 @@ FARTHEST = 20.0
 
 def _moved(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(ratio with gradient, old probability, D without gradient), [B, T]; 1, 1 and 0 where masked."""
+    # As verl clamps it: one token of e^80 would be all of the gradient, and nothing clips it here.
     ratio = log_ratio(log_prob, old_log_prob, mask).clamp(-FARTHEST, FARTHEST).exp()
     old = masked(old_log_prob.detach(), mask).exp()
     return ratio, old, (masked(log_prob.detach(), mask).exp() - old).abs()

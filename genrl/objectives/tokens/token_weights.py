@@ -43,6 +43,7 @@ def top_of_row(scores: Tensor, mask: Tensor, *, share: float = 0.4) -> Tensor:
     """
     kept = mask.bool()
     keyed = torch.where(kept, scores.detach().double(), -torch.inf)
+    # The second sort turns an order into ranks.
     rank = keyed.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     # what rounding adds to an exact product must not make one token more of it
     count = (share * token_count(mask).double() - 1e-9).ceil()
@@ -143,9 +144,8 @@ def off_policy_mask(
 # Which tokens drive the entropy down, by their covariance of log-probability and advantage: Clip-Cov and KL-Cov.
 #
 # Both choose tokens of the **whole rollout batch**, without gradient, by the log-probabilities before the update, so
-# that
-# the choice depends on no split into updates and micro-batches. On the first update these are the current ones, as the
-# paper has it; the released code and verl choose anew in every micro-batch.
+# that the choice depends on no split into updates and micro-batches. On the first update these are the current ones, as
+# the paper has it; the released code and verl choose anew in every micro-batch.
 
 
 def token_covariance(old_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:

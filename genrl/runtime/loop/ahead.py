@@ -63,6 +63,7 @@ class Ahead(Generic[T]):
             if (done := underway.done) > told:
                 advance(done - told)
                 told = done
+        # Before `result`, which may raise: an iteration that failed is not to be found on its way.
         del self.underway[iteration]
         return underway.work.result()
 

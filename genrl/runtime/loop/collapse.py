@@ -74,6 +74,7 @@ def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
         value = row.get(name)
         if value is None or not math.isfinite(value):
             continue
+        # A loss may have either sign, and only its size tells of a collapse.
         history = histories[name] = _longer(histories.get(name), abs(value) if name == "loss" else value)
         if name not in HISTORIES:
             continue
@@ -84,6 +85,7 @@ def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     loop.memory[KEY] = state | {"histories": histories, "outside": outside}
     _say(loop, found)
     evaluated = any(name.startswith("eval/") for name in state["figures"])
+    # At checkpoints alone: going back needs one of that moment.
     if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
         found |= _without_evaluation(loop, histories)
     return found | _acted(loop, found)
@@ -213,6 +215,7 @@ def _go_back(loop: State, step: int) -> None:
     from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch
 
     then, now = saving.go_back(loop, step)[KEY], _state(loop)
+    # Halved each time: from the same weights with the same rate it would come to the same end.
     rate, histories = now["rate"] / 2, then["histories"]
     figures = {name: one | {"low": 0} for name, one in now["figures"].items()}
     loop.memory[KEY] = now | {"figures": figures, "histories": histories, "outside": [], "rate": rate}

@@ -126,6 +126,7 @@ def _distance(settings: Selection, entry: Sequence[float], prior: float, source:
     a, b = entry[:2]
     if settings.by == "success":
         return abs(source.betavariate(1 + a, 1 + b) - TARGET)
+    # Minus a draw of the variance (inverse gamma): the largest spread comes first.
     return -(prior + b) / source.gammavariate(2 + a, 1.0)
 
 

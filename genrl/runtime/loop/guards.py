@@ -50,6 +50,7 @@ def any_ranks(flags: Sequence[bool], accelerator: Accelerator | None) -> list[bo
     """`any_rank` of several flags, in one collective."""
     if accelerator is None or accelerator.num_processes == 1:
         return list(flags)
+    # As floats: not every backend sums booleans.
     own = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
     return [count > 0 for count in accelerator.reduce(own, reduction="sum").tolist()]
 
@@ -173,5 +174,6 @@ def _write_dump(
         temporary / "tensors.safetensors",
     )
     (temporary / "dump.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    # An iteration that was done again may stop at the same place: the newest dump is the one that is told of.
     shutil.rmtree(folder, ignore_errors=True)
     return temporary.rename(folder)

@@ -147,8 +147,10 @@ def begin(
             found=claimed.found,
             script=script,
         )
+    # No process writes into the folder before the main one has prepared it.
     accelerator.wait_for_everyone()
     stop = stack.enter_context(catch_stop(ends_process=script is None))
+    # NCCL waits for other ranks in a busy loop, which looks like work.
     spins = accelerator.num_processes > 1 and accelerator.device.type != "cpu"
     watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index, spins=spins)
     shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)

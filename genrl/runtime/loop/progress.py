@@ -87,6 +87,7 @@ class Progress:
         self.done = step
         now = self.clock()
         self.finished.append(now)
+        # A log file is not to grow by a line for every quick iteration.
         due = self.live is not None or now - self.printed >= self.quiet_s or step >= self.iterations
         if self.enabled and due:
             self.printed = now

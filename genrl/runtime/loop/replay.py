@@ -69,6 +69,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             f"{folder} is no dump: it has no dump.json. A run that was stopped by a number that is not finite has its "
             "dumps in RUN/dumps/step-..."
         )
+    # Dumps lie in RUN/dumps/NAME.
     source_run = Run(run or folder.resolve().parent.parent)
     if not source_run.config.is_file():
         raise ValueError(
@@ -88,6 +89,7 @@ def _computed(dump: Dump, config: RunConfig, source_run: Run) -> Replay:
     settings = class_of(dump.info["settings"]["algorithm"], config.kind).model_validate(dump.info["settings"])
     known = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
     batch = opened.batch(dump.info, known)
+    # Inputs (pictures) stay on the CPU, where processors read them.
     given = {name: tensor.to(device) for name, tensor in known.items() if not name.startswith("inputs/")}
     with first_not_finite(opened.modules) as module:
         made = dict(code_of(settings).loss(settings, opened.policy, Recorded(batch, given)))

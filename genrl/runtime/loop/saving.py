@@ -55,6 +55,7 @@ def save(loop: State) -> None:
         )
     else:
         checkpoint.save_shares(tensors)
+        # A sharded model is gathered by all: the main process cannot write it without these passes.
         loop.trained.export(None)
     loop.saved, loop.outdated = loop.iteration, False
     # Nobody goes on before the checkpoint is there: what is changed next would go into it.
@@ -85,12 +86,14 @@ def _write_beside(loop: State, folder: Path) -> None:
 
 def restore(loop: State, path: Path) -> None:
     """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
+    # Its files were verified when it was chosen (`checkpoint.to_resume`): hashing them again would double the start.
     loaded = checkpoint.load(path, in_shares=True, hashes=False)
     _fill(loop, loaded)
     loop.optimization.steps, loop.iteration = loaded.state["optimizer_steps"], loaded.step
     loop.saved = loaded.step
     loop.unfinished_row, loop.memory = loaded.state["unfinished_row"], loaded.state["memory"]
     loop.kept.restore(loaded.tensors, loaded.state["kept"])
+    # Memory ran out at the larger size before; a resumed run would only find out again.
     if loop.retries and "batch_size" in loop.memory:
         loop.trained.resize(loop.memory["batch_size"])
 

@@ -96,6 +96,7 @@ def catch_stop(*, ends_process: bool = True) -> Iterator[Stop]:
             _say("stopped without saving; `genrl resume` goes on from the last checkpoint.")
             if not ends_process:
                 raise KeyboardInterrupt
+            # Not sys.exit, which would wait for threads and for processes that may hang.
             os._exit(128 + number)
 
     caught = [signal.SIGINT, signal.SIGTERM]
@@ -136,6 +137,7 @@ class Watchdog:
         self.file = self.stacks.open("w")
         self.enabled = faulthandler.is_enabled()
         faulthandler.enable(self.file)
+        # -I and -S: without the site packages it starts in milliseconds and needs nothing that may be broken.
         command = [sys.executable, "-I", "-S", "-c", _OUTSIDE, str(os.getpid()), str(self.timeout_s + GRACE_S)]
         self.outside: subprocess.Popen[bytes] | None = None  # it waits for a pipe, which Windows cannot
         if sys.platform != "win32":

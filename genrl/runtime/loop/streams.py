@@ -73,5 +73,6 @@ def tolerant_streams() -> Iterator[None]:
 def _to_nowhere(stream: TextIO) -> None:
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # The descriptor itself, by which libraries in C and child processes write as well.
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

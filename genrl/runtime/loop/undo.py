@@ -65,4 +65,5 @@ class Undo:
             loop.weights.snapshots = self.copies.snapshots
             loop.optimizer.load_state_dict(self.copies.optimizer)
         loop.optimization.updates = loop.optimization.other_updates = 0
+        # They are of micro-batches that are cut anew.
         loop.optimization.suspects.clear()

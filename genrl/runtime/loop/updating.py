@@ -192,10 +192,12 @@ class Meter:
         for name in sorted({name for one in everyone for name in one}):
             pieces = [one[name] for one in everyone if name in one]
             count = sum(p[1] for p in pieces)
+            # fsum, so that the figure does not depend on the order of the processes.
             mean = math.fsum(p[0] for p in pieces) / count
             if name.endswith("/max_abs_dev"):
                 row[name] = max(p[2] for p in pieces)
             elif name.endswith("/std"):
+                # The difference of two sums may come out below 0 by rounding where all values are equal.
                 row[name] = math.sqrt(max(0.0, math.fsum(p[3] for p in pieces) / count - mean**2))
             else:
                 row[name] = mean

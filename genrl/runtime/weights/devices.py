@@ -100,6 +100,7 @@ def resident_peak_bytes() -> int:
         import resource
     except ImportError:  # Windows
         return int(psutil.Process().memory_info().peak_wset)
+    # macOS counts bytes, Linux KiB.
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

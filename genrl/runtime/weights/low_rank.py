@@ -47,11 +47,14 @@ def adapted(model: Any, config: LoraConfig, seed: int) -> PeftModel:
     ensure()  # peft looks for a torchvision that may be broken
     from peft import get_peft_model
 
+    # peft draws from the global generator, in the order of the modules.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         made: PeftModel = get_peft_model(model, config)
     for parameter in made.parameters():
         if parameter.requires_grad:
+            # In float32 whatever the model: steps of 1e-4 of a weight are below half of bfloat16's spacing, and would
+            # be lost.
             parameter.data = parameter.data.float()
     in_input_precision(made)
     return made
@@ -75,6 +78,7 @@ def in_input_precision(model: nn.Module) -> None:
         if layer.get_base_layer().weight.dtype == torch.float16:  # whose range a gradient may leave
             continue
         parts = [*layer.lora_A.values(), *layer.lora_B.values()]
+        # Quantised and fused layers of other libraries compute in their own way.
         if any(type(part) not in (*_ROUNDED, *_ROUNDED.values()) for part in parts):
             continue
         layer.cast_input_dtype_enabled = False

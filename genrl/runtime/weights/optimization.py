@@ -100,6 +100,7 @@ class Optimization:
             (loss.sum() / divisor * self.loss_scale).backward()
         if "loss" in self.suspects:  # its NaN is in the gradients of all that follow
             return
+        # After every micro-batch, not once per step: the dump is to hold the one that did it, not the last.
         checked = {"loss": loss.detach()}
         for group in self.optimizer.param_groups:
             gradients = [local(p.grad) for p in group["params"] if p.grad is not None]
@@ -173,6 +174,7 @@ class Optimization:
         return found
 
     def _clip(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], norm: float) -> None:
+        # The 1e-6 is that of torch's clip_grad_norm_.
         scale = min(1.0, self.schedule.settings.max_grad_norm / (norm + 1e-6))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.mul_(scale)
@@ -190,6 +192,7 @@ class Optimization:
         found = [g * self.accelerator.num_processes if isinstance(g, DTensor) else g for g in gradients]
         own = [k for k, g in enumerate(found) if not isinstance(g, DTensor)]
         if own:
+            # Flattened into one: many small collectives cost a round trip each.
             flat = self.accelerator.reduce(torch.cat([found[k].flatten() for k in own]), reduction="sum")
             for k, piece in zip(own, flat.split([found[k].numel() for k in own]), strict=True):
                 found[k] = piece.view_as(found[k])
@@ -231,6 +234,7 @@ def _given(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    # The norm of a shard is one process's part: `whole` adds the parts up, so that all clip alike.
     norm: Tensor = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
     return norm
 
@@ -239,6 +243,7 @@ def scheduled(rate: float, config: Optimizer, step: int, total_steps: int) -> fl
     """Learning rate of the (0-based) optimiser step: linear warm-up, then constant, or falling to the lowest and no
     further."""
     if step < config.warmup_steps:
+        # The first step already has a share of the rate: at 0 it would be computed for nothing.
         return rate * (step + 1) / config.warmup_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}

@@ -39,6 +39,7 @@ class Masters(torch.optim.Optimizer):
             gradient, master = p.grad.float(), self.state[p].get("master")  # type: ignore[union-attr]
             if master is None or not torch.equal(master.to(values.dtype), values):  # or somebody else changed it
                 master = values.float()
+            # torch wants gradient and parameter of one dtype at all times: the gradient is off while the data changes.
             p.grad, p.data = None, master
             p.grad = gradient
         super().step(closure)
@@ -98,6 +99,7 @@ def make_optimizer(groups: list[dict[str, Any]], settings: Optimizer, *, lr: flo
         and "foreach" not in settings.args
         and all(p.is_cuda for group in groups for p in group["params"])
     ):
+        # One kernel for all parameters; torch takes it for tensors of a GPU only where it is asked for.
         given = {"fused": True, **given}
     with contextlib.redirect_stdout(io.StringIO()):  # prodigy says that its decay is decoupled
         made: Masters = kind(groups, **given)
@@ -126,6 +128,7 @@ def check_optimizer(settings: Optimizer) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = torch.ones(4, 4)
     try:
+        # torchao compiles its step, which would take longer than all other checks.
         with torch.compiler.set_stance("force_eager"):
             made = make_optimizer([{"params": [parameter], "name": "policy"}], settings)
             made.step()
@@ -204,6 +207,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
         super().__init__(params, {"lr": lr})
+        # torch's Muon refuses what is no matrix.
         self._muon = torch.optim.Muon(
             [{"params": list(filter(_is_matrix, group["params"]))} for group in self.param_groups],
             weight_decay=weight_decay,

@@ -137,6 +137,7 @@ def _files(named: Mapping[str, DTensor]) -> dict[str, int]:
     numbers, number, room = {}, 1, FILE_BYTES
     for name, tensor in named.items():
         size = tensor.to_local().nbytes
+        # A new file, unless this one is empty: a tensor larger than a file's share has one to itself.
         if size > room and room < FILE_BYTES:
             number, room = number + 1, FILE_BYTES
         numbers[name], room = number, room - size

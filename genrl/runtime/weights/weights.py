@@ -118,6 +118,8 @@ class Weights:
             yield
         finally:
             for key, p in self.named.items():
+                # What was trained within the block is the snapshot's; a rounded copy (of the average) must not replace
+                # it.
                 if kept[key].dtype == p.dtype:
                     kept[key] = p.data
                 p.data = present[key]
@@ -125,6 +127,7 @@ class Weights:
     @contextmanager
     def lent(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Within the block the models run with these values, wherever they are."""
+        # As a snapshot, so that one mechanism, by pointer or by copy, serves both.
         self.snapshots[LENT] = {key: values[key].to(p.device, p.dtype) for key, p in self.named.items()}
         try:
             with self.use(LENT):

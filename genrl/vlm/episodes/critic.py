@@ -34,6 +34,7 @@ class ValueHead(nn.Module):
         self.layers = nn.Sequential(*layers, last)
 
     def forward(self, states: Tensor) -> Tensor:
+        # Detached: the value loss would pull the language model's states towards what predicts returns.
         values: Tensor = self.layers(states.detach().float())[..., 0]
         return values
 
@@ -133,6 +134,8 @@ def credit_of(
     constants = {"gamma": choice.gamma, "lam": choice.lam}
     if choice.level == "step":
         return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)
+    # A lost step counts as one token, so that `token_gae` has a place for the value before it; it is no row of the
+    # loss.
     chosen[lost] = torch.arange(value.shape[2]) == 0
     for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
         if k and not (terminated | truncated)[k - 1, slot]:

@@ -110,6 +110,7 @@ class Table:
             episode.heard.append([])
             episode.encoded, episode.told = None, outcome.observation
             if outcome.lost:
+                # As many observations as answers, or prompts of later steps would be put together wrongly.
                 episode.seen.append(episode.seen[-1])
                 episode.truncated = episode.lost = True
                 continue
@@ -203,6 +204,7 @@ def act(
     told = table.say({slot: _plain(text, policy) for slot, text in zip(slots, made.texts, strict=True)})
     _ask(policy, table, dict(zip(slots, own, strict=True)), sampling, blind=blind)
     for slot, one in zip(slots, episodes, strict=True):
+        # Seen now, not at the next step: the cut belongs to this decision, whose value is bootstrapped.
         if not one.ended and not policy.fits(_encoded(policy, table, slot, blind=blind), sampling.max_new_tokens):
             one.truncated = one.full = True
     return [
@@ -335,6 +337,7 @@ def walk(
                 found.following[k, place] = _encoded(policy, table, slot)
             if episode.ended:
                 found.ended.append(episode)
+        # At once: with a critic every slot makes the same number of steps, which is what makes rows of equal weight.
         table.begin({slot: next_seed(slot) for slot in slots if table.episodes[slot].ended}, "train")
         watch(len(slots))
     return found

@@ -54,6 +54,7 @@ def judge(
     together = table.settings.parallel if table.settings.processes else TOGETHER
     for begin in range(0, len(numbers), together):
         some = numbers[begin : begin + together]
+        # Without the run's seed: all runs are judged by the same episodes.
         seeds = {slot: derive_seed("held out", number) % SEEDS for slot, number in enumerate(some)}
         filmed = range(max(0, min(len(some), films - begin)))
         shots: dict[int, list[Image.Image]] = {slot: [] for slot in filmed}

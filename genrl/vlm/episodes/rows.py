@@ -46,6 +46,7 @@ class Rows:
             return place
         at = torch.full((len(self.prompts),), -1)
         at[turns] = torch.arange(len(turns))
+        # Padding is -1, which would index the last turn: made valid here, and put back below.
         where = at[place.clamp(min=0) // width] * width + place.clamp(min=0) % width
         return torch.where(place >= 0, where, -1)
 

@@ -131,6 +131,7 @@ class EpisodesRun(VLMRun):
     def remember(self, row: Mapping[str, float]) -> None:
         """How many steps were made (`row`: the iteration's metrics), and the episodes that go on in the next one."""
         self.loop.memory["env_steps"] = row["rollout/env_steps"]
+        # Episodes with a critic go on across iterations; without one they end within theirs.
         if self.critic is not None:
             for name, mine in (("begun", [list(one) for one in self.begun.items()]), ("episodes", self.table.state())):
                 self.loop.memory[name] = [one for every in gather_object([mine]) for one in every]
@@ -187,6 +188,7 @@ class EpisodesRun(VLMRun):
             raise RuntimeError(f"{self.environment.name}: all environments{where} hung or died in one iteration")
 
     def _next_seed(self, slot: int) -> int:
+        # Counted per slot, and kept in checkpoints: the next episode of a slot is the same after a resume.
         self.begun[slot] = self.begun.get(slot, 0) + 1
         return derive_seed(self.config.seed, "episode", slot, self.begun[slot]) % SEEDS
 
@@ -210,6 +212,7 @@ class EpisodesRun(VLMRun):
         return found
 
     def _start(self, group: int, attempt: int = 0) -> int:
+        # The first try has the key that it has without retries, so that those change no other run.
         again = [attempt] if attempt else []
         return derive_seed(self.config.seed, "start", self.loop.iteration, group, *again) % SEEDS
 

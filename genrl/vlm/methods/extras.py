@@ -36,7 +36,9 @@ class Average:
     def __init__(self, model: nn.Module, decay: float, every: int) -> None:
         self.model, self.decay, self.every, self.steps = model, decay, every, 0
         self.values = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in self._trained()
+            # In float32: half a percent of a bfloat16 weight's change is below its spacing.
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._trained()
         }
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -159,6 +161,7 @@ def computed(
         found["greedy"] = totals(config, {label: answers.scores[greedy_label(label)] for label in config.reward_labels})
     if "draw" in reads:
         shape, keys = (answers.size, answers.mask.shape[1]), (config.seed, "draw", iteration)
+        # Keyed by question: which tokens Clip-Cov takes must not depend on the processes.
         found["draw"] = torch.cat([torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows])
     if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
@@ -208,6 +211,7 @@ def degraded_prompts(policy: Policy, answers: Answers, config: VLMConfig, iterat
 
 def answer_tokens(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
     """Which tokens [T] stand between the last `<answer>` and its end: GRPO-CARE reads how likely they are."""
+    # Token by token: a token may lie across the tag, and characters are the only places that both have.
     pieces = [policy.tokenizer.decode([token]) for token in tokens[mask].tolist()]
     text, kept = "".join(pieces), torch.zeros(len(tokens), dtype=torch.bool)
     begin = text.rfind("<answer>")
@@ -217,6 +221,7 @@ def answer_tokens(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
     low, high, place = begin + len("<answer>"), end if end >= 0 else len(text), 0
     positions = mask.nonzero()[:, 0].tolist()
     for position, piece in zip(positions, pieces, strict=True):
+        # A token that lies across the tag is no part of the answer.
         kept[position] = place >= low and place + len(piece) <= high and bool(piece)
         place += len(piece)
     return kept

@@ -80,6 +80,7 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
         parts["policy"] = _group_loss(preset.group_loss, batch)
     for choice in preset.regularisers:
         value, measured = choice.value(batch, aggregated)
+        # A recipe may have one regulariser twice, with other constants (a band for each kind of task).
         parts[choice.name] = parts[choice.name] + value if choice.name in parts else value
         metrics |= measured
     metrics |= {f"loss/{name}": value.detach() for name, value in parts.items()}
@@ -104,7 +105,7 @@ def _group_loss(choice: GroupLoss, batch: TokenBatch) -> Tensor:
         numbers = sorted(set(batch.group[split].tolist()))
         raise ValueError(
             f"{choice.name!r} is a loss of whole groups, and this micro-batch has parts of groups {numbers}: make it "
-            "with micro_batches(preset, batch, size)"
+            "with micro_batches(batch, size, whole_groups=True)"
         )
     scored = ~batch.scores("the group loss").isnan()
     if not bool(scored.any()):  # a loss of nothing still has a backward pass, which all processes make
@@ -157,6 +158,7 @@ def estimate(
         ready = replace(
             batch, advantage=advantage, group_size=sizes[index], rows=rows, tokens=tokens, groups=len(sizes)
         )
+        # After the advantages: some weights (Clip-Cov) are of both.
         weight = product(*(choice.factor(ready) for choice in preset.weights))
         ready = replace(ready, weight=weight)
         # what a loss reads of the whole batch is made before it is cut into micro-batches

@@ -67,12 +67,15 @@ def updates_of(
     # by groups of all processes, so that their number changes no update
     for dealt in deal(counts, rank, min(updates, len(tokens)), seed, "updates", loop.iteration):
         number = len(dealt.every)
+        # Sorted, so that answers of similar place stay together; the order within an update changes no sum but its
+        # rounding.
         rows = (dealt.mine.sort().values[:, None] * size + torch.arange(size)).flatten()
         at_once = micro or number * size
         # cut by a batch of masks alone: what is estimated later is cut in the same places
         parts = micro_batches(bare.select(rows), at_once, whole_groups=whole_groups) if len(rows) else []
         tokens_here = int(tokens[dealt.every].sum())
         made.append(Update([part.extra["row"] for part in parts], 0, number * size, tokens_here, number))
+    # Where weights are in shards every process makes as many passes as the busiest.
     most = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in made]]), strict=True)]
     return [update._replace(most=number) for update, number in zip(made, most, strict=True)]
 

@@ -81,6 +81,7 @@ def update(
 
     def agree() -> None:
         figures.update(_joint(sums, most, error, seen))
+        # Before the step, in all processes: an update on wrong ratios must not reach the weights.
         check_on_policy(figures.pop("error"), dtype)
 
     norms = descend(

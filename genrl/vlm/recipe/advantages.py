@@ -84,7 +84,7 @@ class LengthWeighted(Estimator):
 
 class WhitenedReturns(Estimator):
     """Returns of [token_rewards], or of the row's reward at its last token, whitened over the tokens of the batch:
-    REINFORCE++ (`token_advantages.reinforce_plus_plus`)."""
+    REINFORCE++ (`token_advantages.token_returns`, `whitened`)."""
 
     by_token: ClassVar[bool] = True
     name: Literal["whitened_returns"] = "whitened_returns"

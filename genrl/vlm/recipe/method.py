@@ -119,6 +119,8 @@ class RecipeMethod(VLMMethod):
         # older weights sampled, so that importance weights come before the clip
         if config.generation.staleness and not there and made.group_loss is None:
             return replace(made, weights=(*made.weights, decoupling(made)))
+        # Two programs never round alike, so what an engine sampled is off policy from the start. Whoever writes
+        # `weights` decides.
         if config.generation.engine == "vllm" and not corrected and made.group_loss is None:
             made = replace(made, weights=(*made.weights, EngineMismatch()))  # TRL's default
         return made

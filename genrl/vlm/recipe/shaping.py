@@ -170,7 +170,7 @@ class ClampAdvantage(Change):
 
 
 class InformativeGroups(Change):
-    """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_rescaled`)."""
+    """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_factor`)."""
 
     name: Literal["informative_groups"] = "informative_groups"
 

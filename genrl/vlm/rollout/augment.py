@@ -52,6 +52,7 @@ def gaps(config: VLMConfig, loop: Loop, answers: Answers) -> tuple[Tensor | None
     means = totals(config, answers.scores).nan_to_num(nan=0.0).view(len(answers.rows), -1).mean(1)
     recent: list[float] = loop.memory.get(RECENT, [])
     every = torch.cat(gather_object([means]))
+    # A new list: an iteration that is undone puts the old one back.
     memory = {RECENT: [*recent, float(every.mean())][-config.augmentation.window :]}
     return (sum(recent) / len(recent) - means if recent else None), memory
 

@@ -83,8 +83,10 @@ class Questions:
         if plan is None:
             return [self.kept[place] for place in order(len(self.kept), seed, first, count)]
         if self._easiest is None:
+            # When it is first asked for: sorting reads the column of every row.
             self._easiest = sorted(self.kept, key=self._difficulty)
         share = min(1.0, plan.start + (1 - plan.start) * iteration / plan.over)
+        # At least as many as are asked, or a question would come twice in one iteration.
         pool = self._easiest[: max(count, math.ceil(share * len(self.kept)))]
         chosen = torch.randperm(len(pool), generator=generator(seed, "curriculum", first))[:count]
         return [pool[place] for place in chosen.tolist()]
@@ -193,10 +195,12 @@ class Questions:
         return (clip_of(held, task.fps, task.frames, where),)
 
     def _picture(self, where: str, picture: Any) -> tuple[Image.Image | Path]:
+        # How `datasets` hands on a picture that it was told not to decode: its file's path.
         if isinstance(picture, Mapping) and picture.get("bytes") is None and isinstance(picture.get("path"), str):
             picture = picture["path"]
         if isinstance(picture, str) and "://" not in picture[:10] and not picture.startswith("data:"):
             return (self._file(where, picture),)
+        # Made by a program, so it has nothing to convert and no file that could be broken.
         if isinstance(picture, Image.Image) and picture.mode == "RGB" and picture.format is None:
             return (picture,)
         return (open_image(picture, where),)
@@ -276,6 +280,7 @@ def tell(policy: Policy, rows: Sequence[Row], target: str) -> Told:
         prompt = policy.encode(row.prompt)
         ids = answer_ids(row.prompt, target_of(row, target), policy.processor, policy.stop_ids)
         policy.check_room([prompt], len(ids))
+        # The model would look for a picture behind it, and shift all positions after it.
         if held := sorted(set(ids.tolist()) & set(policy.forbidden.tolist())):
             words = policy.tokenizer.convert_ids_to_tokens(held)
             raise ValueError(f"{row.name}: the answer holds {words[0]!r}, which stands for an image")

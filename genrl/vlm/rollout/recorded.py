@@ -35,6 +35,7 @@ class Asked:
 
     def dumped(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(JSON, tensors): the prompts that are asked alone."""
+        # The prompts that this micro-batch asks: pictures of all others would make the dump many times as large.
         numbers, group = torch.unique(self.group, return_inverse=True)
         used = [self.prompts[n] for n in numbers.tolist()]
         changed = None if self.changed is None else [self.changed[n] for n in numbers.tolist()]

@@ -252,6 +252,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
     cannot be prepared (a picture that cannot be opened, a text that is too long, ...) is asked about black pictures or
     not at all, and the answers to it will have no score."""
     settings, size = config.generation, config.generation.group_size
+    # Whole groups: the prefix of a question is computed once for all of its answers.
     together = max(1, (settings.batch_size or len(rows) * size) // size)
     for start in range(0, len(rows), together):
         some, prompts, unread = list(rows[start : start + together]), list[Encoded](), dict[int, str]()
@@ -270,6 +271,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
         columns = next((row.columns for k, row in enumerate(some) if k not in unread), {})
         for k in unread:  # a row that is broken may lack columns, by which the others are scored
             some[k] = replace(some[k], columns={**columns, **some[k].columns})
+        # By name, not by place: the answer to a question is the same whichever questions are drawn beside it.
         named = [(*keys, row.name) for row in some]
         made = sample(policy, config, prompts, size, settings.temperature, named)
         greedy = sample(policy, config, prompts, 1, 0.0, named) if "greedy" in config.trainer.reads else None
@@ -286,6 +288,7 @@ def _encoded(policy: Policy, config: VLMConfig, prompt: Prompt) -> Encoded:
 
 def _in_place_of(policy: Policy, config: VLMConfig, row: Row, error: Exception) -> tuple[Row, Encoded]:
     """A question about black pictures, or a mark alone where that cannot be asked either."""
+    # Something has to be asked, so that batches and processes keep their shapes; the answers get no score.
     for prompt in (blank(row.prompt), Prompt(("?",), where=row.name)):
         try:
             return replace(row, prompt=prompt), _encoded(policy, config, prompt)
@@ -360,6 +363,7 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
     weighted = [
         (label, reward.weight)
         for label, reward in zip(config.reward_labels, config.rewards, strict=True)
+        # A reward of weight 0 is watched only: that it failed for an answer must not take the answer out.
         if reward.weight
     ]
     values = torch.stack([weight * scores[label] for label, weight in weighted])
@@ -426,5 +430,6 @@ def worth(config: VLMConfig, answers: Answers) -> list[int]:
         kept = groups.with_spread(totals(config, answers.scores), answers.group)
     else:
         first = answers.scores[config.reward_labels[0]]
+        # NGRPO keeps groups that are all wrong: its virtual right answer gives them an advantage.
         kept = groups.within(first, answers.group, low=-1.0)
     return [g for g in range(len(answers.rows)) if bool(kept[g * answers.size])]

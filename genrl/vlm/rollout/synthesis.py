@@ -54,6 +54,8 @@ class DataServer:
         self.arrived: queue.Queue[str] = queue.Queue()
         self.asked: dict[str, str] = {}
         self.drawn: dict[str, Image.Image] = {}
+        # Read all the time: a pipe that nobody empties is full after some pictures, and the process that draws would
+        # wait.
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -246,6 +248,7 @@ class Synthesis:
         first = next(k for k, reward in enumerate(self.config.rewards) if reward.weight)
         label, weight = self.config.reward_labels[first], self.config.rewards[first].weight
         scores = {name: torch.full((len(worth),), math.nan, dtype=torch.float64) for name in self.config.reward_labels}
+        # Over the weight, by which the total multiplies it again: the description is to be worth what it is.
         scores[label] = torch.tensor(worth, dtype=torch.float64) * (1.0 / weight)
         return Answers(
             [row],

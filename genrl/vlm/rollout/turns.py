@@ -101,6 +101,7 @@ def _filled(
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Roles and parts, with pictures in their places."""
     first = said[0][1]
+    # Reversed, since each is put in front: pictures come before clips then.
     for kind in reversed(KINDS):
         places = sum(isinstance(part, Place) and part == Place(kind) for _, parts in said for part in parts)
         there = len(shown.get(kind, ()))

@@ -35,6 +35,7 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
     for _ in run.loop.iterations():
         answers, row = run.draw()
         ready = run.estimate(answers)
+        # None where a filter left nothing: the iteration is logged all the same, and counted as an idle one.
         if ready is not None:
             row |= estimated(run, ready)
             row |= learn(run, answers, ready)
@@ -98,6 +99,7 @@ def loss(settings: RecipeMethod, policy: Policy, given: Recorded) -> dict[str, T
     if asked.changed is not None:
         with torch.no_grad():
             extra["degraded"] = answered(asked.changed).log_prob.cpu()
+    # On the CPU: a few numbers per token, in float32, next to the statistics of the whole batch that were made there.
     return recipe_loss(asked.preset, now.log_prob.cpu(), extra, given)
 
 

@@ -49,6 +49,7 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     kl_stop = run.preset.kl_stop if critic.kl_stop is None else critic.kl_stop
     groups = ["policy"] if run.critic is None else ["policy", "critic"]
     if run.critic is not None and loop.iteration < warmup:
+        # Advantages by an untrained critic would teach the policy noise.
         groups = ["critic"]
 
     def recorded(one: Update, some: Tensor) -> Recorded:
