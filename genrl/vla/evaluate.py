@@ -111,6 +111,7 @@ def _round(
         film(env, filmed, running, pictures)
         seen, here = observe(raw, env, policy, decision), np.flatnonzero(running)
         shape = policy.horizon, policy.action_dim
+        # By each slot's own generator: an episode's noise does not depend on which others still run.
         noise = torch.stack([torch.randn(shape, generator=rngs[slot]) for slot in here])
         seen = rows(seen, torch.from_numpy(here))
         chunk = _chunk(who, seen, noise)[:, : env.chunk]
@@ -122,6 +123,7 @@ def _round(
         steps += np.where(running, info["n_executed"], 0)
         returns += np.where(running, info["rewards"].sum(1), 0.0)
         ended = terminated | truncated
+        # The last picture too, which shows whether it succeeded: the next step would show another episode.
         film(env, [slot for slot in filmed if ended[slot]], running, pictures)
         running &= ~ended
         decision += 1
@@ -149,6 +151,7 @@ def balanced(clips: list[Clip], most: int) -> list[Clip]:
     """`most` of them, half successes and half failures as far as there are, in their order."""
     sides = [[clip for clip in clips if clip.success == flag] for flag in (True, False)]
     fewer = min(len(side) for side in sides)
+    # The larger side fills up what the smaller one lacks.
     each = [max(most - fewer, most // 2) if len(side) > fewer else most - most // 2 for side in sides]
     kept = {id(clip) for side, count in zip(sides, each, strict=True) for clip in side[:count]}
     return [clip for clip in clips if id(clip) in kept][:most]

@@ -121,6 +121,7 @@ class VLARun(Run[VLAConfig]):
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
         plan = RolloutPlan(
+            # With one episode per slot the rollout ends by itself; the number is never reached.
             decisions=decisions or 1_000_000,
             seed=config.seed,
             iteration=loop.iteration,
@@ -136,6 +137,8 @@ class VLARun(Run[VLAConfig]):
         loop.check_stop()
         rollout = found.rollout
         with self.drawing():
+            # By parts: a matrix product of other rows may round differently, so only the batch that was sampled is
+            # computed again.
             self._off = max(check_on_policy(self.policy, rollout, slots) for slots in found.parts)
         if self.age:
             rollout = weighed(self.policy, rollout, settings, loop.fitting)
@@ -175,6 +178,7 @@ class VLARun(Run[VLAConfig]):
         every = torch.cat(gather_object([advantages[kept].double()]))
         if len(every) == 0:
             return torch.zeros_like(advantages)
+        # The kept ones of all processes give mean and spread; this process's own, appended, are scaled by them.
         own = torch.cat([every, advantages.double().flatten()])
         valid = torch.arange(len(own)) < len(every)
         return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
@@ -182,6 +186,7 @@ class VLARun(Run[VLAConfig]):
     def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
         loop = self.loop
+        # First episodes alone: of later ones a rollout of fixed length would hold more short ones than long ones.
         first = rollout.valid & (rollout.episode == 0)
         whole = first.any(0)  # of the others the first episode was lost with its simulator
         mine = {
@@ -255,6 +260,7 @@ class VLARun(Run[VLAConfig]):
         config, settings = self.config, self.config.evaluation
         mine = self.process.share(settings.episodes)
         if self.table is None:
+            # Apart from the training's: an evaluation would leave those in the middle of its own episodes.
             self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(mine)))
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
@@ -313,6 +319,7 @@ class VLARun(Run[VLAConfig]):
 def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | None, *_: object) -> None:
     """Remove the policy: else the command, put right, would be refused because of the folder."""
     run = process.run
+    # After the first row the folder holds a run, whatever ends it.
     if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
         shutil.rmtree(run.folder / "policy")
 
@@ -394,6 +401,8 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
         rngs = [generator(seed, "exploration", k, row) for row in range(len(rows.states))]
         random = rollout.sampler.noise(policy, rngs, generator(seed, "exploration", k))
         first = random.noise[:, :1] if first is None else first
+        # The initial noise is the same in all eight: what differs is what the sampled steps add, which is what is
+        # explored.
         noise = torch.cat([first, random.noise[:, 1:]], 1)
         chunks.append(rollout.sampler.sample(policy, context, random._replace(noise=noise), frozen=before).chunk)
     size = rollout.rewards.shape[-1]

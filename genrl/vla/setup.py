@@ -128,6 +128,7 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
     config = load(Run(run).config)
     assert isinstance(config, VLAConfig) and config.policy.path is not None
     policy = load_trained(config.policy.path, adapt=adapted(config))
+    # What the policy itself trains, before adapters freeze it: the exported folder is to be as the original one was.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     policy = with_own_heads(config, policy)
     choose_trained(config, policy)
@@ -187,6 +188,7 @@ def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
     if any(name.startswith(IMAGE) or name == POINTS for name in policy.inputs):
         text = "files of steps hold neither pictures nor points; take a policy of states"
         raise ValueError(f"demonstrations.dataset: {text}")
+    # The simulator says its sizes only once it is there.
     with closing(open_tables(config, policy, num_envs=1)) as env:
         seen, _ = env.reset(seed=0)
         shown = max(value.shape[1] for name, value in seen.items() if value.ndim == 2), env.action_dim
@@ -222,6 +224,7 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
     workers = config.environment.workers
     wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
     opened = open_environment(replace(wanted, workers="ray" if workers == "ray_simulators" else workers))
+    # Without a limit a policy that fails would keep a rollout going for ever.
     if opened.max_steps is None:
         opened.close()
         name = config.environment.name

@@ -92,6 +92,7 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     policy = with_own_heads(config, policy)
     sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
+    # Only to see that its first steps fit this sampler, before simulators are started.
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
         frozen_of(config, policy)
     choose_trained(config, policy)
@@ -119,6 +120,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
         policy = policy.to(process.accelerator.device)
     processes = process.accelerator.num_processes
     own = config.environment.num_envs // processes
+    # Methods that only evaluate in the simulators have no use for copies of the policy on other machines.
     acts_there = config.environment.workers == "ray" and "actors" in config.trainer.takes
     opened = open_rollouts if acts_there else open_tables
     env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
@@ -126,6 +128,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     rates = {"policy": config.optimizer.lr}
     if critic_values(config, policy):
         rates["critic"] = config.optimizer.critic_lr
+    # A copy of the weights before the first update: afterwards these are nowhere any more.
     frozen = frozen_of(config, policy)
     begun = untrained(policy, frozen) if config.policy.path else None
     if config.distributed.fsdp:

@@ -40,7 +40,8 @@ def advantage_weights(q: Tensor, values: Tensor, *, temperature: float, largest:
 # FISOR: feasibility-guided weighted diffusion cloning for safe offline learning (arXiv 2401.10700).
 #
 # A state is feasible where the best achievable worst violation V_h is at most 0; h is the violation of a state:
-# negative (-1) where it is safe, positive (25 in the released code) where it is not. All inputs [N]; `mask` is 0 where the episode
+# negative (-1) where it is safe, positive (25 in the released code) where it is not. All inputs [N]; `mask` is 0 where
+# the episode
 # terminated, else 1.
 
 

@@ -30,6 +30,7 @@ def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = No
         def measure(part: Recorded, results: Results, _: Recorded) -> None:
             found.update({name: value.detach().cpu() for name, value in results.items()})
 
+        # One part: these losses are means over a batch that was sampled as a whole.
         descend(loop, settings, acting, [recorded], lambda one: one, loss, groups=["policy"], measure=measure)
         return found
 

@@ -91,6 +91,7 @@ def recorded_frames(
     here = index[mine]
     actions = policy.normalised(frames[ACTION][here])
     padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
+    # By what counts, not by rows: processes with more padding have less of the mean.
     share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
     shown = {name: frames[name] for name in (*policy.inputs, SEEN) if name in frames}
     tensors = {f"observation/{name}": value for name, value in rows(shown, here).items()}
@@ -143,6 +144,7 @@ def imitation_updates(run: VLARun, settings: Any, frames: Batch, loss: Loss) -> 
 
     with loop.timed("train"):
         for _ in range(settings.steps_per_iteration):
+            # Keyed by optimiser steps: a resumed run goes on with the next batch.
             rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
             index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
             prepare = partial(recorded_frames, policy, frames, rng=rng, alpha_bars=alpha_bars, mine=mine)

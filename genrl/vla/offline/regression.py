@@ -82,6 +82,7 @@ def regress(
     advantage [N] of the data's chunks; figures: logged with every iteration.
     """
     config, loop, policy = run.config, run.loop, run.policy
+    # `advantage_weights` takes Q and V: the advantage stands for both.
     device, nothing = loop.process.accelerator.device, torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)

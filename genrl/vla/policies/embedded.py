@@ -105,6 +105,7 @@ class EmbeddedPolicy(nn.Module):
         for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):
             if setting in wanted and getattr(self.config, setting) != wanted[setting]:
                 old = {name: value for name, value in old.items() if not name.startswith(head)}
+        # Made anew with the heads and filled from the old one: heads whose shape changed keep their fresh weights.
         new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
         new.name = self.name
         return new.to(next(self.parameters()).device)
@@ -121,6 +122,7 @@ class EmbeddedPolicy(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy was made without a critic."""
+        # Detached: the critic's loss is not to move what the policy sees by.
         values: Tensor = critic_of(self)(context["features"].detach())
         return values
 
@@ -153,6 +155,7 @@ class EmbeddedPolicy(nn.Module):
             write(folder / state, stats)
             steps = [{"registry_name": step, "config": how, "state_file": state}]
             write(folder / f"{processor}.json", {"name": processor, "steps": steps})
+        # Last: a folder with this file is complete.
         write(folder / "config.json", config | own)
 
     @classmethod
@@ -236,6 +239,7 @@ class TinyFlowVLA(EmbeddedPolicy):
         self.expert = ResidualMLP(numbers + _TIME + _PREFIX, _EXPERT, 2, nn.SiLU())
         self.norm = nn.LayerNorm(_EXPERT)
         self.out = nn.Linear(_EXPERT, numbers)
+        # At first the velocity is 0 and a chunk is its noise: nothing large that training would have to unlearn.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
         if config.critic:

@@ -53,6 +53,7 @@ class ResidualMLP(nn.Module):
 def value_head(inputs: int, width: int, blocks: int, activation: nn.Module, values: int = 1) -> nn.Sequential:
     """A critic on features [B, F]: [B, values], 0 before training."""
     last = nn.Linear(width, values)
+    # A critic that begins at 0 predicts no return, which is nearer to sparse rewards than random values are.
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(ResidualMLP(inputs, width, blocks, activation), nn.LayerNorm(width), last)
@@ -135,6 +136,7 @@ class ObservationEncoder(nn.Module):
         """Features of instructions int64 [B, L]: [B, `LANGUAGE`]."""
         tokens = tokens.to(self.words.weight.device)
         there = (tokens > 0).float()[..., None]
+        # A mean over the words that are there: padding must not make an instruction weaker.
         said: Tensor = self.language((self.words(tokens) * there).sum(1) / there.sum(1).clamp(min=1.0))
         return said
 
@@ -158,6 +160,7 @@ class ObservationEncoder(nn.Module):
             scale, shift = film(language)[:, :, None, None].chunk(2, 1)
             x = functional.relu(norm(convolution(x)) * (1.0 + scale) + shift)
         maps = self.keypoints(x)
+        # Where a map is high, as a mean position: the arm needs places, not what is there.
         weight = maps.flatten(2).softmax(-1).view(maps.shape)
         place = torch.linspace(-1.0, 1.0, maps.shape[-1], device=maps.device)
         found: Tensor = self.picture(torch.cat([(weight.sum(2) * place).sum(-1), (weight.sum(3) * place).sum(-1)], 1))

@@ -71,6 +71,7 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
     from genrl.vla.policies.groot import Block
     from genrl.vla.policies.transformer import Layer
 
+    # By name from the policy's own layers: names alone (q_proj) would also match the eyes, which stay frozen.
     linear = [
         f"{name}.{inner}"
         for name, layer in policy.named_modules()

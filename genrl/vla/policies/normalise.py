@@ -88,5 +88,6 @@ def _affine(stats: Mapping[str, Tensor], mode: Mode, like: Tensor) -> tuple[Tens
         raise ValueError(f"{like.shape[-1]} numbers cannot be normalised by statistics of {low.shape[-1]}")
     if mode == "MEAN_STD":
         return low, high + EPS
+    # A number that never moves in the data has no range: it maps to 0, and back to itself.
     half = torch.where(high == low, EPS, high - low) / 2.0
     return low + half, half

@@ -84,6 +84,7 @@ def collect(
     env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
     first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
     env.first_slot = plan.first_slot
+    # Always from new episodes: a rollout that went on in old ones would depend on where a resumed run was stopped.
     raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes, "once": plan.one_episode})
     instruction = list(env.task_description)
     seen, record = [observe(raw, env, policy, 0)], _Record()
@@ -97,6 +98,7 @@ def collect(
         before = _before(frozen, context, rows(seen[-1], running), plan.keep_contexts)
         noise = sampler.noise(policy, [own[slot] for slot in running.nonzero()[:, 0]], shared)
         sampled = sampler.sample(policy, context, noise, frozen=before)
+        # Only the first actions of a chunk are executed; the policy plans further than it is followed.
         actions = _spread(policy.actions(sampled.chunk)[:, : env.chunk], running).numpy().astype(np.float32)
         raw, _, terminated, truncated, info = env.step(actions)
         chosen = {name: _spread(value, running) for name, value in sampled._asdict().items() if name != "chunk"}
@@ -158,6 +160,7 @@ class _Record:
         return columns | {
             "contexts": joined_batches(self.contexts, torch.stack) if self.contexts else {},
             "values": None if value is None else value[:-1],
+            # The first value alone: of a chunk that is not chosen yet nothing but the state is known.
             "next_values": None if value is None else value[1:, :, 0],
             "valid": valid,
             "episode": done.long().cumsum(0) - done.long(),

@@ -124,6 +124,7 @@ class RayRollouts:
         tf32: bool | None = None,
     ) -> None:
         self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
+        # Nothing is started by opening it: simulators begin with the first reset.
         self.max_steps = open_environment(replace(simulation, num_envs=self.group_size)).max_steps
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.waited_s, self.dropped, self.restarts, self.version = 0.0, 0, 0, 0
@@ -163,6 +164,7 @@ class RayRollouts:
             raise
         missing = sum(len(groups) for number, groups in enumerate(crew.parts) if number not in parts)
         done = [parts[number] for number in sorted(parts)]
+        # A mix of versions would show only as ratios that are off, much later.
         if stale := {part.version for part in done} - {self.version}:
             raise RuntimeError(f"a Ray actor acted by weights {stale}, not by {self.version}")
         self.waited_s += max(part.waited_s for part in done)
@@ -191,6 +193,7 @@ class RayRollouts:
         for actor in crew.workers:
             first = work.plan.first_slot + actor.slots.start * self.group_size
             crew.send(actor, work._replace(plan=replace(work.plan, first_slot=first)), list(actor.slots))
+            # The first decision may have to wait for simulators that are made.
             crew.expect(actor, starting=True)
         while waiting := [actor for actor in crew.workers if actor.open]:
             actor, message = crew.next(waiting)

@@ -156,6 +156,7 @@ class Denoising(Sampler):
         index = random.noisy.nonzero()[:, 1].view(batch, -1)
         rows, place = torch.arange(batch, device=start.device)[:, None], index.to(start.device)
         states, following = chain.states[rows, place], chain.states[rows, place + 1]
+        # By the same function as in `replay`, on the same tensors: the first ratio is exactly 1.
         log_prob = self._score(states, following, chain.means[rows, place], chain.stds[rows, place])
         return Sample(chain.states[:, -1], states, following, index, log_prob)
 
@@ -222,6 +223,7 @@ class FlowSteps(Denoising):
             skip = self.kernel == "flow_cps"
             return chains.noisy_steps(self.selection, rows, self.steps, skip_last=skip, generator=rng)
 
+        # One choice per chunk, by its own generator, so that it is the same in any batch.
         if self.selection == "random_per_env":
             return torch.cat([choose(1, rng) for rng in generators])
         return choose(len(generators), shared)
@@ -272,6 +274,7 @@ class LearnedNoise(Denoising):
 
     def _score(self, states: Tensor, next_states: Tensor, means: Tensor, stds: Tensor) -> Tensor:
         """One log-probability of the whole chain, [B, 1, H, A]."""
+        # All steps were sampled, so each next state is the state of the step after it.
         chain = Chain(torch.cat([states, next_states[:, -1:]], 1), means, stds)
         return chains.chain_log_prob(chain, initial=self.initial, reduction=self.reduction)[:, None]
 

@@ -70,6 +70,7 @@ class Batch(ABC):
             ended = alive & (terminated | truncated)
             self.keep(ended | alive if k == self.chunk - 1 else ended)
             alive = alive & ~ended
+        # After the chunks: a simulator in lock step would move the new episodes along.
         if work.begin:
             self.elapsed[list(work.begin)] = 0
             self.begin(work.begin)

@@ -253,6 +253,7 @@ class Description:
 def episode_keys(seed: int, slot: NDArray[np.generic], count: NDArray[np.generic]) -> Keys:
     """Numbers of the episodes `count` [n] of the slots `slot` [n] of a run: different in all three, uint64 [n]."""
     start = spread(np.array([seed % 2**64], dtype=np.uint64))
+    # Spread after each part: sums of neighbouring seeds, slots and counts would meet.
     return spread(spread(start + slot.astype(np.uint64)) + count.astype(np.uint64))
 
 

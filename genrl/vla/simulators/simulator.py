@@ -124,6 +124,7 @@ class Simulator:
         """Up to C actions [C, D], until the episode ends: by success, by the environment, or by the time limit."""
         rewards, costs = np.zeros((2, self.reading.chunk), dtype=np.float32)
         for k in range(self.reading.chunk):
+            # As the robot would: a policy's noise goes beyond its limits, and some simulators raise there.
             action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
             told = self.env.step(action)
             if not isinstance(told, tuple) or len(told) != 5:
@@ -137,7 +138,10 @@ class Simulator:
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
             success = self._success(info, bool(terminated) or bool(truncated) or (limit and not self.says_success))
             costs[k] = self._number(self._told(info, "cost_key", needed=True), "cost_key")
+            # Success ends an episode here even where the simulator goes on: rewards after it would pay for standing
+            # still.
             terminated = bool(terminated) or success
+            # Both at once is an end: what is bootstrapped from a finished task would be value that does not come.
             truncated = (bool(truncated) or limit) and not terminated
             rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
             if terminated or truncated:

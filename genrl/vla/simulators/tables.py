@@ -60,6 +60,7 @@ def open_environment(wanted: Simulation) -> Environment:
         described = describe(name, *told)
     if not wanted.workers:
         return Simulators(described, wanted)
+    # Here: Ray is an extra, and most runs simulate in this process.
     from genrl.vla.simulators import ray_workers, workers
 
     if wanted.workers == "ray":
@@ -207,11 +208,14 @@ class Simulators:
         if tasks == 1:
             return numbers
         turn = (self._seed % tasks + group + self._count) % tasks
+        # Halved first, so that adding the task cannot leave 64 bits.
         return (numbers >> np.uint64(1)) // np.uint64(tasks) * np.uint64(tasks) + turn.astype(np.uint64)
 
     def _round(self, run: Run) -> Step:
         begun, done = time.perf_counter(), Round(self.num_envs, self.chunk)
         try:
+            # A worker lost between two rounds (over a picture) took its episodes with it: this is the first round that
+            # can say so.
             done.drop(np.flatnonzero(self._vanished).tolist())
             self._play(run, done)
         except BaseException:
@@ -224,6 +228,7 @@ class Simulators:
         names = {"rewards": "rewards", "n_executed": "n_executed", "is_success": "success", "dropped": "dropped"}
         names |= {"costs": "costs"} if self.knows_costs else {}
         info = {name: getattr(done, own) for name, own in names.items()}
+        # A copy: the next round writes into the same arrays, and rollouts keep what they were shown.
         seen = {name: value.copy() for name, value in self.observation.items()}
         return seen, done.rewards.sum(1), done.terminated, done.truncated, info
 

@@ -98,6 +98,7 @@ class Process(Worker):
         given = (theirs, self.description, len(self.slots))
         self.process = context.Process(target=_serve, args=given, daemon=True)
         self.process.start()
+        # Its end is the child's alone: held open here too, the pipe would never say that the child has ended.
         theirs.close()
 
     def do(self, work: Work) -> Iterator[Message]:

@@ -42,6 +42,8 @@ def learn(
     with loop.timed("train"):
         for epoch in range(settings.epochs):
             counts = gather_object([len(chosen.row)])
+            # Nearest to the size that is asked for, in equal parts: a small remainder would be a step of large
+            # variance.
             parts = max(1, round(sum(counts) / settings.minibatch))
             for dealt in deal(counts, loop.process.rank, parts, run.config.seed, "minibatches", loop.iteration, epoch):
                 if not update(run, rollout, chosen, dealt, settings, meter, loss, groups):
@@ -73,6 +75,7 @@ def update(
         return record(mine.chosen(part)) if len(part) else None
 
     def idle() -> Tensor:
+        # A real pass over one decision: in shards the others wait for this process to gather with them.
         return 0.0 * loss(settings, acting, record(chosen.idle()))["loss"]
 
     def measure(part: Tensor, results: Results, recorded: Recorded) -> None:
@@ -86,6 +89,7 @@ def update(
         number = max(1.0, every.pop("number"))
         means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}
         meter.note(means if policy else {"loss/value": means["loss/value"]})
+        # Before the step, so that the update which goes too far is not made.
         return not policy or settings.kl_stop is None or means["kl/updates"] <= settings.kl_stop
 
     parts = torch.arange(len(mine.row)).tensor_split(passes)

@@ -66,6 +66,7 @@ def filtered(rollout: ChunkRollout, settings: Update) -> Tensor:
     if settings.success_filter is not None and bool(kept.any()):
         low, high = settings.success_filter
         returns, group = episode_returns(rollout)[kept], rollout.group[kept]
+        # A clone: the mask would be written while it selects.
         kept[kept.clone()] = informative_groups(returns, group, low=low, high=high)
     return kept
 
@@ -132,6 +133,7 @@ def at_level(elements: Tensor, executed: Tensor, size: int, action_dim: int, set
     """[n, H, A] -> log-probabilities at the level of the ratio. Actions after an episode's end do not count."""
     kept = chains.executed(elements, size, action_dim)
     if settings.element_clip is not None:
+        # Before the sum: one number far off its mean would decide the ratio of the whole chunk.
         kept = kept.clamp(*settings.element_clip)
     there = executed_mask(executed, size).to(kept.device)[..., None]
     return chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
@@ -156,6 +158,7 @@ class ActorLoss(NamedTuple):
 
 def spread_out(values: Tensor, like: Tensor) -> Tensor:
     """Values of decisions or actions spread to every ratio of them, in the shape of `like`."""
+    # Advantages are made in float64; the surrogate is one of float32 log-probabilities.
     found = values.to(like.device, torch.float32)
     return found.view(*found.shape, *[1] * (like.dim() - found.dim())).expand(like.shape)
 
@@ -192,6 +195,7 @@ def actor_loss(
     }
     # a level below the chunk has several ratios in a decision: the mean is over them
     count, each = int(given["total"]), scored.log_prob[0].numel()
+    # A new tensor: the sum itself is kept for the figures.
     share = torch.zeros((), device=loss.device) + sums["loss/policy"] / (count * each)
     if settings.entropy_weight:
         sums["entropy"] = scored.entropy.sum()

@@ -33,6 +33,7 @@ def train(run: VLARun, settings: GRPO) -> None:
         returns = episode_returns(rollout)
         returns[~rollout.valid.any(0)] = math.nan  # an episode that was lost with its simulator compares with none
         advantage = episode_group_advantages(returns, rollout.group)
+        # Without an advantage there is no gradient, and there is no KL here to be counted.
         kept = rollout.valid & filtered(rollout, settings) & (advantage != 0)
         rows = advantage.expand(rollout.valid.shape)
         chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))

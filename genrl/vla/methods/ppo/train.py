@@ -42,6 +42,7 @@ def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tu
     normalised = run.normalised(found.advantages, kept)
     weight = weights(rollout, kept, settings)
     mean = summed({"weight": float(weight.sum()), "number": float(kept.sum())})
+    # To a mean of 1, so that the choice of weights does not change the size of the step.
     weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
     chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
     return chosen, explained_variance(run, found, kept)
@@ -54,6 +55,7 @@ def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
     rewards, following, gamma, lam = rollout.rewards, rollout.next_values, settings.gamma, settings.lam
     flags = rollout.n_executed, rollout.terminated, rollout.truncated
     if settings.values == "action":
+        # A policy has a value for every action it plans; those beyond the executed ones are of no step.
         return action_gae(rewards, *flags, rollout.values[..., : rewards.shape[-1]], following, gamma=gamma, lam=lam)
     now = rollout.values[..., 0]
     return chunk_gae(rewards, *flags, now, following, gamma=gamma, lam=lam, mode=settings.discount)
