@@ -41,8 +41,7 @@ def advantage_weights(q: Tensor, values: Tensor, *, temperature: float, largest:
 #
 # A state is feasible where the best achievable worst violation V_h is at most 0; h is the violation of a state:
 # negative (-1) where it is safe, positive (25 in the released code) where it is not. All inputs [N]; `mask` is 0 where
-# the episode
-# terminated, else 1.
+# the episode terminated, else 1.
 
 
 def feasibility_target(violation: Tensor, next_values: Tensor, mask: Tensor, gamma: float) -> Tensor:
