@@ -66,8 +66,8 @@ def fits(run: Run[Config], prompts: Sequence[Prompt], size: int) -> bool:
     total = total_bytes(device)
     if total is not None and size > 2:
         empty_cache(device)
-        one, two = (peak(run, prompts, n) for n in (1, 2))
-        if one is None or two is None or one + (size - 1) * (two - one) > MARGIN * total:
+        single, two = (peak(run, prompts, n) for n in (1, 2))
+        if single is None or two is None or single + (size - 1) * (two - single) > MARGIN * total:
             return False
     return peak(run, prompts, size) is not None
 
@@ -109,6 +109,6 @@ def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
 def copies_to_come(run: Run[Config]) -> int:
     """The optimiser's two moments, the snapshots that the trainer takes after the trials (an old policy, ...), and the
     copies of all that an iteration changes (`runtime.undo`)."""
-    kept = len(snapshots(run.config))
-    undo = 3 + kept if run.weights.can_be_copied else 0
-    return 2 + kept - len(run.weights.snapshots) + undo
+    num_snapshots = len(snapshots(run.config))
+    undo = 3 + num_snapshots if run.weights.can_be_copied else 0
+    return 2 + num_snapshots - len(run.weights.snapshots) + undo

@@ -148,12 +148,14 @@ class DiffusionRun(Run[Config]):
         roots_together: of trees (`Sheet`)."""
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
         config, worker = self.config, self.worker
-        known = self.known
+        prompt_values = self.known
 
         def sheet_of(iteration: int) -> Sheet:
-            return Sheet.of(config, self.prompts, iteration, known, leaves=leaves, roots_together=roots_together)
+            return Sheet.of(
+                config, self.prompts, iteration, prompt_values, leaves=leaves, roots_together=roots_together
+            )
 
-        running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
+        running = {label: Running(**statistics) for label, statistics in self.loop.memory.get("scores", {}).items()}
         drawing: Callable[[], AbstractContextManager[None]] = nullcontext
         if under is not None:
             drawing = partial(self.weights.use, under)
@@ -247,7 +249,7 @@ class DiffusionRun(Run[Config]):
         loop.timings["train"] = time.perf_counter() - self._train_started
         if self.rollouts.running:
             # In memory, which checkpoints keep and an undone iteration takes back.
-            loop.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
+            loop.memory["scores"] = {label: asdict(statistics) for label, statistics in self.rollouts.running.items()}
         elapsed = time.perf_counter() - loop.started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
         # Processes that compute one sample together have each counted it: a call of theirs is one.
@@ -277,8 +279,8 @@ class DiffusionRun(Run[Config]):
         numbers = self.iteration_rows
         first = rollouts.scored.values[self.config.reward_labels[0]]
         values = economy.values_of(selection, first, rollouts.total).view(len(numbers), -1)
-        found, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
-        self.loop.memory[economy.MEMORY] = found
+        values_now, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
+        self.loop.memory[economy.MEMORY] = values_now
         return row
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -292,23 +294,27 @@ class DiffusionRun(Run[Config]):
             held_out = partial(
                 evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
             )
-            found = held_out()
-            again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
-        metrics = found.metrics
+            judged = held_out()
+            rewritten = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
+        metrics = judged.metrics
         inputs = self.config.sampling.inputs
-        self.note_sheet(lambda: of_evaluated(self.scorers, found, self.eval_prompts, inputs))
+        self.note_sheet(lambda: of_evaluated(self.scorers, judged, self.eval_prompts, inputs))
         if iteration == 0:
-            self.before.thumbnails = found.thumbnails
+            self.before.thumbnails = judged.thumbnails
         if len(self.before.thumbnails):  # a run that was begun without has none to compare with
-            metrics["eval/moved"] = looks.moved(found.thumbnails, self.before.thumbnails)
-        if again is not None:
-            figures = {key.removeprefix("eval/"): one for key, one in again.metrics.items() if key not in again.looks}
+            metrics["eval/moved"] = looks.moved(judged.thumbnails, self.before.thumbnails)
+        if rewritten is not None:
+            figures = {
+                key.removeprefix("eval/"): figure
+                for key, figure in rewritten.metrics.items()
+                if key not in rewritten.looks
+            }
             metrics |= {f"eval_rewritten/{key}": value for key, value in figures.items()}
         if self.is_main:
             samples, log = self.process.run.samples, self.process.log
-            show(found, samples, log, iteration)
-            if again is not None:
-                show(again, samples / "rewritten", log, iteration, name="samples/rewritten")
+            show(judged, samples, log, iteration)
+            if rewritten is not None:
+                show(rewritten, samples / "rewritten", log, iteration, name="samples/rewritten")
         return metrics
 
     def look(self) -> ContactSheet:

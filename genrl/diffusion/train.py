@@ -92,9 +92,9 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
         stack.callback(far.close)
     policy = open_policy(config, device, (prompts, eval_prompts), tell=partial(_tell, process))
     check_call_arguments(policy.pipe, {name for row in (*prompts, *eval_prompts) for name in row.size})
-    said = use_kernels(policy, config.kernels)
-    if said:
-        process.progress.say(said)
+    summary = use_kernels(policy, config.kernels)
+    if summary:
+        process.progress.say(summary)
     # How many denoisers a pipeline has is known once it is loaded; all else was refused by `check`.
     if problem := experts_problem(config, len(policy.denoisers)):
         raise ValueError(f"{config.sharded_by}: {problem}")
@@ -140,8 +140,8 @@ def read_prompts(config: Config) -> Rows:
     """Prompts to train on and held-out ones, checked for the pictures that the pipeline is given with them."""
     sampling = config.sampling
     prompts = _read(config, config.prompts.train)
-    given = sampling.prompts_together, sampling.buckets, sampling.picture_column
-    if sampling.buckets and (problem := short_bucket(prompts, *given)):
+    arguments = sampling.prompts_together, sampling.buckets, sampling.picture_column
+    if sampling.buckets and (problem := short_bucket(prompts, *arguments)):
         raise ValueError(f"sampling.buckets: {problem}")
     held_out = []
     if config.prompts.eval:
@@ -235,10 +235,10 @@ def encode(config: Config, device: torch.device | str, tell: Tell) -> tuple[int,
         raise ValueError("model.encodings: no folder is named; write for example model.encodings=encodings")
     ahead = config.model.model_copy(update={"offload": Offload(text_encoders="encode_then_free")})
     policy = _unplaced(config.model_copy(update={"model": ahead}), torch.device(device))
-    wanted = batches(config, policy, *read_prompts(config))
-    missing = encode_ahead(policy, config.model, wanted, tell)
+    pending = batches(config, policy, *read_prompts(config))
+    missing = encode_ahead(policy, config.model, pending, tell)
     assert policy.memo.store is not None
-    return len(wanted), missing, policy.memo.store.written
+    return len(pending), missing, policy.memo.store.written
 
 
 def _tell(process: Process, done: int, count: int) -> None:
@@ -272,14 +272,14 @@ def _keep_apart(config: Config, policy: Policy, prompts: Sequence[prompt_files.P
     if not sampling.inputs or sampling.batch_size == 1:
         return
     column = next(iter(sampling.inputs.values()))
-    one = prompts[0]
-    two = next((p for p in prompts if p.columns[column] != one.columns[column] and p.size == one.size), None)
+    first = prompts[0]
+    two = next((p for p in prompts if p.columns[column] != first.columns[column] and p.size == first.size), None)
     if two is not None:
         keys = [("apart", config.seed, k) for k in range(2)]
-        inputs = batch_inputs(sampling.inputs, [one, two])
+        inputs = batch_inputs(sampling.inputs, [first, two])
         with torch.compiler.set_stance("force_eager"):  # not for two calls
             require_apart(
-                policy, Batch([one.text, two.text], list(keys), batch_arguments(sampling, [one]), inputs=inputs)
+                policy, Batch([first.text, two.text], list(keys), batch_arguments(sampling, [first]), inputs=inputs)
             )
 
 

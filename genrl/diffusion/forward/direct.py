@@ -59,18 +59,18 @@ def reward_gradient(
     final = micro_batch.final
     weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
     columns = _columns(run, micro_batch.slots)
-    found = RewardGradient(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
+    result = RewardGradient(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
     if not weights:
-        return found
+        return result
     with run.scorers.placed(), torch.enable_grad():
         for row in range(len(final)):
             leaf = final[row : row + 1].detach().clone().requires_grad_()
             total = _total(run, weights, micro_batch.batch.take([row]), leaf, columns[row])
             loss = loss_of(total)
-            found.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
-            found.total[row], found.loss[row] = total.detach()[0], loss.detach()[0]
+            result.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
+            result.total[row], result.loss[row] = total.detach()[0], loss.detach()[0]
             run.loop.alive()
-    return found
+    return result
 
 
 def chain(policy: Policy, batch: Batch, state: Tensor, steps: range, *, clean: bool = False) -> Tensor:

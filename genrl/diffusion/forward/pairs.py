@@ -84,10 +84,10 @@ def learn(run: DiffusionRun, settings: DiffusionDPO, rollouts: Rollouts, sign: T
             .repeat(2, *[1] * (clean.dim() - 1))
         )
         level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
-        given = noised_by(policy, clean, noise, level)
-        given["reference"] = under(run, reference, batch, given["noisy"], level)
-        given["counts"] = counts.to(clean)
-        return batch, given
+        tensors = noised_by(policy, clean, noise, level)
+        tensors["reference"] = under(run, reference, batch, tensors["noisy"], level)
+        tensors["counts"] = counts.to(clean)
+        return batch, tensors
 
     def count(slots: list[int]) -> int:
         return int((sign[slots] > 0).sum()) * settings.timesteps_per_pair

@@ -56,17 +56,17 @@ def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> N
 def encoders_of(pipe: Pipeline) -> dict[str, nn.Module]:
     """The text encoders whose adapters the pipeline itself reads and writes. Raises ValueError where it has none."""
     takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys() if isinstance(pipe, LoRALoader) else ()
-    found = {
+    encoders = {
         name: part
         for name, part in pipe.components.items()
         if is_text_encoder(name) and isinstance(part, nn.Module) and f"{name}_lora_layers" in takes
     }
-    if not found:
+    if not encoders:
         raise ValueError(
             f"model.lora.text_encoders: diffusers loads no adapters of a {type(pipe).__name__}'s text encoders; write "
             "false"
         )
-    return found
+    return encoders
 
 
 def begin_with(pipe: Pipeline, denoisers: Mapping[str, nn.Module], source: str) -> None:
@@ -139,19 +139,19 @@ def _targets(name: str, denoiser: nn.Module, lora: LoRA) -> tuple[list[str], lis
     """The targets for peft, and the layers that they are. Raises ValueError where there are none."""
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     others = {key for key, _ in denoiser.named_modules()} - linears
-    own = ENCODER_LAYERS if is_text_encoder(name) else lora.targets
-    candidates = own or ATTENTION_LAYERS
-    found = [t for t in candidates if _ending(t, linears)]
-    missing = [t for t in candidates if t not in found] if own else []
-    if not found or missing:
+    wanted_layers = ENCODER_LAYERS if is_text_encoder(name) else lora.targets
+    candidates = wanted_layers or ATTENTION_LAYERS
+    matching = [t for t in candidates if _ending(t, linears)]
+    missing = [t for t in candidates if t not in matching] if wanted_layers else []
+    if not matching or missing:
         last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
         raise ValueError(
             f"model.lora.targets: no layer of the {name} ({type(denoiser).__name__}) is called "
             f"{', '.join(missing or candidates)}; its linear layers end in {', '.join(last)}"
         )
     # In some models a name is that of a linear layer here and of a list of layers there: spelt out.
-    targets = [key for t in found for key in (_ending(t, linears) if _ending(t, others) else [t])]
-    return targets, [key for t in found for key in _ending(t, linears)]
+    targets = [key for t in matching for key in (_ending(t, linears) if _ending(t, others) else [t])]
+    return targets, [key for t in matching for key in _ending(t, linears)]
 
 
 def _ending(target: str, keys: set[str]) -> list[str]:
@@ -234,13 +234,13 @@ def _load_lokr(part: Any, file: LoRAFile, name: str) -> None:
 
 def _require_equal(component: str, part: Any, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the adapter in memory is the file's, layer by layer: libraries only warn of the rest."""
-    there = get_peft_model_state_dict(part, adapter_name=name) if name in getattr(part, "peft_config", {}) else {}
-    if odd := sorted(set(tensors) ^ set(there)):
+    loaded = get_peft_model_state_dict(part, adapter_name=name) if name in getattr(part, "peft_config", {}) else {}
+    if odd := sorted(set(tensors) ^ set(loaded)):
         raise ValueError(
             f"it is of another model: its layers are not those of this {component} ({type(part).__name__}), e.g. "
             f"{odd[0]} is in one of them only"
         )
-    for key, value in there.items():
+    for key, value in loaded.items():
         if value.shape != tensors[key].shape or not torch.equal(value.cpu(), tensors[key].to(value.dtype).cpu()):
             raise ValueError(f"{key} of the {component} is another in memory than in the file")
 

@@ -30,7 +30,9 @@ def require_apart(policy: Policy, batch: Batch) -> None:
     kind = type(policy.pipe).__name__
     try:
         # One step is enough: what leaks between samples leaks in every call of the model.
-        other, alike = (policy.roll_out(one, stop=1).final[0] for one in (batch, replace(batch, inputs=same)))
+        other, alike = (
+            policy.roll_out(condition, stop=1).final[0] for condition in (batch, replace(batch, inputs=same))
+        )
     except ValueError as error:
         text = f"a {kind} cannot be given the pictures of two samples in one call"
         raise ValueError(f"sampling.inputs: {text}; {ALONE} ({error})") from error

@@ -81,14 +81,14 @@ class Store:
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """(last use, bytes, path) of every file."""
-        found = []
+        files = []
         for path in self.folder.glob("??/*.safetensors"):
             try:
                 stat = path.stat()
             except FileNotFoundError:  # another process removed it
                 continue
-            found.append((stat.st_mtime, stat.st_size, path))
-        return found
+            files.append((stat.st_mtime, stat.st_size, path))
+        return files
 
     def _shrink(self) -> None:
         """Remove what was used longest ago, to nine tenths of the bound."""
@@ -122,13 +122,13 @@ def _kinds(config: Config) -> dict[str, str]:
 def _files_of(folder: Path) -> list[str]:
     """Encoders and tokenizers in a pipeline's folder: name and size of each file, with its hash where it lies in the
     hub's cache, else the time of its last change."""
-    found = []
+    files = []
     for path in sorted(folder.glob("*/*")):
         if path.parent.name.startswith(("text_encoder", "tokenizer", "processor")) and path.is_file():
             real = path.resolve()
             stamp = real.name if real.parent.name == "blobs" else str(real.stat().st_mtime_ns)
-            found.append(f"{path.parent.name}/{path.name} {real.stat().st_size} {stamp}")
-    return found
+            files.append(f"{path.parent.name}/{path.name} {real.stat().st_size} {stamp}")
+    return files
 
 
 def _felled(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -137,7 +137,7 @@ def _felled(value: Any, tensors: dict[str, Tensor]) -> Any:
         tensors[str(len(tensors))] = value.contiguous().clone()  # two may share memory, which files do not
         return {"tensor": str(len(tensors) - 1)}
     if isinstance(value, (tuple, list)):
-        return {type(value).__name__: [_felled(one, tensors) for one in value]}
+        return {type(value).__name__: [_felled(part, tensors) for part in value]}
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise ValueError(f"model.encodings: an encoding holds a {type(value).__name__}, which no file can; write null")
@@ -150,5 +150,5 @@ def _planted(tree: Any, file: Any) -> Any:
     ((kind, content),) = tree.items()
     if kind == "tensor":
         return file.get_tensor(content)
-    values = [_planted(one, file) for one in content]
+    values = [_planted(part, file) for part in content]
     return tuple(values) if kind == "tuple" else values

@@ -124,7 +124,7 @@ class Policy:
     @property
     def embeds_guidance(self) -> bool:
         """Whether guidance is an input of the network (distilled models, as FLUX.1-dev), not a second prediction."""
-        return any(getattr(one.config, "guidance_embeds", None) is True for one in self.denoisers.values())
+        return any(getattr(denoiser.config, "guidance_embeds", None) is True for denoiser in self.denoisers.values())
 
     @property
     def device(self) -> torch.device:
@@ -177,10 +177,10 @@ class Policy:
                 "replayed"
             )
         # Some pipelines round the number, or make it of another argument.
-        asked, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
-        if asked not in (None, scheduled):
+        num_steps, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
+        if num_steps not in (None, scheduled):
             raise ValueError(
-                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {asked} were asked for: what "
+                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {num_steps} were asked for: what "
                 "is sampled and trained would not be the steps that were meant"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps

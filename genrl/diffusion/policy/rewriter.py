@@ -96,10 +96,12 @@ class Rewriter:
         if self.see:
             asked = self.see([[*pictures, text]])
         else:
-            if told := bool(self.tokenizer.chat_template):
+            if templated := bool(self.tokenizer.chat_template):
                 chat = [{"role": "user", "content": text}]
                 text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            asked = self.tokenizer(text, add_special_tokens=not told, return_tensors="pt", return_token_type_ids=False)
+            asked = self.tokenizer(
+                text, add_special_tokens=not templated, return_tensors="pt", return_token_type_ids=False
+            )
         floats = self.model.dtype
         return {k: v.to(self.model.device, floats if v.is_floating_point() else None) for k, v in asked.items()}
 
@@ -126,19 +128,19 @@ class Rewriter:
 
         fits: whether the text encoders take a text whole. Raises ValueError where the model has too few positions.
         """
-        asked = self.asked(prompt, pictures)
-        self.check_room(prompt, asked)
+        inputs = self.asked(prompt, pictures)
+        self.check_room(prompt, inputs)
         draw = _Draw(self._log_softmax, generator(*key))
-        found = self.model.generate(
-            **_repeated(asked, count),
+        tokens_out = self.model.generate(
+            **_repeated(inputs, count),
             max_new_tokens=self.settings.max_new_tokens,
             logits_processor=LogitsProcessorList([draw]),
         )
-        tokens = found[:, asked["input_ids"].shape[1] :]
+        tokens = tokens_out[:, inputs["input_ids"].shape[1] :]
         mask = completion_mask(tokens, self.end)
-        answers = [self._new_prompt(row[kept], fits) for row, kept in zip(tokens, mask, strict=True)]
+        answers = [self._new_prompt(row[row_mask], fits) for row, row_mask in zip(tokens, mask, strict=True)]
         texts = [prompt if answer is None else answer for answer in answers]
-        return Written(asked, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
+        return Written(inputs, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
 
     def _new_prompt(self, tokens: Tensor, fits: Callable[[str], bool]) -> str | None:
         """What one answer holds between its tags; None where it does not end, or holds not just one thing there."""

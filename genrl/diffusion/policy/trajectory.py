@@ -175,13 +175,13 @@ class StepRecord:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it but the batch and the kernel's name."""
-        known = {
+        tensors = {
             "step": torch.tensor(self.index),
             "noise_level": torch.tensor(self.kernel.noise_level, dtype=torch.float64),
             "state": self.state,
             "next_state": self.next_state,
         }
-        return known if self.rows is None else known | {"rows": self.rows}
+        return tensors if self.rows is None else tensors | {"rows": self.rows}
 
     @classmethod
     def of(cls, batch: Batch, kernel: str, tensors: Mapping[str, Tensor]) -> Self:

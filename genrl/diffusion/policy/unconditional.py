@@ -45,17 +45,17 @@ class Unconditional:
             assert state is not None
             with torch.enable_grad():
                 output = policy.calls.leave_at(probe, Request(0, 1), state).model_output
-        seen, self._seen = self._seen or [], None
+        predictions, self._seen = self._seen or [], None
         name, key = type(policy.pipe).__name__, "trainer.guidance_in_training"
-        if len(seen) != 2:
-            count = "one prediction" if len(seen) == 1 else f"{len(seen)} predictions"
+        if len(predictions) != 2:
+            count = "one prediction" if len(predictions) == 1 else f"{len(predictions)} predictions"
             raise ValueError(f"{key}: {name} makes {count} per step here, not a conditional and an unconditional one")
         # Gradients along one direction, the same in every process, tell the two factors.
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-        one, other = (factor.norm() for factor in torch.autograd.grad(output, seen, weight))
-        if one < other and not self._halves:  # the only call of a step without guidance would be taken for it
+        first_norm, other = (factor.norm() for factor in torch.autograd.grad(output, predictions, weight))
+        if first_norm < other and not self._halves:  # the only call of a step without guidance would be taken for it
             raise ValueError(f"{key}: {name} makes the unconditional prediction in a call before the conditional one")
-        return bool(one < other)
+        return bool(first_norm < other)
 
     def _before(self, module: Any, args: Any) -> None:
         """A call of its own gets no graph, which saves its memory too."""

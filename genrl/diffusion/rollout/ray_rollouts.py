@@ -109,8 +109,8 @@ class RolloutActor:
             self.drawing, values = connected().get(work.order)
             put_back(self.weights.named, values, "the trainer")
             self.version = work.version
-        drawn = self.drawing(self.policy, work.job.batch, work.job.slots, beat=lambda: None)
-        finished = packed(finish(self.policy, drawn, self.config.sampling.batch_size))
+        sampled = self.drawing(self.policy, work.job.batch, work.job.slots, beat=lambda: None)
+        finished = packed(finish(self.policy, sampled, self.config.sampling.batch_size))
         return Part(finished, self.version, self.policy.model_calls - calls, time.perf_counter() - started)
 
 
@@ -139,8 +139,8 @@ class RayRollouts:
         self._options = options
         self.seats = [Seat(self._actor()) for _ in range(count)]
         try:
-            for found in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
-                check_versions(found)
+            for versions in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
+                check_versions(versions)
         except self._ray.exceptions.RayError as error:
             raise ValueError(f"engine: no rollout worker could be started in {START_S:g} s: {error}") from error
         for seat in self.seats:
@@ -170,13 +170,13 @@ class RayRollouts:
     def drawn(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
         """Micro-batches that the actors draw by this order, as they came (`unpacked`). counted: is told the model calls
         of each."""
-        waiting, found = deque(jobs), dict[int, Part]()
+        waiting, parts = deque(jobs), dict[int, Part]()
         positions, losses = [job.position for job in waiting], 0
         for seat in self.seats:
             seat.job = None  # of an iteration that was left
         for position in positions:
             with worker.timed("sample"):
-                while position not in found:
+                while position not in parts:
                     self._hand_out(waiting, order)
                     job, part = self._hear()
                     worker.beat()
@@ -186,11 +186,11 @@ class RayRollouts:
                         waiting.extendleft([] if job is None else [job])
                     elif job is not None and part is not None:
                         self._check_version(part.version, order.version)
-                        found[job.position], losses = part, 0
+                        parts[job.position], losses = part, 0
                         self._busy += part.seconds
                         counted(part.model_calls)
                 self._hand_out(waiting, order)
-            yield position, found.pop(position).finished
+            yield position, parts.pop(position).finished
 
     def metrics(self) -> dict[str, float]:
         """Since it was asked the last time, and of the run so far."""
@@ -355,8 +355,8 @@ class Ahead:
     def take(self, iteration: int, worker: Worker, *, running: Mapping[str, Running]) -> tuple[Rollouts, int]:
         """The samples of this iteration, once all are there, and the model calls that they took."""
         underway = self.underway[iteration]
-        drawn = self._heard(underway, worker)
-        rollouts = gathered(underway.sheet, drawn, underway.scoring, worker, running=running)
+        parts = self._heard(underway, worker)
+        rollouts = gathered(underway.sheet, parts, underway.scoring, worker, running=running)
         del self.underway[iteration]
         underway.scoring.__exit__()
         return rollouts, underway.calls

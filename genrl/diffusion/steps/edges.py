@@ -80,8 +80,8 @@ def estimate(
         pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
         # The likelihood of a path takes the log-probabilities of all its edges, and other processes ran some of the
         # trees.
-        mine = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
-        log_probs = run.gather(mine, log_probs)
+        recorded = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        log_probs = run.gather(recorded, log_probs)
     edges = tree_edges(
         settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
         clip=settings.advantage_clip, iteration=iteration,
@@ -150,13 +150,13 @@ def tree_edges(
         skipped = [depth for depth in skipped if depth - 1 in trained]
     counts = leaf_counts(parent, scored.view(-1, leaves))
     # An edge below which no leaf has a score has nothing to be credited with.
-    kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
+    trainable = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
     if settings.prune is not None:
-        kept = kept & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
+        trainable = trainable & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
     moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
     return Edges(
-        to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
-        to_table(edge_weights(kept, counts, settings.weight), tree).to(advantages.dtype),
+        to_table(values.nan_to_num(0.0) * trainable, tree).to(advantages.dtype),
+        to_table(edge_weights(trainable, counts, settings.weight), tree).to(advantages.dtype),
         to_table(moves, tree),
         skipped,
     )
@@ -165,9 +165,9 @@ def tree_edges(
 def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
     """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
     depths = pruned_depths(settings, plan, iteration)
-    kept = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
+    remaining = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
     if settings.width is None:
-        return kept
+        return remaining
     last_split = max(plan.splits)
     if settings.width == "best_sibling":
         good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
@@ -175,7 +175,7 @@ def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Ten
         # A quarter from either end is the half of the leaves that BranchGRPO keeps.
         good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
     good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
-    return kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
+    return remaining & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
 
 
 def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:

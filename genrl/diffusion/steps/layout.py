@@ -237,11 +237,11 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
             shares[place, depths] = shares.get((place, depths), 0.0) + share
             first.setdefault((place, depths), iteration)
     # Shares were added over iterations, or over the places of a random window: they are of either sum.
-    whole = sum(shares.values())
+    total = sum(shares.values())
     result = []
     for (place, depths), share in shares.items():
         trained = unpruned_steps(stochastic_steps(layout, place, steps=steps), depths)
-        result.append(Round(share / whole, first[place, depths], plans[place], trained))
+        result.append(Round(share / total, first[place, depths], plans[place], trained))
     return result
 
 

@@ -138,8 +138,8 @@ class Comparison(Transition, Protocol):
 def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
     """The step under the policy as it is: log-probability [B], mean, std and model output of its transition."""
     if given.graph is not None:  # kept from sampling: the same numbers without a second pass
-        kept: Replayed = given.graph
-        return kept
+        result: Replayed = given.graph
+        return result
     return policy.replay(StepRecord.of(given.batch, settings.kernel, given.tensors))
 
 

@@ -171,19 +171,19 @@ def record(
     policy, i = run.policy, action.step
     step = step_of(run, settings, action.piece, i)
     tables = {"advantage": edges.advantage, "weight": edges.weight, "moves": edges.moves}
-    given = {name: table[i, action.slots].to(policy.device) for name, table in tables.items()}
-    given |= {"old_log_prob": action.old_log_prob, **further}
+    tensors = {name: table[i, action.slots].to(policy.device) for name, table in tables.items()}
+    tensors |= {"old_log_prob": action.old_log_prob, **further}
     if action.importance is not None:  # surrogates are linear in it where they are not clipped
-        given |= {"importance": action.importance, "advantage": given["advantage"] * action.importance}
+        tensors |= {"importance": action.importance, "advantage": tensors["advantage"] * action.importance}
     if settings.kl_weight > 0:
         # At the policy's own recorded state: the KL of eq. 5 is that of two transitions from one x_t, not of two
         # rollouts.
         with torch.no_grad(), run.weights.reference():
             reference = policy.replay(step)
-        given["reference"] = getattr(reference, REFERENCE.get(settings.kl, "model_output"))
+        tensors["reference"] = getattr(reference, REFERENCE.get(settings.kl, "model_output"))
     # A kept graph is freed by its one backward pass, so it leaves the trajectory here.
     graph = action.piece.trajectory.graphs.pop(i) if settings.keep_graph else None
-    return Recorded(step.batch, step.tensors() | given, graph)
+    return Recorded(step.batch, step.tensors() | tensors, graph)
 
 
 def penalised(
